@@ -92,7 +92,7 @@ static __always_inline __u32 worker_at(__u32 position)
  * Returns the slot for a request of `class`. `hash`: the kernel's hash of the client's address and port. `over_bound`
  * is set if every permitted worker is at its bound.
  */
-static __always_inline __u32 choose(__u32 class, __u32 hash, bool *over_bound)
+static __always_inline __u32 choose_slot(__u32 class, __u32 hash, bool *over_bound)
 {
 	__u32 count = state.order_count;
 	__u64 rank;

@@ -51,7 +51,7 @@
 #define ETHERTYPE_IPV4 0x0800
 #define ETHERTYPE_IPV6 0x86dd
 /* Limit of selections per request. Each worker that died since the last poll costs one. */
-#define ATTEMPTS 4
+#define MAX_SELECT_ATTEMPTS 4
 
 /* Leading bytes of the kernel's struct sock, with the network namespace. */
 #define SOCK_READ_BYTES 128
@@ -132,11 +132,12 @@ static __always_inline void count_untracked(__u32 slot)
 	__sync_fetch_and_add(&state.workers[slot].untracked, 1);
 }
 
-static __always_inline void add(struct sk_reuseport_md *ctx, const struct client *client, __u32 slot, __u32 type)
+static __always_inline void record_request(struct sk_reuseport_md *ctx, const struct client *client, __u32 slot,
+					   __u32 type)
 {
 	struct dispatch_worker *worker = &state.workers[slot];
 	__u64 weight = policy == DISPATCH_POLICY_JLQ ? state.types[type & DISPATCH_TYPE_MASK].weight : 0;
-	struct dispatched *queued = &dispatched[bpf_get_smp_processor_id() & (DISPATCH_CPUS - 1)];
+	struct last_dispatched *queued = &dispatched[bpf_get_smp_processor_id() & (DISPATCH_CPUS - 1)];
 	__u64 id = 0, hash, entry;
 	__u32 place;
 
@@ -145,7 +146,7 @@ static __always_inline void add(struct sk_reuseport_md *ctx, const struct client
 	hash = hash_of(state.seed, client, id);
 	entry = tag_of(hash) | (__u64)type << DISPATCH_TYPE_SHIFT | (__u64)slot << DISPATCH_WORKER_SHIFT |
 		(state.epoch & DISPATCH_EPOCH_MASK) << DISPATCH_EPOCH_SHIFT | (weight & DISPATCH_WEIGHT_MASK);
-	place = put(hash, entry);
+	place = insert_request(hash, entry);
 	if (place >= DISPATCH_REQUESTS) {
 		count_untracked(slot);
 		return;
@@ -164,27 +165,27 @@ static __always_inline void add(struct sk_reuseport_md *ctx, const struct client
 }
 
 /* Excludes the worker from the choice. */
-static __always_inline void disable(__u32 slot, __u32 flags)
+static __always_inline void disable_worker(__u32 slot, __u32 flags)
 {
 	__sync_fetch_and_or(&state.outstanding[slot], flags);
 	__sync_fetch_and_or(&state.work[slot], (__u64)(flags >> DISPATCH_FLAGS_SHIFT) << DISPATCH_WORK_FLAGS_SHIFT);
 }
 
 /* Returns the worker that got the request; MAX_DISPATCH_WORKERS: none. */
-static __always_inline __u32 select(struct sk_reuseport_md *ctx, __u32 class)
+static __always_inline __u32 select_worker(struct sk_reuseport_md *ctx, __u32 class)
 {
 	bool over_bound = false;
-	__u32 slot = choose(class, ctx->hash, &over_bound), chosen;
+	__u32 slot = choose_slot(class, ctx->hash, &over_bound), chosen;
 	int attempt;
 
-	for (attempt = 0; attempt < ATTEMPTS; attempt++) {
+	for (attempt = 0; attempt < MAX_SELECT_ATTEMPTS; attempt++) {
 		chosen = bound_slot(slot, MAX_DISPATCH_WORKERS);
 		if (!bpf_sk_select_reuseport(ctx, &workers, &slot, 0)) {
 			if (over_bound)
 				count(DISPATCH_COUNTER_OVER_BOUND);
 			return chosen;
 		}
-		disable(chosen, DISPATCH_GONE | DISPATCH_DISABLED);
+		disable_worker(chosen, DISPATCH_GONE | DISPATCH_DISABLED);
 		slot = next_best(class) & (MAX_DISPATCH_WORKERS - 1);
 	}
 	return MAX_DISPATCH_WORKERS;
@@ -198,18 +199,18 @@ int dispatch(struct sk_reuseport_md *ctx)
 
 	if (type_count) {
 		const struct dispatch_match *match =
-			type_of(LOAD_BYTES(ctx, ctx->len, sizeof(struct udphdr) + type_offset, DISPATCH_TYPE_BYTES));
+			match_type(LOAD_BYTES(ctx, ctx->len, sizeof(struct udphdr) + type_offset, DISPATCH_TYPE_BYTES));
 
 		type = match->number & DISPATCH_TYPE_MASK;
 		class = match->class & (MAX_DISPATCH_CLASSES - 1);
 	}
-	slot = select(ctx, class);
+	slot = select_worker(ctx, class);
 	if (slot >= MAX_DISPATCH_WORKERS) {
 		count(DISPATCH_COUNTER_NO_WORKER);
 		return SK_PASS;
 	}
 	if (read_client(ctx, &client))
-		add(ctx, &client, slot, type);
+		record_request(ctx, &client, slot, type);
 	else
 		count_untracked(slot);
 	return SK_PASS;
@@ -220,7 +221,7 @@ struct response {
 	struct client client;
 	__u64 source[2];
 	/* Offset of the payload from the IP header. */
-	__u32 payload;
+	__u32 payload_offset;
 };
 
 static __always_inline bool read_response(struct __sk_buff *skb, struct response *response)
@@ -239,7 +240,7 @@ static __always_inline bool read_response(struct __sk_buff *skb, struct response
 		response->client.address[1] = ip->daddr;
 		response->source[0] = 0;
 		response->source[1] = ip->saddr;
-		response->payload = ip->ihl * 4 + sizeof(*udp);
+		response->payload_offset = ip->ihl * 4 + sizeof(*udp);
 	} else {
 		struct ipv6hdr *ip = data;
 
@@ -248,7 +249,7 @@ static __always_inline bool read_response(struct __sk_buff *skb, struct response
 		udp = (void *)(ip + 1);
 		__builtin_memcpy(response->client.address, &ip->daddr, sizeof(response->client.address));
 		__builtin_memcpy(response->source, &ip->saddr, sizeof(response->source));
-		response->payload = sizeof(*ip) + sizeof(*udp);
+		response->payload_offset = sizeof(*ip) + sizeof(*udp);
 	}
 	if ((void *)(udp + 1) > data_end || udp->source != service_port)
 		return false;
@@ -274,7 +275,7 @@ static __always_inline bool has_service_address(struct bpf_sock *socket, const s
 	return inode == network_namespace;
 }
 
-static __always_inline void learn(__u32 slot, __u32 type)
+static __always_inline void learn_service_time(__u32 slot, __u32 type)
 {
 	struct dispatch_worker *worker = &state.workers[slot];
 	__u64 now = bpf_ktime_get_ns(), since = worker->serving_since_ns;
@@ -287,7 +288,7 @@ static __always_inline void learn(__u32 slot, __u32 type)
 }
 
 /* Subtracts the counts of a removed entry, and returns its slot. */
-static __always_inline __u32 subtract(__u64 entry)
+static __always_inline __u32 subtract_outstanding(__u64 entry)
 {
 	__u32 slot = entry >> DISPATCH_WORKER_SHIFT & DISPATCH_WORKER_MASK;
 
@@ -297,13 +298,13 @@ static __always_inline __u32 subtract(__u64 entry)
 	return slot;
 }
 
-static __always_inline void complete(__u64 entry)
+static __always_inline void complete_request(__u64 entry)
 {
-	__u32 slot = subtract(entry);
+	__u32 slot = subtract_outstanding(entry);
 
 	__sync_fetch_and_add(&state.workers[slot].completed, 1);
 	if (learning)
-		learn(slot, entry >> DISPATCH_TYPE_SHIFT & DISPATCH_TYPE_MASK);
+		learn_service_time(slot, entry >> DISPATCH_TYPE_SHIFT & DISPATCH_TYPE_MASK);
 }
 
 /* Counts a response, and enables the worker if it was disabled. */
@@ -331,23 +332,23 @@ static __always_inline void process_response(struct __sk_buff *skb, const struct
 	if (!socket)
 		return;
 	if (request_id_bytes)
-		id = LOAD_BYTES(skb, skb->len, response->payload + response_id_offset, request_id_bytes);
+		id = LOAD_BYTES(skb, skb->len, response->payload_offset + response_id_offset, request_id_bytes);
 	hash = hash_of(state.seed, &response->client, id);
 	slot = bpf_sk_storage_get(&sockets, socket, NULL, 0);
 	if (slot) {
 		__u32 own = *slot & DISPATCH_WORKER_MASK;
 
 		record_liveness(own);
-		entry = take(hash, tag_of(hash) | (__u64)own << DISPATCH_WORKER_SHIFT,
-			     mask | (__u64)DISPATCH_WORKER_MASK << DISPATCH_WORKER_SHIFT);
+		entry = remove_request(hash, tag_of(hash) | (__u64)own << DISPATCH_WORKER_SHIFT,
+				       mask | (__u64)DISPATCH_WORKER_MASK << DISPATCH_WORKER_SHIFT);
 	} else if (!has_service_address(socket, response)) {
 		return;
 	}
 	/* A worker may answer the request of another worker. */
 	if (!entry)
-		entry = take(hash, tag_of(hash), mask);
+		entry = remove_request(hash, tag_of(hash), mask);
 	if (entry)
-		complete(entry);
+		complete_request(entry);
 	else
 		count(DISPATCH_COUNTER_UNMATCHED);
 }
@@ -369,7 +370,7 @@ int responses(struct __sk_buff *skb)
 SEC("tp_btf/udp_fail_queue_rcv_skb")
 int drops(__u64 *ctx)
 {
-	struct dispatched *queued = &dispatched[bpf_get_smp_processor_id() & (DISPATCH_CPUS - 1)];
+	struct last_dispatched *queued = &dispatched[bpf_get_smp_processor_id() & (DISPATCH_CPUS - 1)];
 	__u64 entry = queued->entry;
 	__u32 *slot = bpf_sk_storage_get(&sockets, (struct sock *)ctx[1], NULL, 0);
 
@@ -378,7 +379,7 @@ int drops(__u64 *ctx)
 		return 0;
 	queued->entry = 0;
 	if (__sync_val_compare_and_swap(&requests[bound_slot(queued->place, DISPATCH_REQUESTS)], entry, 0) == entry)
-		__sync_fetch_and_add(&state.workers[subtract(entry)].abandoned, 1);
+		__sync_fetch_and_add(&state.workers[subtract_outstanding(entry)].abandoned, 1);
 	return 0;
 }
 
@@ -402,8 +403,8 @@ int queues(struct bpf_iter__udp *ctx)
 		return 0;
 	slot = *stored & DISPATCH_WORKER_MASK;
 	worker = &state.workers[slot];
-	worker->queued = queued_at(socket);
-	worker->dropped = dropped_at(socket);
+	worker->queued = queued_datagrams(socket);
+	worker->dropped = dropped_datagrams(socket);
 	barrier();
 	/* Only this program writes the surplus, and user space runs one at a time. */
 	tracked = (state.outstanding[slot] & DISPATCH_COUNT_MASK) - worker->surplus;

@@ -74,7 +74,7 @@ struct bpf_iter__udp {
 #pragma clang attribute pop
 
 /* Returns the number of waiting datagrams: udp_recvmsg moves the first queue to the second (net/ipv4/udp.c). */
-static __always_inline __u32 queued_at(struct udp_sock *socket)
+static __always_inline __u32 queued_datagrams(struct udp_sock *socket)
 {
 	return socket->inet.sk.sk_receive_queue.qlen + socket->reader_queue.qlen;
 }
@@ -83,7 +83,7 @@ static __always_inline __u32 queued_at(struct udp_sock *socket)
  * Returns the number of datagrams that were dropped because of a full receive buffer or a wrong checksum. Since Linux
  * 6.18 UDP has two counters, for NUMA nodes with even and odd numbers.
  */
-static __always_inline __u32 dropped_at(struct udp_sock *socket)
+static __always_inline __u32 dropped_datagrams(struct udp_sock *socket)
 {
 	struct sock *sock = &socket->inet.sk;
 

@@ -68,7 +68,7 @@ static __always_inline __u64 hash_of(__u64 seed, const struct client *client, __
 }
 
 /* Returns the first type that matches; if none matches, the type of all other requests. */
-static __always_inline const struct dispatch_match *type_of(__u64 word)
+static __always_inline const struct dispatch_match *match_type(__u64 word)
 {
 	__u32 i;
 

@@ -59,15 +59,15 @@ static __always_inline __u64 age_of(__u64 entry, __u64 epoch)
  * run the program, on the same CPU with bottom halves off (net/ipv4/udp.c, udp_unicast_rcv_skb). So a datagram that the
  * queue rejects is the last dispatched one. Entry 0: the request has no entry.
  */
-struct dispatched {
+struct last_dispatched {
 	__u64 entry;
 	__u32 place;
 } __attribute__((aligned(64)));
 
-struct dispatched dispatched[DISPATCH_CPUS] SEC(".bss.dispatched") = {};
+struct last_dispatched dispatched[DISPATCH_CPUS] SEC(".bss.dispatched") = {};
 
 /* Inserts an entry, and returns its position; DISPATCH_REQUESTS: the sets are full. */
-static __always_inline __u32 put(__u64 hash, __u64 entry)
+static __always_inline __u32 insert_request(__u64 hash, __u64 entry)
 {
 	__u32 probe, way;
 
@@ -109,7 +109,7 @@ static __always_inline __u64 take_from(__u64 *set, __u64 wanted, __u64 mask, __u
  * Removes and returns the oldest entry that equals `wanted` in the bits of `mask`; 0: no such entry. A server that
  * answers in order has answered the oldest request.
  */
-static __always_inline __u64 take(__u64 hash, __u64 wanted, __u64 mask)
+static __always_inline __u64 remove_request(__u64 hash, __u64 wanted, __u64 mask)
 {
 	__u64 epoch = state.epoch, found;
 	__u32 probe;

@@ -38,10 +38,10 @@ struct {
 } checked_paths SEC(".maps");
 
 /* Offset of the TCP header: packets of the kernel's own sockets, and replies, have no IP options. */
-#define TCP_AT (ETH_HLEN + sizeof(struct iphdr))
+#define TCP_HEADER_OFFSET (ETH_HLEN + sizeof(struct iphdr))
 
 /* Makes the first `length` bytes of the packet linear, and returns their start, which may have moved; NULL: shorter. */
-static __always_inline void *headers_of(struct __sk_buff *skb, __u32 length)
+static __always_inline void *pull_linear_headers(struct __sk_buff *skb, __u32 length)
 {
 	if (skb->data_end - skb->data < length && bpf_skb_pull_data(skb, length))
 		return NULL;
@@ -60,7 +60,7 @@ static __always_inline const struct nat_address *find_address(struct nat_entry *
 static __always_inline void redirect_ipv4(struct __sk_buff *skb, bool from_server)
 {
 	__u32 offset = ETH_HLEN + (from_server ? offsetof(struct iphdr, saddr) : offsetof(struct iphdr, daddr));
-	const void *data = headers_of(skb, TCP_AT + sizeof(struct tcphdr));
+	const void *data = pull_linear_headers(skb, TCP_HEADER_OFFSET + sizeof(struct tcphdr));
 	const struct iphdr *ip = data + ETH_HLEN;
 	struct nat_entry path = {.address.word[2] = bpf_htonl(0xffff)};
 	const struct nat_address *found;
@@ -69,19 +69,20 @@ static __always_inline void redirect_ipv4(struct __sk_buff *skb, bool from_serve
 	if (!data || ip->ihl != sizeof(*ip) / 4 || ip->protocol != IPPROTO_TCP)
 		return;
 	from = path.address.word[3] = from_server ? ip->saddr : ip->daddr;
-	found = find_address(&path, data + TCP_AT, from_server);
+	found = find_address(&path, data + TCP_HEADER_OFFSET, from_server);
 	if (!found)
 		return;
 	to = found->word[3];
-	bpf_l4_csum_replace(skb, TCP_AT + offsetof(struct tcphdr, check), from, to, BPF_F_PSEUDO_HDR | sizeof(to));
+	bpf_l4_csum_replace(skb, TCP_HEADER_OFFSET + offsetof(struct tcphdr, check), from, to,
+			    BPF_F_PSEUDO_HDR | sizeof(to));
 	bpf_l3_csum_replace(skb, ETH_HLEN + offsetof(struct iphdr, check), from, to, sizeof(to));
 	bpf_skb_store_bytes(skb, offset, &to, sizeof(to), 0);
 }
 
 static __always_inline void redirect_ipv6(struct __sk_buff *skb, bool from_server)
 {
-	__u32 offset = from_server ? IPV6_AT(source) : IPV6_AT(destination);
-	const void *data = headers_of(skb, IPV6_TRANSPORT + sizeof(struct tcphdr));
+	__u32 offset = from_server ? IPV6_FIELD_OFFSET(source) : IPV6_FIELD_OFFSET(destination);
+	const void *data = pull_linear_headers(skb, IPV6_TRANSPORT_OFFSET + sizeof(struct tcphdr));
 	const struct ipv6_header *ip = data + ETH_HLEN;
 	const struct nat_address *found;
 	struct nat_entry path = {};
@@ -91,12 +92,13 @@ static __always_inline void redirect_ipv6(struct __sk_buff *skb, bool from_serve
 	if (!data || ip->next_header != IPPROTO_TCP)
 		return;
 	__builtin_memcpy(&path.address, from_server ? ip->source : ip->destination, sizeof(path.address));
-	found = find_address(&path, data + IPV6_TRANSPORT, from_server);
+	found = find_address(&path, data + IPV6_TRANSPORT_OFFSET, from_server);
 	if (!found)
 		return;
 	to = *found;
 	difference = bpf_csum_diff(path.address.word, sizeof(path.address), to.word, sizeof(to), 0);
-	bpf_l4_csum_replace(skb, IPV6_TRANSPORT + offsetof(struct tcphdr, check), 0, difference, BPF_F_PSEUDO_HDR);
+	bpf_l4_csum_replace(skb, IPV6_TRANSPORT_OFFSET + offsetof(struct tcphdr, check), 0, difference,
+			    BPF_F_PSEUDO_HDR);
 	/*
 	 * The helper has changed the NIC's packet sum (CHECKSUM_COMPLETE) as for IPv4, whose header has a checksum.
 	 * In IPv6 the new address compensates for the new checksum.

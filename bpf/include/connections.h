@@ -50,8 +50,8 @@ struct flow_set {
  * Idle time in ticks of lb_state.clock (0.1 s) after which an entry is free: 5 min (RFC 4787), 2 h 4 min (RFC 5382),
  * REQ-5.
  */
-#define FLOW_IDLE_UDP 3000
-#define FLOW_IDLE_TCP 74400
+#define FLOW_IDLE_UDP_TICKS 3000
+#define FLOW_IDLE_TCP_TICKS 74400
 
 struct flow_table_entry {
 	__u16 server_id;
@@ -165,7 +165,7 @@ struct connection_timers {
 	__u32 swept;
 };
 /* Ticks (0.1 s) without a sweep after which packets reuse entries by the timers; user space's wait for an agent. */
-#define CONNECTION_UNSWEPT 600
+#define CONNECTION_UNSWEPT_TICKS 600
 
 /*
  * Entries of recent SYNs, for retransmitted SYNs: sets of RECENT_WAYS words by the connection's hash, the latest SYN

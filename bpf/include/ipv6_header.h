@@ -18,8 +18,8 @@ struct ipv6_header {
 	__u32 destination[4];
 };
 
-#define IPV6_AT(field) (ETH_HLEN + __builtin_offsetof(struct ipv6_header, field))
-#define IPV6_TRANSPORT (ETH_HLEN + sizeof(struct ipv6_header))
+#define IPV6_FIELD_OFFSET(field) (ETH_HLEN + __builtin_offsetof(struct ipv6_header, field))
+#define IPV6_TRANSPORT_OFFSET (ETH_HLEN + sizeof(struct ipv6_header))
 _Static_assert(sizeof(struct ipv6_header) == 40, "RFC 8200, Sect. 3");
 
 /* Next-header numbers of RFC 8200, Sect. 4.3 to 4.6, RFC 4302, Sect. 2, and RFC 4443, Sect. 1. */
@@ -30,7 +30,7 @@ _Static_assert(sizeof(struct ipv6_header) == 40, "RFC 8200, Sect. 3");
 #define NEXT_ICMPV6 58
 #define NEXT_DESTINATION_OPTIONS 60
 /* Maximum number of extension headers: destination options may occur twice, each other header once. */
-#define EXTENSION_HEADERS 6
+#define MAX_EXTENSION_HEADERS 6
 
 /* Returns whether the type is one of the errors of RFC 4443, Sect. 2.1. */
 static __always_inline bool is_icmpv6_error(__u8 type)

@@ -61,17 +61,18 @@ static __always_inline bool is_watched_ipv6(const void *data, const void *data_e
 {
 	__u8 next;
 
-	if (!is_ipv6_frame(data, data_end) || PACKET_U64(data, IPV6_AT(destination)) != capture_of.vip_ipv6[0] ||
-	    PACKET_U64(data, IPV6_AT(destination) + 8) != capture_of.vip_ipv6[1])
+	if (!is_ipv6_frame(data, data_end) ||
+	    PACKET_U64(data, IPV6_FIELD_OFFSET(destination)) != capture_of.vip_ipv6[0] ||
+	    PACKET_U64(data, IPV6_FIELD_OFFSET(destination) + 8) != capture_of.vip_ipv6[1])
 		return false;
-	next = PACKET_U8(data, IPV6_AT(next_header));
+	next = PACKET_U8(data, IPV6_FIELD_OFFSET(next_header));
 	if (next == NEXT_ICMPV6 || is_extension_header(next))
 		return true;
 	if (next != capture_of.protocol)
 		return false;
-	if (data + IPV6_TRANSPORT + sizeof(__u32) > data_end)
+	if (data + IPV6_TRANSPORT_OFFSET + sizeof(__u32) > data_end)
 		return true;
-	return PACKET_U16(data, IPV6_TRANSPORT + 2) == capture_of.port;
+	return PACKET_U16(data, IPV6_TRANSPORT_OFFSET + 2) == capture_of.port;
 }
 
 /* Returns whether the frame may be of the captured service. Fragments, ICMP and broken headers have no port. */
@@ -84,15 +85,17 @@ static __always_inline bool is_watched(const void *data, const void *data_end)
 		return is_watched_ipv6(data, data_end);
 	if (data + ETH_HLEN + sizeof(struct iphdr) > data_end)
 		return false;
-	if (PACKET_U16(data, ETH_HLEN - 2) != bpf_htons(ETH_P_IP) || PACKET_U32(data, IP_AT(daddr)) != capture_of.vip)
+	if (PACKET_U16(data, ETH_HLEN - 2) != bpf_htons(ETH_P_IP) ||
+	    PACKET_U32(data, IP_FIELD_OFFSET(daddr)) != capture_of.vip)
 		return false;
-	protocol = PACKET_U8(data, IP_AT(protocol));
+	protocol = PACKET_U8(data, IP_FIELD_OFFSET(protocol));
 	if (protocol == IPPROTO_ICMP)
 		return true;
 	if (protocol != capture_of.protocol)
 		return false;
 	header_length = (PACKET_U8(data, ETH_HLEN) & 0xf) * 4;
-	if (header_length < sizeof(struct iphdr) || PACKET_U16(data, IP_AT(frag_off)) & bpf_htons(IP_FRAGMENT_OFFSET))
+	if (header_length < sizeof(struct iphdr) ||
+	    PACKET_U16(data, IP_FIELD_OFFSET(frag_off)) & bpf_htons(IP_FRAGMENT_OFFSET))
 		return true;
 	data += ETH_HLEN + header_length;
 	if (data + sizeof(__u32) > data_end)

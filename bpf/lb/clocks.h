@@ -66,28 +66,28 @@ static __always_inline __u32 monotonic_ms(void)
 	return bpf_ktime_get_ns() / NANOSECONDS_PER_MS;
 }
 
-static __always_inline bool agree(__u32 offset_ms, __u32 other_ms, __u32 tolerance_ms)
+static __always_inline bool do_offsets_agree(__u32 offset_ms, __u32 other_ms, __u32 tolerance_ms)
 {
 	return offset_ms - other_ms + tolerance_ms <= 2 * tolerance_ms;
 }
 
 /* TSval of a server's reply, and this load balancer's time (ms), read once per packet. */
-struct answer {
-	__u32 milliseconds;
+struct reply_time {
+	__u32 tsval_ms;
 	__u32 now_ms;
 };
 
 /*
  * Updates the server's clock by a SYN-ACK. Concurrent updates by two CPUs may count once. The stored offset changes
- * only by more than half the tolerance: it selects a packet's key (lb_stamped_value()), which must not alternate.
+ * only by more than half the tolerance: it selects a packet's key (lb_stamped_tsval()), which must not alternate.
  */
 static __always_inline void learn_clock(struct lb_stamped_server *server, const struct packet *packet,
-					struct answer answer)
+					struct reply_time answer)
 {
-	__u32 offset_ms = answer.milliseconds - answer.now_ms;
+	__u32 offset_ms = answer.tsval_ms - answer.now_ms;
 	__u32 client = packet->client_address ^ packet->ports;
 
-	if (!server->agreeing || !agree(offset_ms, server->newest_ms, LB_STAMPING_TOLERANCE_MS)) {
+	if (!server->agreeing || !do_offsets_agree(offset_ms, server->newest_ms, LB_STAMPING_TOLERANCE_MS)) {
 		server->disagreed += !!server->agreeing;
 		server->agreeing = 1;
 	} else if (!is_verified(server) && client != server->newest_client) {
@@ -96,7 +96,7 @@ static __always_inline void learn_clock(struct lb_stamped_server *server, const 
 	server->newest_ms = offset_ms;
 	server->newest_client = client;
 	if (is_verified(server) &&
-	    (!server->has_clock || !agree(offset_ms, server->offset_ms, LB_STAMPING_TOLERANCE_MS / 2))) {
+	    (!server->has_clock || !do_offsets_agree(offset_ms, server->offset_ms, LB_STAMPING_TOLERANCE_MS / 2))) {
 		server->offset_ms = offset_ms;
 		server->has_clock = 1;
 	}
@@ -104,15 +104,15 @@ static __always_inline void learn_clock(struct lb_stamped_server *server, const 
 
 /* Compares two replies of one connection, neither a reset, to learn whether the server's TSval grows by 1 per ms. */
 static __always_inline void sample_clock(struct lb_stamped_server *server, const struct packet *packet,
-					 struct answer answer)
+					 struct reply_time answer)
 {
 	__u32 client = packet->client_address ^ packet->ports;
-	__u32 offset_ms = answer.milliseconds - answer.now_ms, elapsed_ms = answer.now_ms - server->sampled_at_ms;
+	__u32 offset_ms = answer.tsval_ms - answer.now_ms, elapsed_ms = answer.now_ms - server->sampled_at_ms;
 
 	if (server->sampled_client && client == server->sampled_client) {
 		if (elapsed_ms < LB_STAMPING_SAMPLE_MS)
 			return;
-		server->unsteady = !agree(offset_ms, server->sampled_ms, elapsed_ms / 2);
+		server->unsteady = !do_offsets_agree(offset_ms, server->sampled_ms, elapsed_ms / 2);
 		if (server->unsteady)
 			server->steady /= 2;
 		else if (server->steady < LB_STAMPING_MAX_STEADY)
@@ -146,7 +146,7 @@ static __always_inline __u32 learn_own_offset(__u64 hash, __u32 offset_ms)
 		return offset_ms;
 	known = *(volatile __u64 *)word;
 	if (known >> LB_STAMPED_OFFSET_TAG_SHIFT == offset_tag(hash) &&
-	    agree(offset_ms, known, LB_STAMPING_TOLERANCE_MS / 2))
+	    do_offsets_agree(offset_ms, known, LB_STAMPING_TOLERANCE_MS / 2))
 		return known;
 	*(volatile __u64 *)word = (__u64)offset_tag(hash) << LB_STAMPED_OFFSET_TAG_SHIFT | offset_ms;
 	return offset_ms;
@@ -154,15 +154,15 @@ static __always_inline __u32 learn_own_offset(__u64 hash, __u32 offset_ms)
 
 /* Returns the offset of a stamped connection by a reply of the server, and stores the offset if it is unknown. */
 static __always_inline __u32 learn_offset(struct lb_stamped_server *server, __u32 service, const struct packet *packet,
-					  struct answer answer)
+					  struct reply_time answer)
 {
-	__u32 offset_ms = answer.milliseconds - answer.now_ms;
+	__u32 offset_ms = answer.tsval_ms - answer.now_ms;
 
 	if (!has_own_offsets(server) && !server->has_clock) {
 		server->offset_ms = offset_ms;
 		server->has_clock = 1;
 	}
-	if (!has_own_offsets(server) && agree(offset_ms, server->offset_ms, LB_STAMPING_TOLERANCE_MS))
+	if (!has_own_offsets(server) && do_offsets_agree(offset_ms, server->offset_ms, LB_STAMPING_TOLERANCE_MS))
 		return server->offset_ms;
 	server->disagreed += !has_own_offsets(server);
 	return learn_own_offset(connection_hash(service, packet->client_address, packet->ports), offset_ms);

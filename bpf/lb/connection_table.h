@@ -18,7 +18,7 @@
  *      reused    instead of the last two: a new connection that found the stack empty replaced the identity of an
  *                expired entry by 0 and fills the entry as if it had taken it (stateful.h, reuse_connection()).
  *    User space frees an entry after a query to the server's agent (docs/design.md), which packets cannot make. So
- *    packets reuse half-open entries, which need no query, and other entries only after CONNECTION_UNSWEPT ticks
+ *    packets reuse half-open entries, which need no query, and other entries only after CONNECTION_UNSWEPT_TICKS ticks
  *    without a sweep of user space.
  *
  * 3. No slot is handed out twice or lost:
@@ -261,9 +261,9 @@ static __always_inline void write_client_address(struct xdp_md *ctx, const struc
 	void *data = (void *)(long)ctx->data;
 	void *data_end = (void *)(long)ctx->data_end;
 
-	if (is_ipv6(packet) && data + IPV6_AT(source) + IPV6_ADDRESS_BYTES <= data_end) {
-		half[0] = PACKET_U64(data, IPV6_AT(source));
-		half[1] = PACKET_U64(data, IPV6_AT(source) + sizeof(*half));
+	if (is_ipv6(packet) && data + IPV6_FIELD_OFFSET(source) + IPV6_ADDRESS_BYTES <= data_end) {
+		half[0] = PACKET_U64(data, IPV6_FIELD_OFFSET(source));
+		half[1] = PACKET_U64(data, IPV6_FIELD_OFFSET(source) + sizeof(*half));
 		return;
 	}
 	half[0] = 0;

@@ -42,7 +42,7 @@ static __always_inline void decide_by_cookie(struct xdp_md *ctx, const struct se
 		return;
 	}
 	cookie = packet_cookie(packet);
-	if (is_index(service, cookie))
+	if (has_table_index(service, cookie))
 		decide_connection(ctx, service, cookie, packet, decision);
 	else
 		decide_by_id(service, cookie, packet, decision);

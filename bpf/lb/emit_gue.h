@@ -19,7 +19,7 @@
 #include "parse.h"
 #include "parse_ipv6.h"
 
-#define UDP_AT(field) __builtin_offsetof(struct udphdr, field)
+#define UDP_FIELD_OFFSET(field) __builtin_offsetof(struct udphdr, field)
 /* Ephemeral ports (RFC 6335, Sect. 6; RFC 8085, Sect. 5.1.1). */
 #define FIRST_FLOW_PORT 0xc000u
 #define FLOW_PORT_BITS 14
@@ -48,10 +48,10 @@ static __always_inline __u16 flow_port_ipv6(const void *client, __u32 ports)
 /* Writes the UDP header. `length`: bytes of header and inner packet. `source_port`: in network byte order. */
 static __always_inline void write_udp(void *header, __u16 length, __u16 source_port)
 {
-	PACKET_U16(header, UDP_AT(source)) = source_port;
-	PACKET_U16(header, UDP_AT(dest)) = bpf_htons(GUE_PORT);
-	PACKET_U16(header, UDP_AT(len)) = bpf_htons(length);
-	PACKET_U16(header, UDP_AT(check)) = 0;
+	PACKET_U16(header, UDP_FIELD_OFFSET(source)) = source_port;
+	PACKET_U16(header, UDP_FIELD_OFFSET(dest)) = bpf_htons(GUE_PORT);
+	PACKET_U16(header, UDP_FIELD_OFFSET(len)) = bpf_htons(length);
+	PACKET_U16(header, UDP_FIELD_OFFSET(check)) = 0;
 }
 
 #endif

@@ -43,15 +43,16 @@ static __always_inline __u32 overhead_of(const struct encapsulation *form)
 static __always_inline __u32 inner_length(const void *data, __u32 overhead, bool ipv6)
 {
 	if (ipv6)
-		return bpf_ntohs(PACKET_U16(data, overhead + IPV6_AT(payload_length))) + sizeof(struct ipv6_header);
-	return bpf_ntohs(PACKET_U16(data, overhead + IP_AT(tot_len)));
+		return bpf_ntohs(PACKET_U16(data, overhead + IPV6_FIELD_OFFSET(payload_length))) +
+		       sizeof(struct ipv6_header);
+	return bpf_ntohs(PACKET_U16(data, overhead + IP_FIELD_OFFSET(tot_len)));
 }
 
 static __always_inline __u8 inner_traffic_class(const void *data, __u32 overhead, bool ipv6)
 {
 	if (ipv6)
 		return bpf_ntohs(PACKET_U16(data, overhead + ETH_HLEN)) >> 4;
-	return PACKET_U8(data, overhead + IP_AT(tos));
+	return PACKET_U8(data, overhead + IP_FIELD_OFFSET(tos));
 }
 
 static __always_inline __u8 outer_protocol(const struct encapsulation *form)
@@ -155,14 +156,14 @@ __noinline int emit_encapsulated(struct xdp_md *ctx, __u32 service, __u32 server
 	__u32 flow;
 
 	if (ipv6_in_use && is_ipv6_frame(data, data_end)) {
-		flow = flow_port_ipv6(data + IPV6_AT(source), ports);
+		flow = flow_port_ipv6(data + IPV6_FIELD_OFFSET(source), ports);
 		if (has_ipv6_tunnel(server_id))
 			return encapsulate(ctx, true, true, service, server_id, outcome, flow);
 		return encapsulate(ctx, true, false, service, server_id, outcome, flow);
 	}
 	if (data + ETH_HLEN + sizeof(struct iphdr) > data_end)
 		return XDP_DROP;
-	flow = flow_port(PACKET_U32(data, IP_AT(saddr)), ports);
+	flow = flow_port(PACKET_U32(data, IP_FIELD_OFFSET(saddr)), ports);
 	if (has_ipv6_tunnel(server_id))
 		return encapsulate(ctx, false, true, service, server_id, outcome, flow);
 	return encapsulate(ctx, false, false, service, server_id, outcome, flow);

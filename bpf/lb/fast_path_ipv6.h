@@ -14,7 +14,7 @@
 #include "parse.h"
 #include "timestamp.h"
 
-#define FAST_PATH_IPV6_OPTIONS (IPV6_TRANSPORT + sizeof(struct tcphdr))
+#define FAST_PATH_IPV6_OPTIONS (IPV6_TRANSPORT_OFFSET + sizeof(struct tcphdr))
 #define FAST_PATH_IPV6_LENGTH (FAST_PATH_IPV6_OPTIONS + OPTIONS_ALIGNED_LENGTH)
 #define FAST_PATH_IPV6_TSECR                                                                                           \
 	(FAST_PATH_IPV6_OPTIONS + OPTIONS_ALIGNED_OFFSET + TIMESTAMP_WORDS_OFFSET +                                    \
@@ -25,7 +25,7 @@
 
 static __always_inline bool is_ipv6_frame(const void *data, const void *data_end)
 {
-	return data + IPV6_TRANSPORT <= data_end && PACKET_U16(data, ETH_HLEN - 2) == bpf_htons(ETH_P_IPV6);
+	return data + IPV6_TRANSPORT_OFFSET <= data_end && PACKET_U16(data, ETH_HLEN - 2) == bpf_htons(ETH_P_IPV6);
 }
 
 /* Returns whether the frame, of at least FAST_PATH_IPV6_OPTIONS bytes, is IPv6 with a complete TCP segment. */
@@ -34,18 +34,19 @@ static __always_inline bool is_fast_path_tcp_ipv6(const void *data, const void *
 	__u32 length, data_offset_byte;
 
 	if ((PACKET_U32(data, ETH_HLEN - 2) & IPV6_ETHERTYPE_VERSION_MASK) != IPV6_ETHERTYPE_VERSION ||
-	    PACKET_U8(data, IPV6_AT(next_header)) != IPPROTO_TCP)
+	    PACKET_U8(data, IPV6_FIELD_OFFSET(next_header)) != IPPROTO_TCP)
 		return false;
-	length = bpf_ntohs(PACKET_U16(data, IPV6_AT(payload_length)));
-	data_offset_byte = PACKET_U8(data, IPV6_TRANSPORT + TCP_FLAGS_OFFSET - 1);
-	return length >= (data_offset_byte >> 4) * 4 && IPV6_TRANSPORT + length <= (__u64)(data_end - data);
+	length = bpf_ntohs(PACKET_U16(data, IPV6_FIELD_OFFSET(payload_length)));
+	data_offset_byte = PACKET_U8(data, IPV6_TRANSPORT_OFFSET + TCP_FLAGS_OFFSET - 1);
+	return length >= (data_offset_byte >> 4) * 4 && IPV6_TRANSPORT_OFFSET + length <= (__u64)(data_end - data);
 }
 
 static __always_inline bool is_fast_path_ipv6(const void *data, const void *data_end)
 {
 	if (data + FAST_PATH_IPV6_LENGTH > data_end)
 		return false;
-	return (PACKET_U16(data, IPV6_TRANSPORT + TCP_FLAGS_OFFSET - 1) & FAST_PATH_FLAGS_MASK) == FAST_PATH_FLAGS &&
+	return (PACKET_U16(data, IPV6_TRANSPORT_OFFSET + TCP_FLAGS_OFFSET - 1) & FAST_PATH_FLAGS_MASK) ==
+		       FAST_PATH_FLAGS &&
 	       PACKET_U32(data, FAST_PATH_IPV6_OPTIONS) == OPTIONS_ALIGNED_TIMESTAMP &&
 	       is_fast_path_tcp_ipv6(data, data_end);
 }
@@ -55,10 +56,10 @@ static __always_inline __u32 fast_path_syn_tsecr_ipv6(const void *data, const vo
 {
 	__u32 tsecr_at;
 
-	if (data + IPV6_TRANSPORT + FAST_PATH_SYN_HEADER > data_end)
+	if (data + IPV6_TRANSPORT_OFFSET + FAST_PATH_SYN_HEADER > data_end)
 		return 0;
-	tsecr_at = common_syn_tsecr(data + IPV6_TRANSPORT);
-	return tsecr_at && is_fast_path_tcp_ipv6(data, data_end) ? IPV6_TRANSPORT + tsecr_at : 0;
+	tsecr_at = common_syn_tsecr(data + IPV6_TRANSPORT_OFFSET);
+	return tsecr_at && is_fast_path_tcp_ipv6(data, data_end) ? IPV6_TRANSPORT_OFFSET + tsecr_at : 0;
 }
 
 #endif

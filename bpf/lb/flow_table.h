@@ -62,7 +62,7 @@ static __always_inline struct flow_set *flow_set_of(__u64 hash)
 }
 
 /* Loads the second cache line of a flow's set while the look-up waits for the first one. */
-static __always_inline void touch_flow_use(__u64 hash)
+static __always_inline void prefetch_flow_use(__u64 hash)
 {
 	const struct flow_set *set = flow_set_of(hash);
 	__u64 word;
@@ -95,7 +95,7 @@ static __always_inline __u64 flow_age(__u64 use)
 
 static __always_inline __u64 is_flow_idle(__u64 use)
 {
-	__u64 limit = FLOW_IDLE_TCP - (use >> FLOW_UDP_SHIFT & 1) * (FLOW_IDLE_TCP - FLOW_IDLE_UDP);
+	__u64 limit = FLOW_IDLE_TCP_TICKS - (use >> FLOW_UDP_SHIFT & 1) * (FLOW_IDLE_TCP_TICKS - FLOW_IDLE_UDP_TICKS);
 
 	return (limit - flow_age(use)) >> 63;
 }

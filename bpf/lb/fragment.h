@@ -47,8 +47,8 @@ static __always_inline struct fragment_key fragment_key_of(struct xdp_md *ctx, c
 
 	/* The fragment header, whose last word is the identification, is in front of the transport header. */
 	if (is_ipv6(packet)) {
-		bpf_xdp_load_bytes(ctx, IPV6_AT(source), &key, 2 * IPV6_ADDRESS_BYTES);
-		bpf_xdp_load_bytes(ctx, packet->transport - sizeof(key.identification), &key.identification,
+		bpf_xdp_load_bytes(ctx, IPV6_FIELD_OFFSET(source), &key, 2 * IPV6_ADDRESS_BYTES);
+		bpf_xdp_load_bytes(ctx, packet->transport_offset - sizeof(key.identification), &key.identification,
 				   sizeof(key.identification));
 	}
 	return key;

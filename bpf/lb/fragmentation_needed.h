@@ -41,9 +41,10 @@ static __always_inline bool may_answer(const void *data, const void *data_end)
 
 	if (data + ETH_HLEN + QUOTED_LENGTH > data_end)
 		return false;
-	network = PACKET_U8(data, IP_AT(saddr));
-	return PACKET_U8(data, IP_AT(protocol)) != IPPROTO_ICMP && network && network < FIRST_NETWORK_WITHOUT_HOSTS &&
-	       !(PACKET_U16(data, IP_AT(frag_off)) & bpf_htons(IP_FRAGMENT_OFFSET));
+	network = PACKET_U8(data, IP_FIELD_OFFSET(saddr));
+	return PACKET_U8(data, IP_FIELD_OFFSET(protocol)) != IPPROTO_ICMP && network &&
+	       network < FIRST_NETWORK_WITHOUT_HOSTS &&
+	       !(PACKET_U16(data, IP_FIELD_OFFSET(frag_off)) & bpf_htons(IP_FRAGMENT_OFFSET));
 }
 
 /* Turns the frame into an error to the sender of its packet. Returns false if the frame could not be resized. */
@@ -61,8 +62,8 @@ static __always_inline bool write_fragmentation_needed(struct xdp_md *ctx, __u32
 
 	if (data + ETH_HLEN + QUOTED_LENGTH > data_end)
 		return false;
-	client = PACKET_U32(data, IP_AT(saddr));
-	vip = PACKET_U32(data, IP_AT(daddr));
+	client = PACKET_U32(data, IP_FIELD_OFFSET(saddr));
+	vip = PACKET_U32(data, IP_FIELD_OFFSET(daddr));
 	sender = PACKET_U64(data, ETH_ALEN) & SERVER_MAC_MASK;
 	data = quote_packet(ctx, QUOTED_LENGTH, ICMP_ERROR_LENGTH);
 	if (!data)
@@ -83,7 +84,7 @@ static __always_inline bool answer_fragmentation_needed(struct xdp_md *ctx, __u3
 
 	if (!may_answer(data, data_end) || data + ETH_HLEN + sizeof(struct iphdr) > data_end)
 		return false;
-	source = PACKET_U32(data, IP_AT(saddr));
+	source = PACKET_U32(data, IP_FIELD_OFFSET(saddr));
 	return take_rate_tokens(service, source, LIMITED_FRAGMENTATION_NEEDED) && write_fragmentation_needed(ctx, mtu);
 }
 

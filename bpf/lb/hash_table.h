@@ -32,7 +32,7 @@ static __always_inline void decide_by_hash_table(struct xdp_md *ctx, const struc
 
 	if (!mode_in_use(CONSISTENCY_HASH_TABLE))
 		return;
-	touch_flow_use(hash);
+	prefetch_flow_use(hash);
 	if (find_flow_by_hash(hash, &entry)) {
 		server_entry_t server = server_at(decision->service, entry.server_id);
 

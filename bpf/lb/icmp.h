@@ -63,26 +63,26 @@ static __always_inline int parse_quote(struct xdp_md *ctx, const struct packet *
 	struct icmp_error error;
 	__u32 header_length, ports;
 
-	if (packet->transport + sizeof(error.icmp) > packet->end)
+	if (packet->transport_offset + sizeof(error.icmp) > packet->end_offset)
 		return end_of_parse(LB_COUNTER_DROP_MALFORMED_ICMP);
-	if (bpf_xdp_load_bytes(ctx, packet->transport, &error.icmp, sizeof(error.icmp)))
+	if (bpf_xdp_load_bytes(ctx, packet->transport_offset, &error.icmp, sizeof(error.icmp)))
 		return end_of_parse(LB_COUNTER_DROP_INTERNAL);
 	if (!has_quoted_packet(error.icmp.type))
 		return end_of_parse(LB_COUNTER_PASSED_NOT_SERVICE);
-	if (packet->transport + sizeof(error) > packet->end)
+	if (packet->transport_offset + sizeof(error) > packet->end_offset)
 		return end_of_parse(LB_COUNTER_DROP_MALFORMED_ICMP);
-	if (bpf_xdp_load_bytes(ctx, packet->transport, &error, sizeof(error)))
+	if (bpf_xdp_load_bytes(ctx, packet->transport_offset, &error, sizeof(error)))
 		return end_of_parse(LB_COUNTER_DROP_INTERNAL);
 	header_length = error.quoted.ihl * 4;
-	quoted->transport = packet->transport + sizeof(error.icmp) + header_length;
-	quoted->end = packet->end;
+	quoted->transport_offset = packet->transport_offset + sizeof(error.icmp) + header_length;
+	quoted->end_offset = packet->end_offset;
 	if (error.quoted.version != 4 || header_length < sizeof(struct iphdr) ||
-	    quoted->transport + QUOTED_BYTES > quoted->end)
+	    quoted->transport_offset + QUOTED_BYTES > quoted->end_offset)
 		return end_of_parse(LB_COUNTER_DROP_MALFORMED_ICMP);
 	/* The quote is of another VIP, or a later fragment, which has no ports. */
 	if (error.quoted.saddr != packet->vip_address || error.quoted.frag_off & bpf_htons(IP_FRAGMENT_OFFSET))
 		return end_of_parse(LB_COUNTER_PASSED_NOT_SERVICE);
-	if (bpf_xdp_load_bytes(ctx, quoted->transport, &ports, sizeof(ports)))
+	if (bpf_xdp_load_bytes(ctx, quoted->transport_offset, &ports, sizeof(ports)))
 		return end_of_parse(LB_COUNTER_DROP_INTERNAL);
 	quoted->client_address = error.quoted.daddr;
 	quoted->vip_address = error.quoted.saddr;
@@ -99,18 +99,18 @@ static __always_inline int parse_quoted_timestamp(struct xdp_md *ctx, struct pac
 	__u8 data_offset;
 	int found;
 
-	if (quoted->transport + sizeof(struct tcphdr) >= quoted->end)
+	if (quoted->transport_offset + sizeof(struct tcphdr) >= quoted->end_offset)
 		return 0;
-	if (bpf_xdp_load_bytes(ctx, quoted->transport + TCP_FLAGS_OFFSET - 1, &data_offset, sizeof(data_offset)))
+	if (bpf_xdp_load_bytes(ctx, quoted->transport_offset + TCP_FLAGS_OFFSET - 1, &data_offset, sizeof(data_offset)))
 		return end_of_parse(LB_COUNTER_DROP_INTERNAL);
-	header_end = quoted->transport + (data_offset >> 4) * 4;
-	if (header_end > quoted->end)
-		header_end = quoted->end;
-	if (header_end <= quoted->transport + sizeof(struct tcphdr))
+	header_end = quoted->transport_offset + (data_offset >> 4) * 4;
+	if (header_end > quoted->end_offset)
+		header_end = quoted->end_offset;
+	if (header_end <= quoted->transport_offset + sizeof(struct tcphdr))
 		return 0;
 	/* Truncated options look malformed, and count as options without a timestamp. */
-	found = load_timestamp(ctx, quoted->transport + sizeof(struct tcphdr),
-			       header_end - quoted->transport - sizeof(struct tcphdr), &words);
+	found = load_timestamp(ctx, quoted->transport_offset + sizeof(struct tcphdr),
+			       header_end - quoted->transport_offset - sizeof(struct tcphdr), &words);
 	if (found < 0)
 		return found == TIMESTAMP_UNREADABLE ? end_of_parse(LB_COUNTER_DROP_INTERNAL) : 0;
 	quoted->has_timestamp = 1;
@@ -137,7 +137,7 @@ static __always_inline void decide_quoted(struct xdp_md *ctx, const struct servi
 	if (quoted->has_timestamp && has_cookies(service)) {
 		__u32 cookie = packet_cookie(quoted);
 
-		if (is_index(service, cookie)) {
+		if (has_table_index(service, cookie)) {
 			if (decide_index(ctx, service, cookie, quoted, LB_COUNTER_ICMP_ERROR, decision, &connection))
 				return;
 		} else if (!(cookie & COOKIE_KIND_BIT) && is_server_known(decision->service, cookie)) {

@@ -32,15 +32,15 @@ static __noinline int forward_fast_path_decided_ipv6(struct xdp_md *ctx, __u32 n
 		.has_timestamp = 1,
 		.protocol = IPPROTO_TCP,
 		.tsecr_offset = tsecr_at,
-		.transport = IPV6_TRANSPORT,
-		.client_at = IPV6_AT(source),
+		.transport_offset = IPV6_TRANSPORT_OFFSET,
+		.client_offset = IPV6_FIELD_OFFSET(source),
 	};
 
 	if (data + FAST_PATH_IPV6_LENGTH > data_end)
 		return XDP_DROP;
-	packet.client_address = client_word_ipv6(data + IPV6_AT(source));
-	packet.ports = PACKET_U32(data, IPV6_TRANSPORT);
-	packet.flags = PACKET_U8(data, IPV6_TRANSPORT + TCP_FLAGS_OFFSET);
+	packet.client_address = client_word_ipv6(data + IPV6_FIELD_OFFSET(source));
+	packet.ports = PACKET_U32(data, IPV6_TRANSPORT_OFFSET);
+	packet.flags = PACKET_U8(data, IPV6_TRANSPORT_OFFSET + TCP_FLAGS_OFFSET);
 	tsecr_at &= OPTION_MASK;
 	if (data + tsecr_at + sizeof(packet.tsecr) <= data_end)
 		packet.tsecr = bpf_ntohl(PACKET_U32(data, tsecr_at));
@@ -57,7 +57,8 @@ static __always_inline int forward_fast_path_syn_ipv6(struct xdp_md *ctx)
 
 	if (!tsecr_at || data + FAST_PATH_IPV6_LENGTH > data_end || !is_for_own_mac(data))
 		return -1;
-	number = service_of_ipv6(data + IPV6_AT(destination), PACKET_U32(data, IPV6_TRANSPORT) >> 16, IPPROTO_TCP);
+	number = service_of_ipv6(data + IPV6_FIELD_OFFSET(destination), PACKET_U32(data, IPV6_TRANSPORT_OFFSET) >> 16,
+				 IPPROTO_TCP);
 	return is_service(number) ? forward_fast_path_decided_ipv6(ctx, number, tsecr_at) : -1;
 }
 
@@ -73,8 +74,8 @@ static __always_inline int forward_fast_path_by_index_ipv6(struct xdp_md *ctx, _
 
 	if (cookie_owner(cookie) != lb_state.owner || data + FAST_PATH_IPV6_LENGTH > data_end)
 		return -1;
-	ports = PACKET_U32(data, IPV6_TRANSPORT);
-	hash = connection_hash(service, client_word_ipv6(data + IPV6_AT(source)), ports);
+	ports = PACKET_U32(data, IPV6_TRANSPORT_OFFSET);
+	hash = connection_hash(service, client_word_ipv6(data + IPV6_FIELD_OFFSET(source)), ports);
 	connection = find_connection(hash, cookie, service, &id);
 	if (!connection)
 		return -1;
@@ -96,8 +97,8 @@ static __always_inline int forward_fast_path_ipv6(struct xdp_md *ctx)
 
 	if (!is_fast_path_ipv6(data, data_end) || !is_for_own_mac(data))
 		return -1;
-	ports = PACKET_U32(data, IPV6_TRANSPORT);
-	number = service_of_ipv6(data + IPV6_AT(destination), ports >> 16, IPPROTO_TCP);
+	ports = PACKET_U32(data, IPV6_TRANSPORT_OFFSET);
+	number = service_of_ipv6(data + IPV6_FIELD_OFFSET(destination), ports >> 16, IPPROTO_TCP);
 	if (!is_service(number))
 		return -1;
 	service = decode_service(number);
@@ -105,9 +106,9 @@ static __always_inline int forward_fast_path_ipv6(struct xdp_md *ctx)
 		return -1;
 	if (!has_cookies(&service))
 		return forward_fast_path_decided_ipv6(ctx, number, FAST_PATH_IPV6_TSECR);
-	cookie = cookie_of_ipv6(bpf_ntohl(PACKET_U32(data, FAST_PATH_IPV6_TSECR)), data + IPV6_AT(source),
-				data + IPV6_AT(destination), ports);
-	if (is_index(&service, cookie))
+	cookie = cookie_of_ipv6(bpf_ntohl(PACKET_U32(data, FAST_PATH_IPV6_TSECR)), data + IPV6_FIELD_OFFSET(source),
+				data + IPV6_FIELD_OFFSET(destination), ports);
+	if (has_table_index(&service, cookie))
 		return forward_fast_path_by_index_ipv6(ctx, service.index, cookie);
 	server = server_at(service.index, cookie);
 	if (cookie & COOKIE_KIND_BIT || !has_server_flag(server, SERVER_KNOWN | SERVER_RESOLVED))
@@ -133,9 +134,9 @@ static __always_inline int parse_and_decide_transport_ipv6(struct xdp_md *ctx, s
 			    packet);
 	if (ended)
 		return ended;
-	if (data + IPV6_TRANSPORT > data_end)
+	if (data + IPV6_TRANSPORT_OFFSET > data_end)
 		return end_of_parse(LB_COUNTER_DROP_INTERNAL);
-	number = service_of_ipv6(data + IPV6_AT(destination), packet->ports >> 16, packet->protocol);
+	number = service_of_ipv6(data + IPV6_FIELD_OFFSET(destination), packet->ports >> 16, packet->protocol);
 	if (!is_service(number))
 		return end_of_parse(LB_COUNTER_PASSED_NOT_SERVICE);
 	decision->service = decode_service(number).index;
@@ -145,10 +146,10 @@ static __always_inline int parse_and_decide_transport_ipv6(struct xdp_md *ctx, s
 	if (packet->has_timestamp && !(packet->flags & TCP_SYN)) {
 		data = (void *)(long)ctx->data;
 		data_end = (void *)(long)ctx->data_end;
-		if (data + IPV6_TRANSPORT > data_end)
+		if (data + IPV6_TRANSPORT_OFFSET > data_end)
 			return end_of_parse(LB_COUNTER_DROP_INTERNAL);
-		packet->cookie = cookie_of_ipv6(packet->tsecr, data + IPV6_AT(source), data + IPV6_AT(destination),
-						packet->ports);
+		packet->cookie = cookie_of_ipv6(packet->tsecr, data + IPV6_FIELD_OFFSET(source),
+						data + IPV6_FIELD_OFFSET(destination), packet->ports);
 	}
 	decide(ctx, number, packet, decision);
 	if (packet->fragment && is_forwarded(decision->outcome))
@@ -165,21 +166,21 @@ static __always_inline int parse_and_decide_ipv6(struct xdp_md *ctx, struct pack
 
 	if (!is_ipv6_frame(data, data_end) || !is_for_own_mac(data))
 		return end_of_parse(LB_COUNTER_PASSED_NOT_SERVICE);
-	if (service_of_ipv6(data + IPV6_AT(destination), 0, 0) != SERVICE_ADDRESS_ONLY)
+	if (service_of_ipv6(data + IPV6_FIELD_OFFSET(destination), 0, 0) != SERVICE_ADDRESS_ONLY)
 		return end_of_parse(LB_COUNTER_PASSED_NOT_SERVICE);
 	ended = parse_ipv6(ctx, data, data_end, packet);
 	if (ended)
 		return ended;
 	/* Errors have no extension headers in front. */
-	if (packet->protocol == NEXT_ICMPV6 && packet->transport == IPV6_TRANSPORT)
+	if (packet->protocol == NEXT_ICMPV6 && packet->transport_offset == IPV6_TRANSPORT_OFFSET)
 		return parse_and_decide_icmp_ipv6(ctx, packet, decision);
 	if (packet->protocol != IPPROTO_TCP && (!udp_in_use || packet->protocol != IPPROTO_UDP))
 		return end_of_parse(LB_COUNTER_PASSED_NOT_SERVICE);
 	return parse_and_decide_transport_ipv6(ctx, packet, decision);
 }
 
-/* Not inlined, as forward_other() is not. */
-static __noinline int forward_other_ipv6(struct xdp_md *ctx)
+/* Not inlined, as forward_slow_path() is not. */
+static __noinline int forward_slow_path_ipv6(struct xdp_md *ctx)
 {
 	struct decision decision = UNDECIDED;
 	struct packet packet = {};
@@ -198,7 +199,7 @@ static __always_inline int forward_ipv6(struct xdp_md *ctx)
 		action = forward_fast_path_syn_ipv6(ctx);
 	if (action < 0 && timestamps_lb_in_use)
 		action = forward_reply(ctx);
-	return action < 0 ? forward_other_ipv6(ctx) : action;
+	return action < 0 ? forward_slow_path_ipv6(ctx) : action;
 }
 
 #endif

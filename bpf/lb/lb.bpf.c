@@ -92,12 +92,12 @@ static __always_inline bool read_fast_path(struct xdp_md *ctx, __u32 tsecr_at, s
 		.has_timestamp = 1,
 		.protocol = IPPROTO_TCP,
 		.tsecr_offset = tsecr_at,
-		.transport = FAST_PATH_TCP,
+		.transport_offset = FAST_PATH_TCP,
 	};
 	if (data + FAST_PATH_LENGTH > data_end)
 		return false;
-	packet->client_address = PACKET_U32(data, IP_AT(saddr));
-	packet->vip_address = PACKET_U32(data, IP_AT(daddr));
+	packet->client_address = PACKET_U32(data, IP_FIELD_OFFSET(saddr));
+	packet->vip_address = PACKET_U32(data, IP_FIELD_OFFSET(daddr));
 	packet->ports = PACKET_U32(data, FAST_PATH_TCP);
 	packet->flags = PACKET_U8(data, FAST_PATH_TCP + TCP_FLAGS_OFFSET);
 	tsecr_at &= OPTION_MASK;
@@ -149,7 +149,7 @@ static __always_inline int forward_fast_path_syn(struct xdp_md *ctx)
 		return -1;
 	port = PACKET_U16(data, FAST_PATH_TCP + sizeof(port));
 	number = find_lb_service(&lb_state.directories,
-				 service_tail_ipv4(PACKET_U32(data, IP_AT(daddr)), port, IPPROTO_TCP));
+				 service_tail_ipv4(PACKET_U32(data, IP_FIELD_OFFSET(daddr)), port, IPPROTO_TCP));
 	if (!is_service(number))
 		return -1;
 	service = decode_service(number);
@@ -187,7 +187,7 @@ static __always_inline int forward_fast_path_by_flow(struct xdp_md *ctx, __u32 s
 	struct flow_table_entry entry = {};
 	server_entry_t server;
 
-	touch_flow_use(hash);
+	prefetch_flow_use(hash);
 	if (!find_flow_by_hash(hash, &entry))
 		return -1;
 	server = server_at(service, entry.server_id);
@@ -207,8 +207,8 @@ static __always_inline int forward_fast_path(struct xdp_md *ctx)
 
 	if (!is_fast_path_frame(data, data_end) || !is_for_own_mac(data))
 		return -1;
-	client_address = PACKET_U32(data, IP_AT(saddr));
-	vip_address = PACKET_U32(data, IP_AT(daddr));
+	client_address = PACKET_U32(data, IP_FIELD_OFFSET(saddr));
+	vip_address = PACKET_U32(data, IP_FIELD_OFFSET(daddr));
 	ports = PACKET_U32(data, FAST_PATH_TCP);
 	number = find_lb_service(&lb_state.directories, service_tail_ipv4(vip_address, ports >> 16, IPPROTO_TCP));
 	if (!is_service(number)) {
@@ -233,7 +233,7 @@ static __always_inline int forward_fast_path(struct xdp_md *ctx)
 	barrier_var(ctx);
 	data = (void *)(long)ctx->data;
 	data_end = (void *)(long)ctx->data_end;
-	if (is_index(&service, cookie))
+	if (has_table_index(&service, cookie))
 		return forward_fast_path_by_index(ctx, service.index, cookie,
 						  connection_hash(service.index, client_address, ports));
 	server = server_at(service.index, cookie);
@@ -313,9 +313,9 @@ static __always_inline int parse_and_decide(struct xdp_md *ctx, struct packet *p
 		return ended;
 	if (data + ETH_HLEN + sizeof(struct iphdr) > data_end || !is_for_own_mac(data))
 		return end_of_parse(LB_COUNTER_PASSED_NOT_SERVICE);
-	if (!is_balanced_protocol(PACKET_U8(data, IP_AT(protocol))))
+	if (!is_balanced_protocol(PACKET_U8(data, IP_FIELD_OFFSET(protocol))))
 		return end_of_parse(LB_COUNTER_PASSED_NOT_SERVICE);
-	address_tail = service_tail_ipv4(PACKET_U32(data, IP_AT(daddr)), 0, 0);
+	address_tail = service_tail_ipv4(PACKET_U32(data, IP_FIELD_OFFSET(daddr)), 0, 0);
 	if (find_lb_service(&lb_state.directories, address_tail) != SERVICE_ADDRESS_ONLY)
 		return end_of_parse(LB_COUNTER_PASSED_NOT_SERVICE);
 	ended = parse_ipv4(data, data_end, packet);
@@ -328,7 +328,7 @@ static __always_inline int parse_and_decide(struct xdp_md *ctx, struct packet *p
 	return parse_and_decide_tcp(ctx, packet, decision);
 }
 
-static __noinline int forward_other(struct xdp_md *ctx)
+static __noinline int forward_slow_path(struct xdp_md *ctx)
 {
 	struct decision decision = UNDECIDED;
 	struct packet packet = {};
@@ -349,7 +349,7 @@ static __always_inline int forward(struct xdp_md *ctx)
 		action = forward_fast_path_syn(ctx);
 	if (action < 0 && timestamps_lb_in_use)
 		action = forward_reply(ctx);
-	return action < 0 ? forward_other(ctx) : action;
+	return action < 0 ? forward_slow_path(ctx) : action;
 }
 
 /* Processes a frame of another VLAN than the VIPs': a server's reply, or a frame for the kernel. */

@@ -58,11 +58,11 @@
 /* The addresses are read from the frame. Not inlined: its stack would count in every call of decide(). */
 static __noinline __u64 tuple_hash_ipv6(struct xdp_md *ctx, const struct cookie_key *key, const struct packet *packet)
 {
-	__u32 client_at = packet->client_at, vip_at = client_at;
+	__u32 client_at = packet->client_offset, vip_at = client_at;
 	void *data = (void *)(long)ctx->data;
 	void *data_end = (void *)(long)ctx->data_end;
 
-	vip_at += client_at == IPV6_AT(source) ? IPV6_ADDRESS_BYTES : -IPV6_ADDRESS_BYTES;
+	vip_at += client_at == IPV6_FIELD_OFFSET(source) ? IPV6_ADDRESS_BYTES : -IPV6_ADDRESS_BYTES;
 	/* Masks that clang cannot remove: the verifier does not know these offsets. */
 	barrier_var(client_at);
 	barrier_var(vip_at);

@@ -71,10 +71,10 @@ static __always_inline void write_headers(void *data, __u64 neighbour, const str
 	PACKET_U16(data, ETH_HLEN - 2) = bpf_htons(ETH_P_IP);
 	third |= (__u32)header_checksum(first, second, third, source, destination) << 16;
 	PACKET_U32(data, ETH_HLEN) = first;
-	PACKET_U32(data, IP_AT(id)) = second;
-	PACKET_U32(data, IP_AT(ttl)) = third;
-	PACKET_U32(data, IP_AT(saddr)) = source;
-	PACKET_U32(data, IP_AT(daddr)) = destination;
+	PACKET_U32(data, IP_FIELD_OFFSET(id)) = second;
+	PACKET_U32(data, IP_FIELD_OFFSET(ttl)) = third;
+	PACKET_U32(data, IP_FIELD_OFFSET(saddr)) = source;
+	PACKET_U32(data, IP_FIELD_OFFSET(daddr)) = destination;
 }
 
 /* write_headers() for IPv6. `data` has ETH_HLEN and 40 bytes. Addresses are two words each. */
@@ -86,12 +86,12 @@ static __always_inline void write_headers_ipv6(void *data, __u64 neighbour, cons
 	rewrite_mac(data, neighbour);
 	PACKET_U16(data, ETH_HLEN - 2) = bpf_htons(ETH_P_IPV6);
 	PACKET_U32(data, ETH_HLEN) = bpf_htonl(6u << 28 | (__u32)outer->traffic_class << 20 | flow_label);
-	PACKET_U32(data, IPV6_AT(payload_length)) =
+	PACKET_U32(data, IPV6_FIELD_OFFSET(payload_length)) =
 		bpf_htons(payload_length) | (__u32)outer->protocol << 16 | (__u32)OUTER_TTL << 24;
-	PACKET_U64(data, IPV6_AT(source)) = source[0];
-	PACKET_U64(data, IPV6_AT(source) + 8) = source[1];
-	PACKET_U64(data, IPV6_AT(destination)) = destination[0];
-	PACKET_U64(data, IPV6_AT(destination) + 8) = destination[1];
+	PACKET_U64(data, IPV6_FIELD_OFFSET(source)) = source[0];
+	PACKET_U64(data, IPV6_FIELD_OFFSET(source) + 8) = source[1];
+	PACKET_U64(data, IPV6_FIELD_OFFSET(destination)) = destination[0];
+	PACKET_U64(data, IPV6_FIELD_OFFSET(destination) + 8) = destination[1];
 }
 
 #endif

@@ -37,13 +37,14 @@
 /* Returns whether an error may answer the packet. */
 static __always_inline bool may_answer_ipv6(const void *data, const void *data_end)
 {
-	const void *source = data + IPV6_AT(source);
+	const void *source = data + IPV6_FIELD_OFFSET(source);
 
 	if (data + ETH_HLEN + QUOTED_IPV6_LENGTH > data_end)
 		return false;
-	return bpf_ntohs(PACKET_U16(data, IPV6_AT(payload_length))) + sizeof(struct ipv6_header) > IPV6_MIN_MTU &&
-	       PACKET_U8(data, IPV6_AT(next_header)) != NEXT_ICMPV6 && PACKET_U8(source, 0) != IPV6_MULTICAST_BYTE &&
-	       (PACKET_U64(source, 0) || PACKET_U64(source, 8));
+	return bpf_ntohs(PACKET_U16(data, IPV6_FIELD_OFFSET(payload_length))) + sizeof(struct ipv6_header) >
+		       IPV6_MIN_MTU &&
+	       PACKET_U8(data, IPV6_FIELD_OFFSET(next_header)) != NEXT_ICMPV6 &&
+	       PACKET_U8(source, 0) != IPV6_MULTICAST_BYTE && (PACKET_U64(source, 0) || PACKET_U64(source, 8));
 }
 
 /* Writes the ICMPv6 header in front of the quoted packet. `data` has ETH_HLEN and ICMPV6_TOO_BIG_LENGTH bytes. */
@@ -51,13 +52,13 @@ static __always_inline void write_too_big_message(void *data, __u32 mtu)
 {
 	__u32 sum;
 
-	PACKET_U32(data, IPV6_TRANSPORT) = ICMPV6_PACKET_TOO_BIG;
-	PACKET_U32(data, IPV6_TRANSPORT + 4) = bpf_htonl(mtu < IPV6_MIN_MTU ? IPV6_MIN_MTU : mtu);
+	PACKET_U32(data, IPV6_TRANSPORT_OFFSET) = ICMPV6_PACKET_TOO_BIG;
+	PACKET_U32(data, IPV6_TRANSPORT_OFFSET + 4) = bpf_htonl(mtu < IPV6_MIN_MTU ? IPV6_MIN_MTU : mtu);
 	/* The pseudo-header: addresses, length and next header (RFC 8200, Sect. 8.1). */
-	sum = bpf_csum_diff(0, 0, data + IPV6_AT(source), 2 * IPV6_ADDRESS_BYTES,
+	sum = bpf_csum_diff(0, 0, data + IPV6_FIELD_OFFSET(source), 2 * IPV6_ADDRESS_BYTES,
 			    bpf_htonl(ICMPV6_MESSAGE_LENGTH) + bpf_htonl(NEXT_ICMPV6));
-	sum = bpf_csum_diff(0, 0, data + IPV6_TRANSPORT, ICMPV6_MESSAGE_LENGTH, sum);
-	PACKET_U16(data, IPV6_TRANSPORT + 2) = ~fold_checksum(sum);
+	sum = bpf_csum_diff(0, 0, data + IPV6_TRANSPORT_OFFSET, ICMPV6_MESSAGE_LENGTH, sum);
+	PACKET_U16(data, IPV6_TRANSPORT_OFFSET + 2) = ~fold_checksum(sum);
 }
 
 /* Turns the frame into an error to the sender of its packet. Returns false if the frame could not be resized. */
@@ -73,10 +74,10 @@ static __always_inline bool write_packet_too_big(struct xdp_md *ctx, __u32 mtu)
 
 	if (data + ETH_HLEN + QUOTED_IPV6_LENGTH > data_end)
 		return false;
-	client[0] = PACKET_U64(data, IPV6_AT(source));
-	client[1] = PACKET_U64(data, IPV6_AT(source) + 8);
-	vip[0] = PACKET_U64(data, IPV6_AT(destination));
-	vip[1] = PACKET_U64(data, IPV6_AT(destination) + 8);
+	client[0] = PACKET_U64(data, IPV6_FIELD_OFFSET(source));
+	client[1] = PACKET_U64(data, IPV6_FIELD_OFFSET(source) + 8);
+	vip[0] = PACKET_U64(data, IPV6_FIELD_OFFSET(destination));
+	vip[1] = PACKET_U64(data, IPV6_FIELD_OFFSET(destination) + 8);
 	sender = PACKET_U64(data, ETH_ALEN) & SERVER_MAC_MASK;
 	data = quote_packet(ctx, QUOTED_IPV6_LENGTH, ICMPV6_TOO_BIG_LENGTH);
 	if (!data)
@@ -92,9 +93,9 @@ static __always_inline bool answer_packet_too_big(struct xdp_md *ctx, __u32 serv
 	void *data = (void *)(long)ctx->data, *data_end = (void *)(long)ctx->data_end;
 	__u32 source;
 
-	if (!may_answer_ipv6(data, data_end) || data + IPV6_TRANSPORT > data_end)
+	if (!may_answer_ipv6(data, data_end) || data + IPV6_TRANSPORT_OFFSET > data_end)
 		return false;
-	source = client_word_ipv6(data + IPV6_AT(source));
+	source = client_word_ipv6(data + IPV6_FIELD_OFFSET(source));
 	return take_rate_tokens(service, source, LIMITED_FRAGMENTATION_NEEDED) && write_packet_too_big(ctx, mtu);
 }
 

@@ -37,7 +37,7 @@ typedef __u16 __attribute__((may_alias)) packet_u16;
 #define PACKET_U16(start, offset) (*(packet_u16 *)((__u8 *)(start) + (offset)))
 #define PACKET_U8(start, offset) (*((__u8 *)(start) + (offset)))
 
-#define IP_AT(field) (ETH_HLEN + __builtin_offsetof(struct iphdr, field))
+#define IP_FIELD_OFFSET(field) (ETH_HLEN + __builtin_offsetof(struct iphdr, field))
 
 /* Mask of the fragment offset (RFC 8200, Sect. 4.5), above the reserved bits and "more fragments". */
 #define IPV6_FRAGMENT_OFFSET 0xfff8
@@ -79,15 +79,15 @@ struct packet {
 		/* IPv4 identification, in the packet's byte order. */
 		__u16 identification;
 		/* IPv6: offset in the frame of the client's address, next to which is the VIP. */
-		__u16 client_at;
+		__u16 client_offset;
 	};
 	/* Fragment offset and "more fragments" as in the packet; 0: the packet is no fragment. */
 	__u16 fragment;
 	/* Offset of TSecr in the frame; 0: none. */
 	__u16 tsecr_offset;
 	/* Offsets in the frame of the transport header, and of the packet's end according to the IP header. */
-	__u16 transport;
-	__u32 end;
+	__u16 transport_offset;
+	__u32 end_offset;
 };
 
 /* Whether a service has an IPv6 VIP; fixed at load time. */
@@ -161,9 +161,9 @@ static __always_inline bool is_fast_path_tcp(const void *data, const void *data_
 
 	if ((PACKET_U32(data, ETH_HLEN - 2) & FAST_PATH_ETHERTYPE_MASK) != FAST_PATH_ETHERTYPE)
 		return false;
-	if ((PACKET_U32(data, IP_AT(frag_off)) & FAST_PATH_PROTOCOL_MASK) != FAST_PATH_PROTOCOL)
+	if ((PACKET_U32(data, IP_FIELD_OFFSET(frag_off)) & FAST_PATH_PROTOCOL_MASK) != FAST_PATH_PROTOCOL)
 		return false;
-	ip_length = bpf_ntohs(PACKET_U16(data, IP_AT(tot_len)));
+	ip_length = bpf_ntohs(PACKET_U16(data, IP_FIELD_OFFSET(tot_len)));
 	data_offset_byte = PACKET_U8(data, FAST_PATH_TCP + TCP_FLAGS_OFFSET - 1);
 	return ip_length >= sizeof(struct iphdr) + (data_offset_byte >> 4) * 4 &&
 	       ETH_HLEN + ip_length <= (__u64)(data_end - data);
@@ -233,31 +233,31 @@ static __always_inline int parse_ipv4(const void *data, const void *data_end, st
 		return end_of_parse(LB_COUNTER_PASSED_NOT_SERVICE);
 	version_ihl = PACKET_U8(data, ETH_HLEN);
 	header_length = (version_ihl & 0xf) * 4;
-	ip_length = bpf_ntohs(PACKET_U16(data, IP_AT(tot_len)));
+	ip_length = bpf_ntohs(PACKET_U16(data, IP_FIELD_OFFSET(tot_len)));
 	if (version_ihl >> 4 != 4 || header_length < sizeof(struct iphdr) || ip_length < header_length ||
 	    ETH_HLEN + ip_length > (__u64)(data_end - data))
 		return end_of_parse(LB_COUNTER_DROP_MALFORMED_IPV4);
-	packet->client_address = PACKET_U32(data, IP_AT(saddr));
-	packet->vip_address = PACKET_U32(data, IP_AT(daddr));
-	packet->protocol = PACKET_U8(data, IP_AT(protocol));
-	packet->identification = PACKET_U16(data, IP_AT(id));
-	packet->fragment = bpf_ntohs(PACKET_U16(data, IP_AT(frag_off))) & IP_FRAGMENT_MASK;
-	packet->transport = ETH_HLEN + header_length;
-	packet->end = ETH_HLEN + ip_length;
+	packet->client_address = PACKET_U32(data, IP_FIELD_OFFSET(saddr));
+	packet->vip_address = PACKET_U32(data, IP_FIELD_OFFSET(daddr));
+	packet->protocol = PACKET_U8(data, IP_FIELD_OFFSET(protocol));
+	packet->identification = PACKET_U16(data, IP_FIELD_OFFSET(id));
+	packet->fragment = bpf_ntohs(PACKET_U16(data, IP_FIELD_OFFSET(frag_off))) & IP_FRAGMENT_MASK;
+	packet->transport_offset = ETH_HLEN + header_length;
+	packet->end_offset = ETH_HLEN + ip_length;
 	return 0;
 }
 
 /* Returns the transport header's offset with a bound that the verifier sees. */
 static __always_inline __u32 bounded_transport(const struct packet *packet)
 {
-	return packet->transport & TRANSPORT_MASK;
+	return packet->transport_offset & TRANSPORT_MASK;
 }
 
 /* Reads the ports of TCP and UDP. `malformed`: the outcome if the packet ends before the ports. */
 static __always_inline int parse_ports(const void *data, const void *data_end, enum lb_counter malformed,
 				       struct packet *packet)
 {
-	if (packet->transport + sizeof(packet->ports) > packet->end)
+	if (packet->transport_offset + sizeof(packet->ports) > packet->end_offset)
 		return end_of_parse(malformed);
 	data += bounded_transport(packet);
 	if (data + sizeof(packet->ports) > data_end)
@@ -324,17 +324,17 @@ static __always_inline int parse_tcp_header(struct xdp_md *ctx, const void *data
 {
 	__u32 header_length;
 
-	if (packet->transport + sizeof(struct tcphdr) > packet->end)
+	if (packet->transport_offset + sizeof(struct tcphdr) > packet->end_offset)
 		return end_of_parse(LB_COUNTER_DROP_MALFORMED_TCP);
 	data += bounded_transport(packet);
 	if (data + sizeof(struct tcphdr) > data_end)
 		return end_of_parse(LB_COUNTER_DROP_MALFORMED_TCP);
 	header_length = (PACKET_U8(data, TCP_FLAGS_OFFSET - 1) >> 4) * 4;
 	packet->flags = PACKET_U8(data, TCP_FLAGS_OFFSET);
-	if (header_length < sizeof(struct tcphdr) || packet->transport + header_length > packet->end)
+	if (header_length < sizeof(struct tcphdr) || packet->transport_offset + header_length > packet->end_offset)
 		return end_of_parse(LB_COUNTER_DROP_MALFORMED_TCP);
-	return parse_options(ctx, packet->transport + sizeof(struct tcphdr), header_length - sizeof(struct tcphdr),
-			     packet);
+	return parse_options(ctx, packet->transport_offset + sizeof(struct tcphdr),
+			     header_length - sizeof(struct tcphdr), packet);
 }
 
 /* Reads the TCP header of a client's packet, and checks its flags. */
@@ -359,13 +359,14 @@ static __always_inline int parse_udp(const void *data, const void *data_end, con
 {
 	__u32 length;
 
-	if (packet->transport + sizeof(struct udphdr) > packet->end)
+	if (packet->transport_offset + sizeof(struct udphdr) > packet->end_offset)
 		return end_of_parse(LB_COUNTER_DROP_MALFORMED_UDP);
 	data += bounded_transport(packet);
 	if (data + sizeof(struct udphdr) > data_end)
 		return end_of_parse(LB_COUNTER_DROP_MALFORMED_UDP);
 	length = bpf_ntohs(PACKET_U16(data, __builtin_offsetof(struct udphdr, len)));
-	if (length < sizeof(struct udphdr) || (!packet->fragment && packet->transport + length > packet->end))
+	if (length < sizeof(struct udphdr) ||
+	    (!packet->fragment && packet->transport_offset + length > packet->end_offset))
 		return end_of_parse(LB_COUNTER_DROP_MALFORMED_UDP);
 	return 0;
 }

@@ -48,14 +48,14 @@ static __always_inline __u32 client_word_ipv6(const void *address)
  */
 static __always_inline int parse_extension_headers(struct xdp_md *ctx, struct packet *packet)
 {
-	__u32 at = IPV6_TRANSPORT, next = packet->protocol;
+	__u32 at = IPV6_TRANSPORT_OFFSET, next = packet->protocol;
 
-	for (int i = 0; i < EXTENSION_HEADERS; i++) {
+	for (int i = 0; i < MAX_EXTENSION_HEADERS; i++) {
 		struct extension_header header;
 
 		if (!is_extension_header(next))
 			break;
-		if (at + sizeof(header) > packet->end || bpf_xdp_load_bytes(ctx, at, &header, sizeof(header)))
+		if (at + sizeof(header) > packet->end_offset || bpf_xdp_load_bytes(ctx, at, &header, sizeof(header)))
 			return end_of_parse(LB_COUNTER_DROP_MALFORMED_IPV6);
 		if (next == NEXT_FRAGMENT)
 			packet->fragment = fragment_of(&header);
@@ -63,13 +63,13 @@ static __always_inline int parse_extension_headers(struct xdp_md *ctx, struct pa
 		next = header.next;
 		if (at > TRANSPORT_MASK - TCP_CHECKSUM_OFFSET)
 			return end_of_parse(LB_COUNTER_DROP_EXTENSION_HEADERS);
-		if (packet->fragment && at > packet->end)
+		if (packet->fragment && at > packet->end_offset)
 			return end_of_parse(LB_COUNTER_DROP_MALFORMED_IPV6);
 		if (packet->fragment)
 			break;
 	}
 	packet->protocol = next;
-	packet->transport = at;
+	packet->transport_offset = at;
 	return 0;
 }
 
@@ -78,17 +78,17 @@ static __always_inline int parse_ipv6(struct xdp_md *ctx, const void *data, cons
 {
 	__u32 length;
 
-	if (data + IPV6_TRANSPORT > data_end)
+	if (data + IPV6_TRANSPORT_OFFSET > data_end)
 		return end_of_parse(LB_COUNTER_PASSED_NOT_SERVICE);
-	length = bpf_ntohs(PACKET_U16(data, IPV6_AT(payload_length)));
-	if (PACKET_U8(data, ETH_HLEN) >> 4 != 6 || IPV6_TRANSPORT + length > (__u64)(data_end - data))
+	length = bpf_ntohs(PACKET_U16(data, IPV6_FIELD_OFFSET(payload_length)));
+	if (PACKET_U8(data, ETH_HLEN) >> 4 != 6 || IPV6_TRANSPORT_OFFSET + length > (__u64)(data_end - data))
 		return end_of_parse(LB_COUNTER_DROP_MALFORMED_IPV6);
 	packet->family = ADDRESS_FAMILY_IPV6;
-	packet->client_address = client_word_ipv6(data + IPV6_AT(source));
-	packet->protocol = PACKET_U8(data, IPV6_AT(next_header));
+	packet->client_address = client_word_ipv6(data + IPV6_FIELD_OFFSET(source));
+	packet->protocol = PACKET_U8(data, IPV6_FIELD_OFFSET(next_header));
 	packet->fragment = 0;
-	packet->client_at = IPV6_AT(source);
-	packet->end = IPV6_TRANSPORT + length;
+	packet->client_offset = IPV6_FIELD_OFFSET(source);
+	packet->end_offset = IPV6_TRANSPORT_OFFSET + length;
 	return parse_extension_headers(ctx, packet);
 }
 

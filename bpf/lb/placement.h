@@ -45,7 +45,7 @@ typedef __u64 __attribute__((may_alias)) server_entry_t;
 #define SERVER_MAC_MASK 0xffffffffffffull
 
 /* Number of members that are tried if the selected server cannot take a connection; then the packet is dropped. */
-#define FALLBACK_MEMBERS 16
+#define MAX_FALLBACK_ATTEMPTS 16
 
 static __always_inline server_entry_t server_at(__u32 service, __u32 id)
 {
@@ -118,9 +118,9 @@ static __noinline __u32 source_hash_ipv6(struct xdp_md *ctx, const void *tables,
 	void *data = (void *)(long)ctx->data;
 	void *data_end = (void *)(long)ctx->data_end;
 
-	if (data + IPV6_AT(source) + IPV6_ADDRESS_BYTES > data_end)
+	if (data + IPV6_FIELD_OFFSET(source) + IPV6_ADDRESS_BYTES > data_end)
 		return 0;
-	return toeplitz_source_ipv6(source->byte, data + IPV6_AT(source), client_port);
+	return toeplitz_source_ipv6(source->byte, data + IPV6_FIELD_OFFSET(source), client_port);
 }
 
 static __always_inline __u32 table_hash(struct xdp_md *ctx, const struct placement *placement, __u32 group,
@@ -162,8 +162,8 @@ _Static_assert(MAX_CANDIDATES == 1 << CANDIDATE_NUMBER_BITS, "a candidate's numb
 _Static_assert(MAX_RSS_GROUPS *MAX_CANDIDATES == 1 << CANDIDATE_RANK_BITS, "group and number fit their bits");
 
 /* Returns the lesser of `least` and the cost and number of candidate `i`, if it exists. */
-static __always_inline __s64 with_candidate(__s64 least, const struct candidate *candidates, __u32 i, __u32 count,
-					    const __u32 *assigned, __u64 cost_of_one)
+static __always_inline __s64 lesser_candidate(__s64 least, const struct candidate *candidates, __u32 i, __u32 count,
+					      const __u32 *assigned, __u64 cost_of_one)
 {
 	__u64 cost;
 
@@ -183,14 +183,14 @@ static __always_inline __s64 least_assigned_of(const struct candidate *candidate
 	__s64 even = NO_COST, odd = NO_COST;
 
 	_Static_assert(MAX_CANDIDATES == 8, "all are compared");
-	even = with_candidate(even, candidates, 0, count, assigned, cost_of_one);
-	odd = with_candidate(odd, candidates, 1, count, assigned, cost_of_one);
-	even = with_candidate(even, candidates, 2, count, assigned, cost_of_one);
-	odd = with_candidate(odd, candidates, 3, count, assigned, cost_of_one);
-	even = with_candidate(even, candidates, 4, count, assigned, cost_of_one);
-	odd = with_candidate(odd, candidates, 5, count, assigned, cost_of_one);
-	even = with_candidate(even, candidates, 6, count, assigned, cost_of_one);
-	odd = with_candidate(odd, candidates, 7, count, assigned, cost_of_one);
+	even = lesser_candidate(even, candidates, 0, count, assigned, cost_of_one);
+	odd = lesser_candidate(odd, candidates, 1, count, assigned, cost_of_one);
+	even = lesser_candidate(even, candidates, 2, count, assigned, cost_of_one);
+	odd = lesser_candidate(odd, candidates, 3, count, assigned, cost_of_one);
+	even = lesser_candidate(even, candidates, 4, count, assigned, cost_of_one);
+	odd = lesser_candidate(odd, candidates, 5, count, assigned, cost_of_one);
+	even = lesser_candidate(even, candidates, 6, count, assigned, cost_of_one);
+	odd = lesser_candidate(odd, candidates, 7, count, assigned, cost_of_one);
 	return min_s64(odd, even);
 }
 
@@ -232,8 +232,9 @@ static __always_inline const struct candidate *least_candidate(struct xdp_md *ct
 }
 
 /* Returns the server by the rule, even if it cannot take the connection; NO_SERVER: the table is unusable. */
-static __always_inline __u32 choose(struct xdp_md *ctx, const struct placement *placement, struct service_state *state,
-				    __u32 service, __u32 hash, const struct packet *packet)
+static __always_inline __u32 choose_by_rule(struct xdp_md *ctx, const struct placement *placement,
+					    struct service_state *state, __u32 service, __u32 hash,
+					    const struct packet *packet)
 {
 	const struct placement_table *table = placement->table;
 
@@ -286,7 +287,7 @@ static __always_inline __u64 recent_key(const struct placement_table *table, __u
 }
 
 /* Finds the service's table. Returns false if the service has no table, or a table without members. */
-static __always_inline bool table_of(const struct service_state *state, struct placement *placement)
+static __always_inline bool find_table(const struct service_state *state, struct placement *placement)
 {
 	__u32 at = *(const volatile __u32 *)&state->table_at, first = 0;
 
@@ -302,16 +303,16 @@ static __always_inline bool table_of(const struct service_state *state, struct p
  * the selected server has no known MAC address, or was removed and the next table has not come yet. This is a global
  * function: otherwise kernel 6.1 verifies the loop for each path into it.
  */
-__noinline int fallback(struct service_state *state, __u32 service, __u32 hash)
+__noinline int choose_fallback(struct service_state *state, __u32 service, __u32 hash)
 {
 	struct placement placement;
 	__u32 count, position;
 
-	if (!state || !table_of(state, &placement))
+	if (!state || !find_table(state, &placement))
 		return NO_SERVER;
 	count = placement.table->member_count;
 	position = draw(mix(hash), count);
-	for (__u32 i = 0; i < FALLBACK_MEMBERS && i < count; i++, position++) {
+	for (__u32 i = 0; i < MAX_FALLBACK_ATTEMPTS && i < count; i++, position++) {
 		__u32 id;
 
 		if (position >= count)
@@ -332,7 +333,7 @@ static __always_inline int place_inlined(struct xdp_md *ctx, struct service_stat
 	__u64 key, *recent;
 	__u32 hash, id;
 
-	if (!table_of(state, &placement))
+	if (!find_table(state, &placement))
 		return NO_SERVER;
 	table = placement.table;
 	hash = table_hash(ctx, &placement, 0, packet);
@@ -346,11 +347,11 @@ static __always_inline int place_inlined(struct xdp_md *ctx, struct service_stat
 		    has_server_flag(server_at(service, id), TAKES_NEW_CONNECTIONS))
 			return id;
 	}
-	id = choose(ctx, &placement, state, service, hash, packet);
+	id = choose_by_rule(ctx, &placement, state, service, hash, packet);
 	if (id == NO_SERVER)
 		return NO_SERVER;
 	if (!has_server_flag(server_at(service, id), TAKES_NEW_CONNECTIONS))
-		id = fallback(state, service, hash);
+		id = choose_fallback(state, service, hash);
 	if (is_choice_stored(table, packet) && id != NO_SERVER)
 		*(volatile __u64 *)recent = key | id;
 	return id;
@@ -370,7 +371,7 @@ static __always_inline struct flow_table_entry place_consistently(struct xdp_md 
 	struct placement placement;
 	__u32 offset;
 
-	if (!table_of(state, &placement))
+	if (!find_table(state, &placement))
 		return (struct flow_table_entry){.server_id = NO_SERVER, .previous_server = NO_SERVER};
 	table = placement.table;
 	offset = (table_hash(ctx, &placement, 0, packet) & (table->bucket_count - 1)) * sizeof(__u16);

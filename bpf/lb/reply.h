@@ -37,11 +37,11 @@ static __always_inline __u32 stamping_key(__u32 milliseconds)
 }
 
 /* Returns TSval with the cookie; never 0, which would mean "no TSecr" (RFC 7323, Sect. 3.2). */
-static __always_inline __u32 lb_stamped_value(struct xdp_md *ctx, __u32 service, const struct packet *packet,
-					      struct lb_stamped_server *server, struct answer answer)
+static __always_inline __u32 lb_stamped_tsval(struct xdp_md *ctx, __u32 service, const struct packet *packet,
+					      struct lb_stamped_server *server, struct reply_time answer)
 {
-	__u32 index = stamping_key(answer.milliseconds - learn_offset(server, service, packet, answer));
-	__u32 time = (answer.milliseconds + lb_stamping_time_mask(ctx, service, packet)) & LB_STAMPING_TIME_MASK;
+	__u32 index = stamping_key(answer.tsval_ms - learn_offset(server, service, packet, answer));
+	__u32 time = (answer.tsval_ms + lb_stamping_time_mask(ctx, service, packet)) & LB_STAMPING_TIME_MASK;
 	__u32 id = hide(lb_stamping_hash(ctx, index, packet), server->server_id & LB_STAMPING_ID_MASK,
 			LB_STAMPING_ID_BITS);
 	__u32 value = time << LB_STAMPING_TIME_SHIFT | index * LB_STAMPING_KEY_BIT | id;
@@ -63,7 +63,7 @@ static __always_inline bool is_late_syn_ack(__u32 service, const struct packet *
 
 /* Returns whether this SYN-ACK's connection will be stamped, which never changes (lb_cookie.h, section 2). */
 static __always_inline bool is_stamped_from_syn_ack(struct xdp_md *ctx, __u32 service, const struct packet *packet,
-						    struct lb_stamped_server *server, struct answer answer)
+						    struct lb_stamped_server *server, struct reply_time answer)
 {
 	struct flow_table_entry entry = {}, half_open = {.server_id = server->server_id};
 	bool plain = find_plain_flow(service, packet, &entry);
@@ -76,14 +76,14 @@ static __always_inline bool is_stamped_from_syn_ack(struct xdp_md *ctx, __u32 se
 			return true;
 	}
 	/* A SYN-ACK without timestamps is stored, too: the SYN may have gone to another server than the bucket's. */
-	half_open.previous_server = HALF_OPEN_FLOW | answer.milliseconds >> HALF_OPEN_TIME_SHIFT;
+	half_open.previous_server = HALF_OPEN_FLOW | answer.tsval_ms >> HALF_OPEN_TIME_SHIFT;
 	if (!plain || entry.server_id != half_open.server_id || entry.previous_server != half_open.previous_server)
 		insert_flow(ctx, service, packet, half_open, 0);
 	return false;
 }
 
 static __always_inline bool is_reply_stamped(struct xdp_md *ctx, __u32 service, const struct packet *packet,
-					     struct lb_stamped_server *server, struct answer answer)
+					     struct lb_stamped_server *server, struct reply_time answer)
 {
 	struct flow_table_entry entry = {};
 
@@ -108,7 +108,7 @@ static __always_inline enum lb_counter stamp_reply(struct xdp_md *ctx, __u32 ser
 {
 	__u32 offset = packet->tsecr_offset - sizeof(__u32), stamped;
 	struct lb_stamped_server *server = lb_stamped_server(service, source_mac);
-	struct answer answer;
+	struct reply_time answer;
 	__be32 value = 0;
 
 	if (!server || (packet->has_timestamp && bpf_xdp_load_bytes(ctx, offset, &value, sizeof(value))))
@@ -116,12 +116,12 @@ static __always_inline enum lb_counter stamp_reply(struct xdp_md *ctx, __u32 ser
 	/* The client could accept either SYN-ACK, but the flow table holds only one server per connection. */
 	if (is_late_syn_ack(service, packet, server->server_id))
 		return LB_COUNTER_DROP_LATE_SYN_ACK;
-	answer = (struct answer){.milliseconds = bpf_ntohl(value), .now_ms = monotonic_ms()};
+	answer = (struct reply_time){.tsval_ms = bpf_ntohl(value), .now_ms = monotonic_ms()};
 	if (packet->has_timestamp && !(packet->flags & TCP_RST))
 		sample_clock(server, packet, answer);
 	if (!is_reply_stamped(ctx, service, packet, server, answer))
 		return LB_COUNTER_REPLY_UNCHANGED;
-	stamped = lb_stamped_value(ctx, service, packet, server, answer);
+	stamped = lb_stamped_tsval(ctx, service, packet, server, answer);
 	rewrite_timestamp((void *)(long)ctx->data, (void *)(long)ctx->data_end, packet, offset, stamped);
 	return LB_COUNTER_REPLY_STAMPED;
 }
@@ -144,17 +144,17 @@ static __always_inline __u32 parse_reply_ipv4(const void *data, const void *data
 	return find_service_of(packet);
 }
 
-/* parse_reply_ipv4() for IPv6. `data` has IPV6_TRANSPORT bytes. */
+/* parse_reply_ipv4() for IPv6. `data` has IPV6_TRANSPORT_OFFSET bytes. */
 static __always_inline __u32 parse_reply_ipv6(struct xdp_md *ctx, const void *data, const void *data_end,
 					      struct packet *packet)
 {
-	if (data + IPV6_TRANSPORT > data_end || parse_ipv6(ctx, data, data_end, packet) || packet->fragment ||
+	if (data + IPV6_TRANSPORT_OFFSET > data_end || parse_ipv6(ctx, data, data_end, packet) || packet->fragment ||
 	    packet->protocol != IPPROTO_TCP || parse_ports(data, data_end, LB_COUNTER_DROP_MALFORMED_TCP, packet))
 		return NO_SERVICE;
-	packet->client_address = client_word_ipv6(data + IPV6_AT(destination));
-	packet->client_at = IPV6_AT(destination);
+	packet->client_address = client_word_ipv6(data + IPV6_FIELD_OFFSET(destination));
+	packet->client_offset = IPV6_FIELD_OFFSET(destination);
 	packet->ports = packet->ports << 16 | packet->ports >> 16;
-	return service_of_ipv6(data + IPV6_AT(source), packet->ports >> 16, IPPROTO_TCP);
+	return service_of_ipv6(data + IPV6_FIELD_OFFSET(source), packet->ports >> 16, IPPROTO_TCP);
 }
 
 /* Processes a frame that may be a reply of a service. Returns an XDP action, or -1. Global, as decide() is. */

@@ -37,10 +37,11 @@ static __always_inline bool is_for_own_mac(const void *data)
 static __always_inline void rewrite_identification(void *data, __u16 identification)
 {
 	__u16 new = bpf_htons(identification);
-	__u32 sum = (__u16)~PACKET_U16(data, IP_AT(check)) + (__u16)~PACKET_U16(data, IP_AT(id)) + new;
+	__u32 sum =
+		(__u16)~PACKET_U16(data, IP_FIELD_OFFSET(check)) + (__u16)~PACKET_U16(data, IP_FIELD_OFFSET(id)) + new;
 
-	PACKET_U16(data, IP_AT(id)) = new;
-	PACKET_U16(data, IP_AT(check)) = ~fold_checksum(sum);
+	PACKET_U16(data, IP_FIELD_OFFSET(id)) = new;
+	PACKET_U16(data, IP_FIELD_OFFSET(check)) = ~fold_checksum(sum);
 }
 
 /* Writes the lower 16 bits of a new flow label, with 0 above them; no checksum covers it (RFC 8200, Sect. 8.1). */
@@ -58,7 +59,7 @@ static __always_inline void rewrite_flow_label(void *data, __u16 label)
 static __always_inline void rewrite_timestamp(void *data, const void *data_end, const struct packet *packet,
 					      __u32 offset, __u32 word)
 {
-	__u32 checksum_at = (packet->transport + TCP_CHECKSUM_OFFSET) & TRANSPORT_MASK;
+	__u32 checksum_at = (packet->transport_offset + TCP_CHECKSUM_OFFSET) & TRANSPORT_MASK;
 	__u32 at = offset & OPTION_MASK;
 	__u32 old, new = bpf_htonl(word), sum;
 
@@ -66,7 +67,7 @@ static __always_inline void rewrite_timestamp(void *data, const void *data_end, 
 		return;
 	old = PACKET_U32(data, at);
 	PACKET_U32(data, at) = new;
-	if ((offset - packet->transport) & 1) {
+	if ((offset - packet->transport_offset) & 1) {
 		old = (old & 0xff00ff) << 8 | (old >> 8 & 0xff00ff);
 		new = (new & 0xff00ff) << 8 | (new >> 8 & 0xff00ff);
 	}

@@ -95,7 +95,7 @@ static __always_inline bool has_all_flows(const struct service *service)
 }
 
 /* Returns whether `cookie`, of a packet of the service, holds an index of a connection table. */
-static __always_inline bool is_index(const struct service *service, __u32 cookie)
+static __always_inline bool has_table_index(const struct service *service, __u32 cookie)
 {
 	return is_stateful(service) && cookie & COOKIE_KIND_BIT;
 }

@@ -145,7 +145,7 @@ static __always_inline bool is_expired(const struct connection *connection, __u6
 		return true;
 	if (connection->packets <= 1)
 		return idle >= (__s32)timers->half_open;
-	if ((__s32)(now - timers->swept) < CONNECTION_UNSWEPT)
+	if ((__s32)(now - timers->swept) < CONNECTION_UNSWEPT_TICKS)
 		return false;
 	return idle >= (__s32)(connection->flags & CONNECTION_CLOSING ? timers->closing : timers->idle);
 }

@@ -55,7 +55,7 @@ const volatile __u8 device_mac[ETH_ALEN] = {};
 #define IPV4_WORDS 5
 #define CORRECT_CHECKSUM 0xffff
 /* Bytes that one step of the checksum adds. */
-#define BLOCK 64
+#define CHECKSUM_STEP_BYTES 64
 
 static __always_inline void count(__u32 counter)
 {
@@ -84,18 +84,18 @@ static __always_inline bool is_for_device(const struct ethhdr *ethernet)
 static __always_inline __u64 add_bytes(__u64 sum, const void *cursor, __u32 length, const void *data_end)
 {
 #pragma clang loop unroll(disable)
-	for (int i = 0; i < MAX_INTAKE_DATAGRAM / BLOCK; i++) {
+	for (int i = 0; i < MAX_INTAKE_DATAGRAM / CHECKSUM_STEP_BYTES; i++) {
 		const __u32 *words = cursor;
 
-		if (length < BLOCK || cursor + BLOCK > data_end)
+		if (length < CHECKSUM_STEP_BYTES || cursor + CHECKSUM_STEP_BYTES > data_end)
 			break;
-		for (int word = 0; word < BLOCK / 4; word++)
+		for (int word = 0; word < CHECKSUM_STEP_BYTES / 4; word++)
 			sum += words[word];
-		cursor += BLOCK;
-		length -= BLOCK;
+		cursor += CHECKSUM_STEP_BYTES;
+		length -= CHECKSUM_STEP_BYTES;
 	}
 #pragma clang loop unroll(disable)
-	for (int i = 0; i < BLOCK / 4; i++) {
+	for (int i = 0; i < CHECKSUM_STEP_BYTES / 4; i++) {
 		if (length < 4 || cursor + 4 > data_end)
 			break;
 		sum += *(const __u32 *)cursor;

@@ -38,7 +38,7 @@ static __always_inline __u32 clock_ms(void)
 }
 
 /* Returns whether a packet's TSval is CLOCK_MONOTONIC in ms, for packets that belong to no established socket. */
-static __always_inline bool plain_clock(__u32 milliseconds)
+static __always_inline bool is_plain_clock(__u32 milliseconds)
 {
 	return clock_ms() + RESTORE_SLACK_MS - milliseconds < PLAIN_CLOCK_WINDOW_MS;
 }
@@ -150,7 +150,7 @@ static __noinline __u32 restored_by_clamp(const struct segment *segment, __u32 n
 }
 
 /* Returns the server's own TSval of a TSecr's time part. Never 0, which the kernel reads as "no TSecr". */
-static __always_inline __u32 restored(const struct segment *segment, __u16 time)
+static __always_inline __u32 restored_tsval(const struct segment *segment, __u16 time)
 {
 	__u32 now = clock_ms(), group = clamp_group(&segment->flow);
 	__u32 original = is_recently_clamped(group, now) ? restored_by_clamp(segment, now, time)

@@ -23,7 +23,7 @@
 static __always_inline bool has_previous_server(__u32 number, const struct segment *segment)
 {
 	return number & SERVER_NUMBER_CHAINED ||
-	       (!(number & SERVER_NUMBER_TIMESTAMPS_OFF) && segment->timestamp == NO_TIMESTAMP);
+	       (!(number & SERVER_NUMBER_TIMESTAMPS_OFF) && segment->timestamp_offset == NO_TIMESTAMP);
 }
 
 /* Replaces the previous server in the packet by NO_SERVER. Returns 0 or an error. */
@@ -34,7 +34,7 @@ static __always_inline long remove_previous_server(struct __sk_buff *skb, const 
 
 	/* In IPv6 it is in the last two bytes of the flow label, which no checksum covers. */
 	if (segment->family == ADDRESS_FAMILY_IPV6)
-		return bpf_skb_store_bytes(skb, IPV6_AT(version_class_label) + 2, &none, sizeof(none), 0);
+		return bpf_skb_store_bytes(skb, IPV6_FIELD_OFFSET(version_class_label) + 2, &none, sizeof(none), 0);
 	error = bpf_l3_csum_replace(skb, ETH_HLEN + __builtin_offsetof(struct iphdr, check), before, none,
 				    sizeof(none));
 	return error

@@ -186,7 +186,7 @@ static __always_inline __u32 skip_extension_headers(struct xdp_md *ctx, __u32 ne
 {
 	struct extension_header header;
 
-	for (int i = 0; i < EXTENSION_HEADERS && is_extension_header(next); i++) {
+	for (int i = 0; i < MAX_EXTENSION_HEADERS && is_extension_header(next); i++) {
 		if (bpf_xdp_load_bytes(ctx, *at, &header, sizeof(header)))
 			break;
 		*at += extension_header_length(next, &header);
@@ -211,8 +211,8 @@ static __always_inline bool is_tunnel(struct xdp_md *ctx, const struct ip_fields
 }
 
 /* Fills `inner`, and returns 0 or the reason to drop the packet. `overhead`: length of the outer header. */
-static __always_inline __u32 check(struct xdp_md *ctx, const struct ip_fields *outer, __u32 overhead,
-				   struct ip_fields *inner)
+static __always_inline __u32 check_encapsulation(struct xdp_md *ctx, const struct ip_fields *outer, __u32 overhead,
+						 struct ip_fields *inner)
 {
 	void *data = (void *)(long)ctx->data, *data_end = (void *)(long)ctx->data_end;
 	__u32 inner_at = overhead;
@@ -300,7 +300,7 @@ int decap(struct xdp_md *ctx)
 	overhead = overhead_of(ctx, &outer);
 	if (!overhead)
 		return XDP_PASS;
-	reason = check(ctx, &outer, overhead, &inner);
+	reason = check_encapsulation(ctx, &outer, overhead, &inner);
 	if (!reason)
 		reason = remove_outer_header(ctx, overhead, inner.ipv6, (outer.traffic_class & ECN_MASK) == ECN_CE);
 	if (reason)

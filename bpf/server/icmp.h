@@ -26,7 +26,7 @@
 #define ICMP_TIME_EXCEEDED 11
 #define ICMP_PARAMETER_PROBLEM 12
 #define ICMP_HEADER_LENGTH 8
-#define QUOTED_IPV6 (IPV6_TRANSPORT + ICMP_HEADER_LENGTH)
+#define QUOTED_IPV6 (IPV6_TRANSPORT_OFFSET + ICMP_HEADER_LENGTH)
 
 /* Returns whether this host has the socket that sent the quoted packet. `length`: length of the family's tuple. */
 static __always_inline bool has_quoted_socket(struct __sk_buff *skb, __u8 protocol, struct bpf_sock_tuple *tuple,
@@ -77,7 +77,7 @@ static __noinline int accept_icmpv6_error(struct __sk_buff *skb)
 
 	if (bpf_skb_load_bytes(skb, ETH_HLEN, &ip, sizeof(ip)) || ip.next_header != NEXT_ICMPV6 ||
 	    service_at(ip.destination, 0, 0) != SERVICE_ADDRESS_ONLY ||
-	    bpf_skb_load_bytes(skb, IPV6_TRANSPORT, &type, sizeof(type)) || !is_icmpv6_error(type))
+	    bpf_skb_load_bytes(skb, IPV6_TRANSPORT_OFFSET, &type, sizeof(type)) || !is_icmpv6_error(type))
 		return TC_ACT_UNSPEC;
 	if (bpf_skb_load_bytes(skb, QUOTED_IPV6, &ip, sizeof(ip)) || bpf_ntohl(ip.version_class_label) >> 28 != 6 ||
 	    bpf_skb_load_bytes(skb, QUOTED_IPV6 + sizeof(ip), ports, sizeof(ports)))

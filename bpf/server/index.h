@@ -36,7 +36,7 @@ struct {
  */
 static __noinline int learn_index(struct __sk_buff *skb, const struct segment *segment)
 {
-	__u32 tsecr = segment->timestamp == NO_TIMESTAMP ? 0 : bpf_ntohl(segment->tsecr);
+	__u32 tsecr = segment->timestamp_offset == NO_TIMESTAMP ? 0 : bpf_ntohl(segment->tsecr);
 	__u16 index = tsecr & COOKIE_ID_MASK;
 
 	if ((tsecr & ~COOKIE_ID_MASK) != (SYN_TSECR_HOLDS_COOKIE | COOKIE_KIND_BIT)) {
@@ -45,7 +45,7 @@ static __noinline int learn_index(struct __sk_buff *skb, const struct segment *s
 	}
 	bpf_map_update_elem(&half_open_indexes, &segment->flow, &index, BPF_ANY);
 	count(SERVER_COUNTER_INDEX_LEARNT);
-	return rewrite(skb, segment, segment->timestamp + sizeof(segment->value), segment->tsecr, 0);
+	return rewrite(skb, segment, segment->timestamp_offset + sizeof(segment->tsval), segment->tsecr, 0);
 }
 
 /* ---- egress ---------------------------------------------------------------------------------------------------- */

@@ -22,7 +22,7 @@
 #define MSS_OPTION 0x02040000u
 #define MSS_MASK 0xffffu
 /* Returns the length of all headers without options, with a GUE header. `number`: number of the service. */
-static __always_inline __u32 encapsulated_headers(const struct segment *segment, __u32 number)
+static __always_inline __u32 encapsulated_header_length(const struct segment *segment, __u32 number)
 {
 	return outer_header_length(FORWARDING_GUE, number & SERVER_NUMBER_OUTER_IPV6) +
 	       ip_header_length(segment->family == ADDRESS_FAMILY_IPV6) + sizeof(struct tcphdr);
@@ -35,7 +35,7 @@ static __always_inline __u32 encapsulated_headers(const struct segment *segment,
  */
 static __always_inline int clamp_mss(struct __sk_buff *skb, const struct segment *segment, __u32 number)
 {
-	__u32 mtu = 0, headers = encapsulated_headers(segment, number), option;
+	__u32 mtu = 0, headers = encapsulated_header_length(segment, number), option;
 	__be32 old;
 
 	if (bpf_check_mtu(skb, 0, &mtu, 0, 0) < 0 || mtu < headers ||

@@ -21,7 +21,7 @@ static __always_inline __u32 predicted_queue_of(const struct segment *segment, _
 
 	/* Many NICs hash a packet with extension headers without its ports. */
 	if (segment->family == ADDRESS_FAMILY_IPV6)
-		return segment->tcp_offset == IPV6_TRANSPORT ? predicted_queue_ipv6(flow, hash) : QUEUE_UNKNOWN;
+		return segment->tcp_offset == IPV6_TRANSPORT_OFFSET ? predicted_queue_ipv6(flow, hash) : QUEUE_UNKNOWN;
 	return predicted_queue(flow->client_address[3], flow->vip_address[3], ports_of(flow), hash);
 }
 

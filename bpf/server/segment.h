@@ -21,7 +21,7 @@
 /* Mask of TCP header offsets: 14 bytes of Ethernet and 60 of IPv4, or 113 of IPv6 with extension headers. */
 #define TCP_OFFSET_MASK 0x7f
 /* Maximum length of all headers together. */
-#define HEADERS_MAX (TCP_OFFSET_MASK + 60)
+#define MAX_HEADER_BYTES (TCP_OFFSET_MASK + 60)
 
 enum segment_direction {
 	FROM_CLIENT,
@@ -37,8 +37,8 @@ struct segment {
 	/* Offset of the TCP header in the frame. */
 	__u32 tcp_offset;
 	/* Offset of TSval in the TCP header, or NO_TIMESTAMP. */
-	__u32 timestamp;
-	__be32 value;
+	__u32 timestamp_offset;
+	__be32 tsval;
 	__be32 tsecr;
 	/* Previous server: IP identification, or the lower 16 bits of the flow label. */
 	__u16 previous_server;
@@ -72,7 +72,7 @@ static __always_inline void map_address(__u32 mapped[4], __u32 address)
 	mapped[3] = address;
 }
 
-static __always_inline void take_tcp_header(struct __sk_buff *skb, const struct tcphdr *tcp, struct segment *segment,
+static __always_inline void read_tcp_header(struct __sk_buff *skb, const struct tcphdr *tcp, struct segment *segment,
 					    enum segment_direction direction)
 {
 	segment->flow.client_port = direction == FROM_CLIENT ? tcp->source : tcp->dest;
@@ -106,7 +106,7 @@ static __always_inline enum segment_location locate_ipv4(struct __sk_buff *skb, 
 	tcp = data + segment->tcp_offset;
 	if ((void *)(tcp + 1) > data_end)
 		return skb->len < segment->tcp_offset + sizeof(*tcp) ? LOCATED_OTHER : LOCATED_BEYOND_LINEAR;
-	take_tcp_header(skb, tcp, segment, direction);
+	read_tcp_header(skb, tcp, segment, direction);
 	return LOCATED_TCP;
 }
 
@@ -117,9 +117,9 @@ static __always_inline enum segment_location locate_ipv4(struct __sk_buff *skb, 
 static __always_inline __u32 tcp_offset_ipv6(struct __sk_buff *skb, __u32 next)
 {
 	struct extension_header header;
-	__u32 at = IPV6_TRANSPORT;
+	__u32 at = IPV6_TRANSPORT_OFFSET;
 
-	for (int i = 0; i < EXTENSION_HEADERS && is_extension_header(next); i++) {
+	for (int i = 0; i < MAX_EXTENSION_HEADERS && is_extension_header(next); i++) {
 		if (at > TCP_OFFSET_MASK || bpf_skb_load_bytes(skb, at, &header, sizeof(header)) ||
 		    (next == NEXT_FRAGMENT && fragment_of(&header)))
 			return 0;
@@ -147,15 +147,15 @@ static __noinline enum segment_location locate_ipv6(struct __sk_buff *skb, struc
 	__builtin_memcpy(segment->flow.vip_address, direction == FROM_CLIENT ? ip.destination : ip.source,
 			 sizeof(ip.source));
 	segment->previous_server = bpf_ntohl(ip.version_class_label);
-	take_tcp_header(skb, &tcp, segment, direction);
+	read_tcp_header(skb, &tcp, segment, direction);
 	return LOCATED_TCP;
 }
 
 /* Reads the words of a timestamp option at `offset` of the options. */
-static __always_inline void take_timestamp(struct segment *segment, __u32 offset, const void *option)
+static __always_inline void read_timestamp(struct segment *segment, __u32 offset, const void *option)
 {
-	segment->timestamp = sizeof(struct tcphdr) + offset + 2;
-	segment->value = ((const struct timestamp_words *)(option + 2))->value;
+	segment->timestamp_offset = sizeof(struct tcphdr) + offset + 2;
+	segment->tsval = ((const struct timestamp_words *)(option + 2))->value;
 	segment->tsecr = ((const struct timestamp_words *)(option + 2))->tsecr;
 }
 
@@ -168,8 +168,8 @@ static __always_inline enum segment_location locate_timestamp(struct __sk_buff *
 	__u32 length, words;
 	int offset;
 
-	segment->timestamp = NO_TIMESTAMP;
-	segment->value = segment->tsecr = 0;
+	segment->timestamp_offset = NO_TIMESTAMP;
+	segment->tsval = segment->tsecr = 0;
 	if ((void *)(tcp + 1) > data_end)
 		return LOCATED_BEYOND_LINEAR;
 	if (tcp->doff * 4 < sizeof(*tcp) || segment->tcp_offset + tcp->doff * 4 > skb->len)
@@ -180,7 +180,7 @@ static __always_inline enum segment_location locate_timestamp(struct __sk_buff *
 	if ((void *)(tcp + 1) + OPTIONS_ALIGNED_LENGTH > data_end)
 		return LOCATED_BEYOND_LINEAR;
 	if (*(const __be32 *)(tcp + 1) == OPTIONS_ALIGNED_TIMESTAMP) {
-		take_timestamp(segment, OPTIONS_ALIGNED_OFFSET, (void *)(tcp + 1) + OPTIONS_ALIGNED_OFFSET);
+		read_timestamp(segment, OPTIONS_ALIGNED_OFFSET, (void *)(tcp + 1) + OPTIONS_ALIGNED_OFFSET);
 		return LOCATED_TCP;
 	}
 	/* 12..40 by a mask: kernel 6.1's verifier loses the bounds when clang keeps a second copy of the length. */
@@ -191,14 +191,14 @@ static __always_inline enum segment_location locate_timestamp(struct __sk_buff *
 		return LOCATED_MALFORMED;
 	offset = find_timestamp(&options, length);
 	if (offset >= 0 && offset <= TCP_OPTIONS_MAX - TCP_TIMESTAMP_LENGTH)
-		take_timestamp(segment, offset, &options.bytes[offset]);
+		read_timestamp(segment, offset, &options.bytes[offset]);
 	return LOCATED_TCP;
 }
 
 /* Makes all headers linear. (The caller must read skb->data again: clang must not reuse the old values.) */
 static __always_inline int pull_headers(struct __sk_buff *skb)
 {
-	int failed = bpf_skb_pull_data(skb, skb->len < HEADERS_MAX ? skb->len : HEADERS_MAX);
+	int failed = bpf_skb_pull_data(skb, skb->len < MAX_HEADER_BYTES ? skb->len : MAX_HEADER_BYTES);
 
 	barrier();
 	return failed;

@@ -210,12 +210,12 @@ int server_egress(struct __sk_buff *skb)
 		return TC_ACT_SHOT;
 	if (number & SERVER_NUMBER_TIMESTAMPS_OFF)
 		return TC_ACT_UNSPEC;
-	if (locate_timestamp_pulled(skb, &segment) != LOCATED_TCP || segment.timestamp == NO_TIMESTAMP) {
+	if (locate_timestamp_pulled(skb, &segment) != LOCATED_TCP || segment.timestamp_offset == NO_TIMESTAMP) {
 		count(SERVER_COUNTER_EGRESS_WITHOUT_TIMESTAMP);
 		return TC_ACT_UNSPEC;
 	}
 
-	milliseconds = bpf_ntohl(segment.value);
+	milliseconds = bpf_ntohl(segment.tsval);
 	sk = skb->sk;
 	/*
 	 * SYN-ACKs belong to a request or to no socket. The kernel's socket for answers without one (TIME-WAIT before
@@ -230,7 +230,7 @@ int server_egress(struct __sk_buff *skb)
 		}
 		last_tsecr = socket->rx_opt.rcv_tsecr;
 		watch_connection(&segment, socket);
-	} else if (!plain_clock(milliseconds)) {
+	} else if (!is_plain_clock(milliseconds)) {
 		count(segment.syn && forwarded ? SERVER_COUNTER_EGRESS_FOREIGN_CLOCK
 					       : SERVER_COUNTER_EGRESS_OTHER_CLOCK);
 		return TC_ACT_UNSPEC;
@@ -243,7 +243,8 @@ int server_egress(struct __sk_buff *skb)
 	count(SERVER_COUNTER_STAMPED);
 	time = select_time(&segment, milliseconds, last_tsecr);
 	cookie = cookie_to_send(&segment, number, socket, time.original, forwarded);
-	return rewrite(skb, &segment, segment.timestamp, segment.value, bpf_htonl(stamp(&segment, cookie, time)));
+	return rewrite(skb, &segment, segment.timestamp_offset, segment.tsval,
+		       bpf_htonl(stamp(&segment, cookie, time)));
 }
 
 /* ---- ingress --------------------------------------------------------------------------------------------------- */
@@ -273,8 +274,8 @@ static __always_inline int restore(struct __sk_buff *skb, const struct segment *
 		give_up_index(skb, segment, cookie & COOKIE_ID_MASK);
 	time_hash = flow_hash(&state.time_key, segment);
 	count(SERVER_COUNTER_RESTORED);
-	return rewrite(skb, segment, segment->timestamp + sizeof(segment->value), segment->tsecr,
-		       bpf_htonl(restored(segment, (tsecr >> COOKIE_TIME_SHIFT) - cookie_time_mask(time_hash))));
+	return rewrite(skb, segment, segment->timestamp_offset + sizeof(segment->tsval), segment->tsecr,
+		       bpf_htonl(restored_tsval(segment, (tsecr >> COOKIE_TIME_SHIFT) - cookie_time_mask(time_hash))));
 }
 
 /* Processes TCP for a service. */
@@ -294,7 +295,7 @@ static __always_inline int accept_segment(struct __sk_buff *skb, struct segment 
 	}
 	if (number & SERVER_NUMBER_TIMESTAMPS_OFF)
 		return TC_ACT_UNSPEC;
-	if (segment->syn || segment->timestamp == NO_TIMESTAMP || !segment->tsecr) {
+	if (segment->syn || segment->timestamp_offset == NO_TIMESTAMP || !segment->tsecr) {
 		count(SERVER_COUNTER_INGRESS_WITHOUT_TSECR);
 		return segment->syn && number & SERVER_NUMBER_STATEFUL ? learn_index(skb, segment) : TC_ACT_UNSPEC;
 	}

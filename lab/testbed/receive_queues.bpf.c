@@ -49,7 +49,7 @@ static __always_inline long read_ipv6(struct __sk_buff *skb, __u8 *flow)
 	if (bpf_skb_load_bytes(skb, ETH_HLEN, &ip, sizeof(ip)) || !has_ports(ip.next_header))
 		return -1;
 	__builtin_memcpy(flow, ip.source, 32);
-	return bpf_skb_load_bytes(skb, IPV6_TRANSPORT, flow + 32, 4);
+	return bpf_skb_load_bytes(skb, IPV6_TRANSPORT_OFFSET, flow + 32, 4);
 }
 
 SEC("tc")

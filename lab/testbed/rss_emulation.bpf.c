@@ -107,14 +107,14 @@ static __always_inline int receive_ipv6(struct __sk_buff *skb, const struct emul
 	__u32 shift;
 	__u8 next;
 
-	if (bpf_skb_load_bytes(skb, IPV6_AT(next_header), &next, sizeof(next)) ||
-	    bpf_skb_load_bytes(skb, IPV6_AT(source), input, RSS_INPUT_IPV6_BYTES - RSS_INPUT_PORT_BYTES))
+	if (bpf_skb_load_bytes(skb, IPV6_FIELD_OFFSET(next_header), &next, sizeof(next)) ||
+	    bpf_skb_load_bytes(skb, IPV6_FIELD_OFFSET(source), input, RSS_INPUT_IPV6_BYTES - RSS_INPUT_PORT_BYTES))
 		return to_queue(skb, 0);
 	if (has_ports(next) &&
-	    bpf_skb_load_bytes(skb, IPV6_TRANSPORT, input + RSS_INPUT_IPV6_BYTES - RSS_INPUT_PORT_BYTES,
+	    bpf_skb_load_bytes(skb, IPV6_TRANSPORT_OFFSET, input + RSS_INPUT_IPV6_BYTES - RSS_INPUT_PORT_BYTES,
 			       RSS_INPUT_PORT_BYTES))
 		return to_queue(skb, 0);
-	shift = established_shift(skb, rss, next, IPV6_TRANSPORT);
+	shift = established_shift(skb, rss, next, IPV6_TRANSPORT_OFFSET);
 	return receive(skb, rss, input, sizeof(input), shift);
 }
 

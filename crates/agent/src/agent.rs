@@ -12,7 +12,7 @@ use coreward_daemon::Controllers;
 use coreward_dataplane::clock::{monotonic_ms, monotonic_ns};
 use coreward_dataplane::pins;
 use coreward_dataplane::server::{self, ServerOptions, ServerPrograms};
-use coreward_dataplane::sockets::open_sockets;
+use coreward_dataplane::sockets::have_sockets;
 use coreward_dataplane::vlan_device;
 use coreward_dispatch::dispatcher::{self, Dispatcher};
 use coreward_intf as intf;
@@ -59,7 +59,7 @@ pub struct Agent {
     config: Config,
     /// Device with the receive queues: the configured interface, or the device below a VLAN interface.
     nic: String,
-    memory: SettingsStore,
+    saved_settings: SettingsStore,
     programs: ServerPrograms,
     rss: RssManager,
     verifier: RssVerifier,
@@ -75,11 +75,11 @@ pub struct Agent {
     cpu_of_queue: Vec<usize>,
     configuration: Option<AgentConfiguration>,
     /// Parts of the newest configuration that the agent rejects.
-    refused: Vec<v1::RefusedUpdate>,
+    refused_updates: Vec<v1::RefusedUpdate>,
     /// Generation of the newest configuration that was accepted in this stream; 0: none yet.
-    confirmed: u64,
+    accepted_generation: u64,
     sequence: u64,
-    readings: Vec<u64>,
+    core_busy_ns: Vec<u64>,
     load_problem: Option<String>,
     warnings: Vec<String>,
     rss_conflicts: Vec<String>,
@@ -135,7 +135,7 @@ impl Agent {
             rss: RssManager::new(rss_device(&config, &nic)),
             nic,
             config,
-            memory,
+            saved_settings: memory,
             programs,
             verifier: RssVerifier::default(),
             established_verifier: RssVerifier::default(),
@@ -143,10 +143,10 @@ impl Agent {
             load,
             cpu_of_queue: vec![],
             configuration: None,
-            refused: Vec::new(),
-            confirmed: 0,
+            refused_updates: Vec::new(),
+            accepted_generation: 0,
             sequence: 0,
-            readings: vec![],
+            core_busy_ns: vec![],
             load_problem: None,
             warnings: vec![],
             rss_conflicts: vec![],
@@ -154,7 +154,7 @@ impl Agent {
             dispatcher,
             connection_counter: ConnectionCounter::default(),
         };
-        agent.rss_changed();
+        agent.on_rss_changed();
         agent.maintain();
         Ok(agent)
     }
@@ -165,7 +165,7 @@ impl Agent {
 
     /// Returns key, input transform and table of the NIC; `None`: unknown.
     pub fn rss(&self) -> Option<&Rss> {
-        self.rss.known()
+        self.rss.known_rss()
     }
 
     pub fn metrics_address(&self) -> Option<SocketAddr> {
@@ -192,7 +192,7 @@ impl Agent {
     /// Begins a stream to a controller. Generations of earlier streams do not count, because they may be of another
     /// controller.
     pub fn begin_stream(&mut self) {
-        self.confirmed = 0;
+        self.accepted_generation = 0;
         self.connection_counter.begin_stream();
     }
 
@@ -201,7 +201,7 @@ impl Agent {
     fn confirmed_generation(&self) -> u64 {
         let (_, switch_ms) = self.programs.keys();
         let switched = monotonic_ms().wrapping_sub(switch_ms) as i32 >= 0;
-        if switched { self.confirmed } else { 0 }
+        if switched { self.accepted_generation } else { 0 }
     }
 
     /// Applies a configuration. A failure is logged and leaves the previous state in force.
@@ -223,7 +223,7 @@ impl Agent {
             |service: &&StampedService| configuration.services.iter().all(|other| other.address != service.address);
         let kept: Vec<StampedService> = before.filter(is_refused).filter(is_free).cloned().collect();
         configuration.services.extend(kept);
-        self.refused = refused.iter().map(|service| service.message(generation)).collect();
+        self.refused_updates = refused.iter().map(|service| service.message(generation)).collect();
         if let Err(error) = self.try_configure(&configuration) {
             self.refuse_all(generation, format!("{error:#}"));
             tracing::warn!(
@@ -241,15 +241,15 @@ impl Agent {
             services = names.join(","),
             "the agent has applied the controller's configuration"
         );
-        self.confirmed = configuration.generation;
+        self.accepted_generation = configuration.generation;
         self.configuration = Some(configuration);
         self.maintain();
     }
 
     /// Rejects a whole configuration.
     pub fn refuse_all(&mut self, generation: u64, reason: String) {
-        self.refused.retain(|refused| !refused.service.is_empty());
-        self.refused.push(v1::RefusedUpdate { service: String::new(), generation, reason, table: false });
+        self.refused_updates.retain(|refused| !refused.service.is_empty());
+        self.refused_updates.push(v1::RefusedUpdate { service: String::new(), generation, reason, table: false });
     }
 
     fn try_configure(&mut self, new: &AgentConfiguration) -> anyhow::Result<()> {
@@ -262,8 +262,8 @@ impl Agent {
             self.daisy_chain.set(&new.previous_servers, &mut self.programs)?;
         }
         if old.is_none_or(|old| old.services != new.services || old.address != new.address) {
-            if self.config.manage_timestamps && is_stamped(new) {
-                timestamps::manage(stamps_new_connections(new), &mut self.memory)?;
+            if self.config.manage_timestamps && has_stamped_services(new) {
+                timestamps::manage(stamps_new_connections(new), &mut self.saved_settings)?;
             }
             let services: Vec<_> =
                 new.services.iter().map(|service| (service.address, service.server_id, service.mode)).collect();
@@ -277,8 +277,8 @@ impl Agent {
         }
         if self.config.manage_rss {
             let desired = DesiredRss { key: new.fleet_rss_key.clone(), server_id: new.server_id };
-            self.rss.manage(desired, &mut self.memory);
-            self.rss_changed();
+            self.rss.manage(desired, &mut self.saved_settings);
+            self.on_rss_changed();
         }
         Ok(())
     }
@@ -286,16 +286,18 @@ impl Agent {
     /// Reads settings that other programs change: the NIC's RSS, the CPUs of its queues, the workers. Called about once
     /// a second.
     pub fn maintain(&mut self) {
-        if self.rss.sync(&mut self.memory) {
-            self.rss_changed();
+        if self.rss.sync(&mut self.saved_settings) {
+            self.on_rss_changed();
         }
-        self.cpu_of_queue = queues::cpus(&self.nic, self.rss.receive_queues());
+        self.cpu_of_queue = queues::cpus_of_queues(&self.nic, self.rss.receive_queues());
         self.load.refresh(&self.cpu_of_queue);
         self.refresh_times();
         self.daisy_chain.apply_changes(&mut self.programs);
-        let rss_warning = self.judge_rss();
+        let rss_warning = self.verify_rss();
         self.warnings.clear();
-        if let Some(configuration) = self.configuration.as_ref().filter(|configuration| is_stamped(configuration)) {
+        if let Some(configuration) =
+            self.configuration.as_ref().filter(|configuration| has_stamped_services(configuration))
+        {
             self.warnings.extend(timestamps::warning(stamps_new_connections(configuration)));
         }
         self.warnings.extend(self.daisy_chain.warning());
@@ -322,20 +324,20 @@ impl Agent {
     /// Renews 32-bit times in maps: they are compared by their difference, which wraps for old times.
     fn refresh_times(&mut self) {
         let (keys, switch_ms) = self.programs.keys();
-        let renewed = key_activation::renewed(switch_ms, monotonic_ms());
+        let renewed = key_activation::renew_switch_ms(switch_ms, monotonic_ms());
         if renewed != switch_ms {
             self.programs.set_keys(&keys, renewed);
         }
         self.programs.refresh_clamp_times(monotonic_ms());
     }
 
-    fn rss_changed(&mut self) {
-        self.programs.set_rss(self.rss.known(), self.rss.generation() as u32);
+    fn on_rss_changed(&mut self) {
+        self.programs.set_rss(self.rss.known_rss(), self.rss.generation() as u32);
         let (matched, mismatched) = self.rss_counters();
-        self.verifier.table_changed(matched, mismatched);
+        self.verifier.restart(matched, mismatched);
         let (matched, mismatched) = self.established_counters();
-        self.established_verifier.table_changed(matched, mismatched);
-        self.input_search.table_changed(self.programs.newest_sample());
+        self.established_verifier.restart(matched, mismatched);
+        self.input_search.restart(self.programs.newest_sample());
     }
 
     fn rss_counters(&self) -> (u64, u64) {
@@ -343,15 +345,15 @@ impl Agent {
         (counters[intf::SERVER_COUNTER_RSS_MATCHED as usize], counters[intf::SERVER_COUNTER_RSS_MISMATCHED as usize])
     }
 
-    fn judge_rss(&mut self) -> Option<String> {
+    fn verify_rss(&mut self) -> Option<String> {
         let (matched, mismatched) = self.rss_counters();
-        let known = self.rss.known()?;
+        let known = self.rss.known_rss()?;
         let verdict = self.verifier.observe(&known.indirection_table, matched, mismatched);
         if verdict == Verdict::NotInForce {
-            let samples = self.programs.samples(self.input_search.last());
+            let samples = self.programs.samples(self.input_search.last_sample());
             if let Some(input) = self.input_search.observe(known, &samples) {
                 self.rss.set_input(input);
-                self.rss_changed();
+                self.on_rss_changed();
                 return None;
             }
         }
@@ -389,7 +391,7 @@ impl Agent {
         let tuples: Vec<FourTuple> = query.clients.iter().map(tuple).collect::<Result<_, _>>()?;
         let open = match self.programs.is_forwarded(&query.service) {
             true => vec![true; tuples.len()],
-            false => open_sockets(&tuples).with_context(|| format!("sockets of {}", query.service))?,
+            false => have_sockets(&tuples).with_context(|| format!("sockets of {}", query.service))?,
         };
         Ok(query.answer(open))
     }
@@ -402,15 +404,15 @@ impl Agent {
                 refused.generation, refused.service, refused.reason
             )
         };
-        let refused: Vec<String> = self.refused.iter().map(refused).collect();
+        let refused: Vec<String> = self.refused_updates.iter().map(refused).collect();
         [&self.warnings[..], more, &refused].concat()
     }
 
     /// Returns the next report, without the parts that `sent` records; `None` while the cores' load is not known.
     pub fn report(&mut self, sent: &ReportState, more_warnings: &[String]) -> Option<v1::Report> {
-        self.readings.clear();
+        self.core_busy_ns.clear();
         let measured_ns = monotonic_ns();
-        let problem = self.load.read(&mut self.readings).err().map(|error| format!("{error:#}"));
+        let problem = self.load.read(&mut self.core_busy_ns).err().map(|error| format!("{error:#}"));
         if problem != self.load_problem {
             match &problem {
                 Some(text) => {
@@ -436,7 +438,7 @@ impl Agent {
         self.connection_counter.poll(self.configuration.as_ref());
         let generation = self.rss.generation();
         let rss = (generation != sent.rss_generation())
-            .then(|| ReportedRss { source: self.rss.source().to_owned(), rss: self.rss.known().cloned() });
+            .then(|| ReportedRss { source: self.rss.source().to_owned(), rss: self.rss.known_rss().cloned() });
         let counters = self.programs.counters();
         let warnings = self.all_warnings(more_warnings);
         let details = sent.needs_details(self.configuration.as_ref(), &warnings).then(|| ReportDetails {
@@ -444,13 +446,13 @@ impl Agent {
             warnings,
             dispatch: self.dispatcher.as_ref().map(dispatch::service_reports).unwrap_or_default(),
             connections: self.connection_counter.newest(),
-            refused: self.refused.clone(),
+            refused: self.refused_updates.clone(),
         });
         let report = Report {
             sent_at: SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default(),
             time_to_live: (self.report_interval() * REPORT_INTERVALS_TO_LIVE).max(MIN_TIME_TO_LIVE),
-            readings: CoreReadings { sequence: self.sequence, measured_ns, busy_ns: self.readings.clone() },
-            open_connections: connections::open(),
+            readings: CoreReadings { sequence: self.sequence, measured_ns, busy_ns: self.core_busy_ns.clone() },
+            open_connections: connections::open_connection_count(),
             rss_generation: generation,
             rss,
             rss_matched: counters[intf::SERVER_COUNTER_RSS_MATCHED as usize],
@@ -490,8 +492,8 @@ impl Agent {
     /// Restores the NIC's RSS at an orderly end. Programs and sysctl stay while services are stamped: without them
     /// every stamped connection would break.
     pub fn leave(mut self) -> anyhow::Result<()> {
-        self.rss.restore(&mut self.memory);
-        self.rss_changed();
+        self.rss.restore(&mut self.saved_settings);
+        self.on_rss_changed();
         if self.programs.has_services() {
             tracing::info!(
                 event = "programs-kept",
@@ -505,18 +507,18 @@ impl Agent {
     /// Removes the programs and restores all settings. Stamped connections break.
     pub fn detach(mut self) -> anyhow::Result<()> {
         self.end_dispatch()?;
-        self.rss.restore(&mut self.memory);
+        self.rss.restore(&mut self.saved_settings);
         steering::remove(&self.config.pin_directory)?;
         decapsulation::remove(&self.config)?;
-        timestamps::restore(&mut self.memory)?;
+        timestamps::restore(&mut self.saved_settings)?;
         self.programs.remove()?;
-        self.memory.remove()?;
+        self.saved_settings.remove()?;
         pins::remove_if_empty(&self.config.pin_directory)
     }
 }
 
 /// Returns whether any service needs TSvals without an offset per connection.
-fn is_stamped(configuration: &AgentConfiguration) -> bool {
+fn has_stamped_services(configuration: &AgentConfiguration) -> bool {
     configuration.services.iter().any(|service| service.mode.is_stamped())
 }
 
@@ -534,7 +536,7 @@ fn stall_counters(programs: &ServerPrograms) -> Counts {
     }
 }
 
-fn counters_by_name(counters: &[u64; server::COUNTERS], steering: &Steering) -> Vec<(String, u64)> {
+fn counters_by_name(counters: &[u64; server::COUNTER_COUNT], steering: &Steering) -> Vec<(String, u64)> {
     let server = server::COUNTER_NAMES.into_iter().zip(*counters);
     // Sums over all services. A counter name in two programs would be added up.
     let mut named: HashMap<&str, u64> = HashMap::new();

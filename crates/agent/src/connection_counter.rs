@@ -7,7 +7,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use anyhow::anyhow;
-use coreward_dataplane::sockets::counts::connections_of;
+use coreward_dataplane::sockets::counts::connection_counts;
 use coreward_model::tuple::Protocol;
 use coreward_wire::{AgentConfiguration, CountedConnections};
 
@@ -21,15 +21,15 @@ const PAUSE_FACTOR: u32 = 20;
 /// Newest count of the services' connections, and the count in progress.
 #[derive(Default)]
 pub struct ConnectionCounter {
-    newest: Option<CountResult>,
+    newest_result: Option<CountResult>,
     running: Option<JoinHandle<anyhow::Result<CountResult>>>,
     problem: Option<String>,
-    last: Option<(Instant, Duration)>,
+    last_run: Option<(Instant, Duration)>,
 }
 
 struct CountResult {
     started_at: Instant,
-    took: Duration,
+    duration: Duration,
     configuration_generation: u64,
     services: BTreeMap<String, u32>,
 }
@@ -39,39 +39,39 @@ impl ConnectionCounter {
     pub fn poll(&mut self, configuration: Option<&AgentConfiguration>) {
         if let Some(ended) = self.running.take_if(|thread| thread.is_finished()) {
             let outcome = ended.join().unwrap_or_else(|_| Err(anyhow!("the thread has panicked")));
-            self.take(outcome);
+            self.record_result(outcome);
         }
         let Some(configuration) = configuration else { return };
-        if self.running.is_none() && self.is_due(configuration.draining) {
+        if self.running.is_none() && self.is_due(configuration.is_draining) {
             self.begin(configuration);
         }
     }
 
     fn is_due(&self, draining: bool) -> bool {
         let interval = if draining { INTERVAL_DRAINING } else { INTERVAL };
-        self.last.is_none_or(|(began, took)| began.elapsed() >= interval.max(took * PAUSE_FACTOR))
+        self.last_run.is_none_or(|(began, took)| began.elapsed() >= interval.max(took * PAUSE_FACTOR))
     }
 
     fn begin(&mut self, configuration: &AgentConfiguration) {
         let began = Instant::now();
-        self.last = Some((began, Duration::ZERO));
+        self.last_run = Some((began, Duration::ZERO));
         let configuration_generation = configuration.generation;
         let of_tcp = configuration.services.iter().filter(|service| service.address.protocol == Protocol::Tcp);
         let (names, addresses): (Vec<String>, Vec<SocketAddr>) =
             of_tcp.map(|service| (service.name.clone(), service.address.socket)).unzip();
         let count = move || {
-            let services = names.into_iter().zip(connections_of(&addresses)?).collect();
-            Ok(CountResult { started_at: began, took: began.elapsed(), configuration_generation, services })
+            let services = names.into_iter().zip(connection_counts(&addresses)?).collect();
+            Ok(CountResult { started_at: began, duration: began.elapsed(), configuration_generation, services })
         };
         match std::thread::Builder::new().name("counting".to_owned()).spawn(count) {
             Ok(thread) => self.running = Some(thread),
-            Err(error) => self.take(Err(error.into())),
+            Err(error) => self.record_result(Err(error.into())),
         }
     }
 
-    fn take(&mut self, outcome: anyhow::Result<CountResult>) {
-        if let (Some((_, took)), Ok(counted)) = (&mut self.last, &outcome) {
-            *took = counted.took;
+    fn record_result(&mut self, outcome: anyhow::Result<CountResult>) {
+        if let (Some((_, took)), Ok(counted)) = (&mut self.last_run, &outcome) {
+            *took = counted.duration;
         }
         let problem = outcome.as_ref().err().map(|error| format!("connections are not counted: {error:#}"));
         if let Err(error) = &outcome
@@ -84,7 +84,7 @@ impl ConnectionCounter {
             );
         }
         self.problem = problem;
-        self.newest = outcome.ok();
+        self.newest_result = outcome.ok();
     }
 
     /// Begins a stream to a controller. Older counts are discarded, as they name configurations of the previous stream.
@@ -93,7 +93,7 @@ impl ConnectionCounter {
     }
 
     pub fn newest(&self) -> Option<CountedConnections> {
-        self.newest.as_ref().map(|counted| CountedConnections {
+        self.newest_result.as_ref().map(|counted| CountedConnections {
             elapsed: counted.started_at.elapsed(),
             configuration_generation: counted.configuration_generation,
             services: counted.services.clone(),

@@ -9,7 +9,7 @@ const SOCKSTAT_IPV6: &str = "/proc/thread-self/net/sockstat6";
 
 /// Returns the kernel's count of established connections and listening sockets; 0: unknown. The count only divides the
 /// load by connections, so a few listening sockets do not matter.
-pub fn open() -> u32 {
+pub fn open_connection_count() -> u32 {
     let count = |path| fs::read_to_string(path).ok().and_then(|text| parse(&text)).unwrap_or(0);
     count(SOCKSTAT) + count(SOCKSTAT_IPV6)
 }
@@ -38,7 +38,7 @@ mod tests {
     fn sockets_of_ipv6_count() {
         // More IPv6 sockets than the test has IPv4 sockets.
         let listeners: Vec<_> = (0..500).map(|_| std::net::TcpListener::bind("[::]:0").unwrap()).collect();
-        assert!(open() >= listeners.len() as u32);
+        assert!(open_connection_count() >= listeners.len() as u32);
     }
 
     #[test]

@@ -18,13 +18,13 @@ pub struct DaisyChain {
     /// Resolver of MAC addresses, started for the first server.
     resolver: Option<(Resolver, Receiver<Change>)>,
     ids: BTreeMap<IpAddr, Vec<ServerId>>,
-    found: HashMap<IpAddr, MacAddress>,
+    mac_addresses: HashMap<IpAddr, MacAddress>,
 }
 
 impl DaisyChain {
     /// Returns a list without servers, whose addresses will be resolved at `interface`.
     pub fn new(interface: &str) -> Self {
-        Self { interface: interface.to_owned(), resolver: None, ids: BTreeMap::new(), found: HashMap::new() }
+        Self { interface: interface.to_owned(), resolver: None, ids: BTreeMap::new(), mac_addresses: HashMap::new() }
     }
 
     /// Sets the servers. MAC addresses from an earlier process stay until ARP finds others. Fails when packet sockets
@@ -34,11 +34,11 @@ impl DaisyChain {
         for server in servers {
             self.ids.entry(server.address).or_default().push(server.id);
         }
-        self.found.retain(|address, _| self.ids.contains_key(address));
+        self.mac_addresses.retain(|address, _| self.ids.contains_key(address));
         let needed: BTreeSet<ServerId> = self.ids.values().flatten().copied().collect();
         let all = (0..ServerId::COUNT as u64).filter_map(|id| ServerId::try_from(id).ok());
         all.filter(|id| !needed.contains(id)).for_each(|id| programs.set_server_mac(id, None));
-        for (address, mac) in &self.found {
+        for (address, mac) in &self.mac_addresses {
             self.ids[address].iter().for_each(|id| programs.set_server_mac(*id, Some(*mac)));
         }
         if self.resolver.is_none() && !self.ids.is_empty() {
@@ -58,15 +58,15 @@ impl DaisyChain {
             let Some(ids) = self.ids.get(&address) else { continue };
             ids.iter().for_each(|id| programs.set_server_mac(*id, mac));
             match mac {
-                Some(mac) => self.found.insert(address, mac),
-                None => self.found.remove(&address),
+                Some(mac) => self.mac_addresses.insert(address, mac),
+                None => self.mac_addresses.remove(&address),
             };
         }
     }
 
     /// Returns a warning about unresolved servers, for `coreward status`.
     pub fn warning(&self) -> Option<String> {
-        let missing = self.ids.keys().filter(|address| !self.found.contains_key(address));
+        let missing = self.ids.keys().filter(|address| !self.mac_addresses.contains_key(address));
         let missing: Vec<String> = missing.map(IpAddr::to_string).collect();
         (!missing.is_empty()).then(|| {
             format!("no MAC address of {}: packets of older connections there are not forwarded", missing.join(", "))

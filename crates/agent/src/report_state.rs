@@ -16,7 +16,7 @@ pub struct ReportState {
 
 #[derive(Debug, Clone)]
 struct SentDetails {
-    at: Instant,
+    sent_at: Instant,
     warnings: Vec<String>,
 }
 
@@ -29,13 +29,13 @@ impl ReportState {
     /// Returns whether the next report has details. While a server drains, each report has: operators wait for its
     /// counts.
     pub fn needs_details(&self, configuration: Option<&AgentConfiguration>, warnings: &[String]) -> bool {
-        let may_omit = configuration.is_some_and(|configuration| !configuration.draining);
+        let may_omit = configuration.is_some_and(|configuration| !configuration.is_draining);
         let newest = self.details.as_ref().filter(|_| may_omit);
-        newest.is_none_or(|newest| newest.at.elapsed() >= DETAILS_INTERVAL || newest.warnings != *warnings)
+        newest.is_none_or(|newest| newest.sent_at.elapsed() >= DETAILS_INTERVAL || newest.warnings != *warnings)
     }
 
     pub fn after_report(&self, report: &v1::Report) -> Self {
-        let new = || SentDetails { at: Instant::now(), warnings: report.warnings.clone() };
+        let new = || SentDetails { sent_at: Instant::now(), warnings: report.warnings.clone() };
         let details = if report.without_details { self.details.clone() } else { Some(new()) };
         Self { rss_generation: report.rss_generation, details }
     }

@@ -10,7 +10,7 @@ use coreward_dataplane::tc::{self, Direction};
 use coreward_dataplane::vlan_device;
 use coreward_intf as intf;
 use coreward_model::rss::{IndirectionTable, InputTransform, Rss, RssKey};
-use coreward_model::tuple::address_of;
+use coreward_model::tuple::address_from_words;
 use serde::Serialize;
 
 use crate::rss::ethtool::EthtoolRss;
@@ -76,7 +76,7 @@ struct Syn {
 
 impl From<intf::rss_sample> for Syn {
     fn from(sample: intf::rss_sample) -> Self {
-        let socket = |address: [u32; 4], port: u16| SocketAddr::new(address_of(address), u16::from_be(port));
+        let socket = |address: [u32; 4], port: u16| SocketAddr::new(address_from_words(address), u16::from_be(port));
         Self {
             source: socket(sample.source_address, sample.source_port),
             destination: socket(sample.destination_address, sample.destination_port),

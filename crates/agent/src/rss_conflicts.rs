@@ -3,22 +3,22 @@
 use std::fs;
 use std::path::Path;
 
-use crate::rss::ethtool::flow_rules;
+use crate::rss::ethtool::ntuple_and_rule_count;
 use crate::sysfs;
 
 /// Settings that conflict with RSS.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct RssConflicts {
     /// Receive queues whose packets RPS spreads over CPUs.
-    pub steered_queues: Vec<String>,
+    pub rps_queues: Vec<String>,
     /// Receive queues with a table of flows for RFS.
-    pub flow_queues: Vec<String>,
-    /// net.core.rps_sock_flow_entries; RFS also needs [`Self::flow_queues`] (get_rps_cpu() in net/core/dev.c).
-    pub flow_entries: u64,
+    pub rfs_queues: Vec<String>,
+    /// net.core.rps_sock_flow_entries; RFS also needs [`Self::rfs_queues`] (get_rps_cpu() in net/core/dev.c).
+    pub rps_sock_flow_entries: u64,
     /// Whether the driver accepts rules for single flows, and with RFS sets them itself (accelerated RFS).
     pub takes_flow_rules: bool,
-    pub flow_rules: u64,
-    pub irqbalance: bool,
+    pub flow_rule_count: u64,
+    pub is_irqbalance_running: bool,
 }
 
 impl RssConflicts {
@@ -27,19 +27,19 @@ impl RssConflicts {
         let queues = sysfs::device_directory(interface).map(|directory| directory.join("queues"));
         let set = |attribute| queues.as_deref().map_or_else(Vec::new, |queues| queues_with(queues, attribute));
         let flows = fs::read_to_string("/proc/sys/net/core/rps_sock_flow_entries").unwrap_or_default();
-        let (takes_flow_rules, flow_rules) = flow_rules(interface);
+        let (takes_flow_rules, flow_rules) = ntuple_and_rule_count(interface);
         Self {
-            steered_queues: set("rps_cpus"),
-            flow_queues: set("rps_flow_cnt"),
-            flow_entries: flows.trim().parse().unwrap_or(0),
+            rps_queues: set("rps_cpus"),
+            rfs_queues: set("rps_flow_cnt"),
+            rps_sock_flow_entries: flows.trim().parse().unwrap_or(0),
             takes_flow_rules,
-            flow_rules,
-            irqbalance: runs("irqbalance"),
+            flow_rule_count: flow_rules,
+            is_irqbalance_running: is_process_running("irqbalance"),
         }
     }
 
-    pub fn flow_steering(&self) -> bool {
-        self.flow_entries > 0 && !self.flow_queues.is_empty()
+    pub fn has_rfs(&self) -> bool {
+        self.rps_sock_flow_entries > 0 && !self.rfs_queues.is_empty()
     }
 
     /// Returns the name of RFS for this device.
@@ -49,22 +49,23 @@ impl RssConflicts {
 
     pub fn describe(&self, interface: &str) -> Vec<String> {
         let mut found = Vec::new();
-        if !self.steered_queues.is_empty() {
-            found.push(format!("RPS is on for {interface} ({}): expected rps_cpus 0", self.steered_queues.join(", ")));
+        if !self.rps_queues.is_empty() {
+            found.push(format!("RPS is on for {interface} ({}): expected rps_cpus 0", self.rps_queues.join(", ")));
         }
-        if self.flow_steering() {
-            let (kind, entries, queues) = (self.flow_steering_name(), self.flow_entries, self.flow_queues.join(", "));
+        if self.has_rfs() {
+            let (kind, entries, queues) =
+                (self.flow_steering_name(), self.rps_sock_flow_entries, self.rfs_queues.join(", "));
             found.push(format!(
                 "{kind} is on for {interface} (rps_sock_flow_entries {entries}, {queues}): expected rps_flow_cnt 0"
             ));
         }
-        if self.flow_rules > 0 {
-            let rules = self.flow_rules;
+        if self.flow_rule_count > 0 {
+            let rules = self.flow_rule_count;
             found.push(format!(
                 "{interface} has {rules} flow rules (`ethtool -n {interface}`), which override its RSS table"
             ));
         }
-        if self.irqbalance {
+        if self.is_irqbalance_running {
             found.push("irqbalance is running: it moves receive queues from CPU to CPU".to_owned());
         }
         found
@@ -86,7 +87,7 @@ fn queues_with(queues: &Path, attribute: &str) -> Vec<String> {
     found
 }
 
-fn runs(command: &str) -> bool {
+fn is_process_running(command: &str) -> bool {
     fs::read_dir("/proc").into_iter().flatten().flatten().any(|process| {
         process.file_name().as_encoded_bytes()[0].is_ascii_digit()
             && fs::read_to_string(process.path().join("comm")).is_ok_and(|name| name.trim_end() == command)
@@ -113,12 +114,12 @@ mod tests {
     fn each_rss_conflict_is_described() {
         assert!(RssConflicts::default().describe("eth7").is_empty());
         let rss_conflicts = RssConflicts {
-            steered_queues: vec!["rx-0".to_owned()],
-            flow_queues: vec!["rx-1".to_owned(), "rx-2".to_owned()],
-            flow_entries: 32_768,
+            rps_queues: vec!["rx-0".to_owned()],
+            rfs_queues: vec!["rx-1".to_owned(), "rx-2".to_owned()],
+            rps_sock_flow_entries: 32_768,
             takes_flow_rules: true,
-            flow_rules: 3,
-            irqbalance: true,
+            flow_rule_count: 3,
+            is_irqbalance_running: true,
         };
         let words = rss_conflicts.describe("eth7").join("\n");
         for expected in [
@@ -130,13 +131,13 @@ mod tests {
             assert!(words.contains(expected), "{words}");
         }
         // RFS is configured on the host, but this device's queues have no table: the kernel ignores it.
-        assert!(!RssConflicts { flow_queues: vec![], ..rss_conflicts }.flow_steering());
+        assert!(!RssConflicts { rfs_queues: vec![], ..rss_conflicts }.has_rfs());
     }
 
     #[test]
     fn running_commands_are_found() {
         let own = fs::read_to_string("/proc/self/comm").unwrap();
-        assert!(runs(own.trim_end()));
-        assert!(!runs("no-such-command"));
+        assert!(is_process_running(own.trim_end()));
+        assert!(!is_process_running("no-such-command"));
     }
 }

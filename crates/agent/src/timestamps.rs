@@ -22,14 +22,14 @@ fn write(value: &str) -> anyhow::Result<()> {
 
 /// Returns the required value of the sysctl. New connections are not stamped while their service is handed over to
 /// another load balancer; older connections stay stamped.
-fn required(stamp_new: bool) -> &'static str {
+fn required_value(stamp_new: bool) -> &'static str {
     if stamp_new { WITHOUT_OFFSETS } else { WITH_OFFSETS }
 }
 
 /// Sets the sysctl by whether new connections are stamped, and stores the original. Fails when the sysctl cannot be
 /// read or written.
 pub fn manage(stamp_new: bool, memory: &mut SettingsStore) -> anyhow::Result<()> {
-    let (found, required) = (read()?, required(stamp_new));
+    let (found, required) = (read()?, required_value(stamp_new));
     if found != required {
         if memory.get().tcp_timestamps.is_none() {
             memory.change(|settings| settings.tcp_timestamps = Some(found.clone()))?;
@@ -56,7 +56,7 @@ pub fn restore(memory: &mut SettingsStore) -> anyhow::Result<()> {
 
 /// Returns the fault as text for `coreward status`.
 pub fn warning(stamp_new: bool) -> Option<String> {
-    let (found, required) = (read().ok()?, required(stamp_new));
+    let (found, required) = (read().ok()?, required_value(stamp_new));
     let then = match stamp_new {
         true => "new connections are not stamped and break",
         false => "the load balancer that the services are handed over to does not see all packets of new connections",

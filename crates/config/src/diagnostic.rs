@@ -39,7 +39,7 @@ pub struct Location {
 /// Limit of names and values that are shown in full and compared with valid names, in characters.
 const MAX_SHOWN_LENGTH: usize = 1000;
 
-fn shortened(text: String) -> String {
+fn truncate_text(text: String) -> String {
     match text.char_indices().nth(MAX_SHOWN_LENGTH) {
         Some((end, _)) => format!("{}...", &text[..end]),
         None => text,
@@ -49,7 +49,7 @@ fn shortened(text: String) -> String {
 impl Diagnostic {
     /// Creates a mistake from a message of the form "found: expected ...".
     pub(crate) fn new(file: &Path, location: Location, key: String, message: &str) -> Self {
-        Self { location: Some(location), key: shortened(key), ..Self::for_file(file, message) }
+        Self { location: Some(location), key: truncate_text(key), ..Self::for_file(file, message) }
     }
 
     /// Returns a mistake of a whole file. The message has the form "found: expected ...".
@@ -62,7 +62,7 @@ impl Diagnostic {
             file: file.into(),
             location: None,
             key: String::new(),
-            problem: shortened(problem.to_owned()),
+            problem: truncate_text(problem.to_owned()),
             expected,
             nearest: None,
         }
@@ -111,7 +111,7 @@ pub struct Diagnostics {
     /// The first mistakes, at least one.
     pub list: Vec<Diagnostic>,
     /// Number of further mistakes, at least.
-    pub more: usize,
+    pub omitted_count: usize,
 }
 
 impl fmt::Display for Diagnostics {
@@ -120,7 +120,7 @@ impl fmt::Display for Diagnostics {
             let line_break = if index == 0 { "" } else { "\n" };
             write!(f, "{line_break}{mistake}")?;
         }
-        match self.more {
+        match self.omitted_count {
             0 => Ok(()),
             more => write!(f, "\nand at least {more} more"),
         }
@@ -135,13 +135,13 @@ impl Diagnostics {
     pub fn at(source: &Source, mut wrong: Vec<(Span, String)>) -> Self {
         let more = wrong.len().saturating_sub(DISPLAY_LIMIT);
         wrong.truncate(DISPLAY_LIMIT);
-        Self { list: source.errors_at(&wrong), more }
+        Self { list: source.errors_at(&wrong), omitted_count: more }
     }
 }
 
 impl From<Diagnostic> for Diagnostics {
     fn from(mistake: Diagnostic) -> Self {
-        Self { list: vec![mistake], more: 0 }
+        Self { list: vec![mistake], omitted_count: 0 }
     }
 }
 

@@ -106,7 +106,7 @@ impl<T: FromToml> FromToml for Vec<T> {
     const REQUIRED: bool = false;
 
     fn read(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
-        let DeValue::Array(values) = value.get_ref() else { return reader.wrong_type::<Self>(value) };
+        let DeValue::Array(values) = value.get_ref() else { return reader.report_wrong_type::<Self>(value) };
         Some(values.iter().filter_map(|value| T::read(value, reader)).collect())
     }
 
@@ -129,7 +129,7 @@ impl<T: FromToml> FromToml for Vec<T> {
 
 impl FromToml for bool {
     fn read(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
-        value.get_ref().as_bool().or_else(|| reader.wrong_type::<Self>(value))
+        value.get_ref().as_bool().or_else(|| reader.report_wrong_type::<Self>(value))
     }
 
     fn expected() -> String {
@@ -145,7 +145,7 @@ impl FromToml for String {
     fn read(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
         match value.get_ref() {
             DeValue::String(text) => Some(text.to_string()),
-            _ => reader.wrong_type::<Self>(value),
+            _ => reader.report_wrong_type::<Self>(value),
         }
     }
 
@@ -160,7 +160,7 @@ impl FromToml for String {
 
 impl FromToml for PathBuf {
     fn read(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
-        parsed(value, reader, |path| match path {
+        parse_text(value, reader, |path| match path {
             "" => Err(format!("an empty path: expected {}", Self::expected())),
             path => Ok(PathBuf::from(path)),
         })
@@ -189,7 +189,7 @@ impl FromTomlScalar for f64 {
             _ => None,
         };
         if number.is_none() {
-            reader.wrong_type::<T>(value);
+            reader.report_wrong_type::<T>(value);
         }
         number
     }
@@ -221,7 +221,7 @@ impl FromTomlScalar for u64 {
             let written = reader.text_at(&value.span()).to_owned();
             reader.report(value.span(), format!("{written}: expected {}", T::expected()));
         } else if integer.is_none() {
-            reader.wrong_type::<T>(value);
+            reader.report_wrong_type::<T>(value);
         }
         integer
     }
@@ -271,7 +271,7 @@ impl<const MIN: u64, const MAX: u64> FromToml for Number<MIN, MAX> {
                     value.span(),
                 )
             }
-            _ => reader.wrong_type::<Self>(value),
+            _ => reader.report_wrong_type::<Self>(value),
         }
     }
 
@@ -306,7 +306,7 @@ impl<const MIN: u64, const MAX: u64> From<Number<MIN, MAX>> for usize {
 pub struct Name(pub String);
 
 /// Limit of a name, bytes.
-const MAX_NAME: usize = 64;
+const MAX_NAME_BYTES: usize = 64;
 
 impl From<Name> for String {
     fn from(name: Name) -> Self {
@@ -316,9 +316,9 @@ impl From<Name> for String {
 
 impl FromToml for Name {
     fn read(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
-        parsed(value, reader, |name| {
+        parse_text(value, reader, |name| {
             let readable = name.chars().all(|c| !c.is_whitespace() && !c.is_control());
-            match name.is_empty() || !readable || name.len() > MAX_NAME {
+            match name.is_empty() || !readable || name.len() > MAX_NAME_BYTES {
                 true => Err(format!("name {name:?}: expected {}", Self::expected())),
                 false => Ok(Self(name.to_owned())),
             }
@@ -326,11 +326,11 @@ impl FromToml for Name {
     }
 
     fn expected() -> String {
-        format!("1 to {MAX_NAME} bytes without blanks")
+        format!("1 to {MAX_NAME_BYTES} bytes without blanks")
     }
 
     fn schema() -> Value {
-        json!({ "type": "string", "minLength": 1, "maxLength": MAX_NAME, "pattern": r"^\S+$" })
+        json!({ "type": "string", "minLength": 1, "maxLength": MAX_NAME_BYTES, "pattern": r"^\S+$" })
     }
 }
 
@@ -377,34 +377,34 @@ impl FromToml for SocketAddr {
 }
 
 fn from_text<T: FromToml + FromStr>(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<T> {
-    parsed(value, reader, |text| text.parse().map_err(|_| format!("{text:?}: expected {}", T::expected())))
+    parse_text(value, reader, |text| text.parse().map_err(|_| format!("{text:?}: expected {}", T::expected())))
 }
 
 /// Reads a value that is written as text.
-pub fn parsed<T: FromToml, E: Display>(
+pub fn parse_text<T: FromToml, E: Display>(
     value: &Spanned<DeValue<'_>>,
     reader: &mut Reader<'_>,
     parse: impl FnOnce(&str) -> Result<T, E>,
 ) -> Option<T> {
     match value.get_ref() {
         DeValue::String(text) => reader.ok_or_report(parse(text), value.span()),
-        _ => reader.wrong_type::<T>(value),
+        _ => reader.report_wrong_type::<T>(value),
     }
 }
 
 /// Reads one of several names. `what`: kind of the named objects, for diagnostics.
-pub fn choice<T: FromToml>(
+pub fn parse_choice<T: FromToml>(
     what: &str,
     all: Vec<(String, T)>,
     value: &Spanned<DeValue<'_>>,
     reader: &mut Reader<'_>,
 ) -> Option<T> {
-    let DeValue::String(given) = value.get_ref() else { return reader.wrong_type::<T>(value) };
+    let DeValue::String(given) = value.get_ref() else { return reader.report_wrong_type::<T>(value) };
     let names: Vec<String> = all.iter().map(|(name, _)| name.clone()).collect();
     let known = all.into_iter().find(|(name, _)| name.as_str() == given.as_ref()).map(|(_, known)| known);
     if known.is_none() {
         let message = format!("{what} {given:?} is not known: expected {}", T::expected());
-        reader.unknown_name(value.span(), message, given, names.iter().map(String::as_str));
+        reader.report_unknown_name(value.span(), message, given, names.iter().map(String::as_str));
     }
     known
 }

@@ -6,14 +6,14 @@ use serde_json::{Value, json};
 use toml::Spanned;
 use toml::de::DeValue;
 
-use crate::{FromToml, Reader, parsed};
+use crate::{FromToml, Reader, parse_text};
 
 /// Name of a network device that Linux accepts (dev_valid_name() of net/core/dev.c).
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Interface(pub String);
 
 /// Limit in bytes (IFNAMSIZ without the terminating zero byte).
-const MAX_INTERFACE_NAME: usize = 15;
+const MAX_INTERFACE_NAME_BYTES: usize = 15;
 
 impl From<Interface> for String {
     fn from(interface: Interface) -> Self {
@@ -23,8 +23,8 @@ impl From<Interface> for String {
 
 impl FromToml for Interface {
     fn read(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
-        parsed(value, reader, |name| {
-            let has_length = (1..=MAX_INTERFACE_NAME).contains(&name.len());
+        parse_text(value, reader, |name| {
+            let has_length = (1..=MAX_INTERFACE_NAME_BYTES).contains(&name.len());
             let is_odd = |c: char| c.is_whitespace() || c.is_control() || c == '/' || c == ':';
             match has_length && !name.contains(is_odd) && name != "." && name != ".." {
                 true => Ok(Self(name.to_owned())),
@@ -34,11 +34,11 @@ impl FromToml for Interface {
     }
 
     fn expected() -> String {
-        format!("the name of a network device, 1 to {MAX_INTERFACE_NAME} bytes, as \"eth0\"")
+        format!("the name of a network device, 1 to {MAX_INTERFACE_NAME_BYTES} bytes, as \"eth0\"")
     }
 
     fn schema() -> Value {
-        json!({ "type": "string", "minLength": 1, "maxLength": MAX_INTERFACE_NAME, "pattern": r"^[^\s/:]+$" })
+        json!({ "type": "string", "minLength": 1, "maxLength": MAX_INTERFACE_NAME_BYTES, "pattern": r"^[^\s/:]+$" })
     }
 }
 
@@ -54,7 +54,7 @@ impl From<AbsolutePath> for PathBuf {
 
 impl FromToml for AbsolutePath {
     fn read(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
-        parsed(value, reader, |path| match path.starts_with('/') {
+        parse_text(value, reader, |path| match path.starts_with('/') {
             true => Ok(Self(PathBuf::from(path))),
             false => Err(format!("{path:?}: expected {}", Self::expected())),
         })

@@ -23,7 +23,7 @@ mod tests;
 mod time;
 
 pub use diagnostic::{Diagnostic, Diagnostics, nearest};
-pub use from_toml::{Field, FromToml, Name, Number, choice, choice_schema, parsed};
+pub use from_toml::{Field, FromToml, Name, Number, choice_schema, parse_choice, parse_text};
 pub use host::{AbsolutePath, Interface};
 pub use reader::{Reader, TableReader};
 pub use secret::{Secret, SecretText, read_secret, reject_foreign_secrets};

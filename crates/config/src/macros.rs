@@ -58,10 +58,10 @@ macro_rules! config_struct {
             ) -> Option<Self> {
                 let known = &[$($crate::config_struct!(@key $field $($key)?)),*];
                 let elsewhere: &[(&str, &str)] = &[$($(($elsewhere, $expected)),*)?];
-                let table = reader.table::<Self>(value, known, elsewhere)?;
+                let table = reader.read_table::<Self>(value, known, elsewhere)?;
                 // Reads all keys before the first missing one returns, so that each mistake is found.
                 $(let $field: Option<$crate::config_struct!(@in_file $type $(, $in_file)?)> =
-                    table.key(
+                    table.read_key(
                         $crate::config_struct!(@key $field $($key)?),
                         $crate::config_struct!(@default $($default)?),
                         reader,
@@ -118,7 +118,7 @@ macro_rules! string_enum {
                 value: &$crate::Spanned<$crate::toml::de::DeValue<'_>>,
                 reader: &mut $crate::Reader<'_>,
             ) -> Option<Self> {
-                $crate::choice($what, IntoIterator::into_iter($all).collect(), value, reader)
+                $crate::parse_choice($what, IntoIterator::into_iter($all).collect(), value, reader)
             }
 
             fn expected() -> String {
@@ -175,11 +175,11 @@ macro_rules! config_enum {
                     $(Some($variant_name) => &[$tag $(, stringify!($field))*],)*
                     _ => all,
                 };
-                let table = reader.table::<Self>(value, known, &[])?;
-                match table.key::<Tag>($tag, None, reader)?.0 {
+                let table = reader.read_table::<Self>(value, known, &[])?;
+                match table.read_key::<Tag>($tag, None, reader)?.0 {
                     $($variant_name => {
                         $(let $field: Option<$type> =
-                            table.key(stringify!($field), $crate::config_struct!(@default $($default)?), reader);)*
+                            table.read_key(stringify!($field), $crate::config_struct!(@default $($default)?), reader);)*
                         Some(Self::$variant { $($field: $field?),* })
                     })*
                     _ => None,

@@ -16,7 +16,7 @@ use toml::Spanned;
 use toml::de::DeValue;
 
 use crate::from_toml::FromTomlScalar as _;
-use crate::{FromToml, Reader, SecretText, parsed, string_enum};
+use crate::{FromToml, Reader, SecretText, parse_text, string_enum};
 
 /// Implements `FromToml` for a type that is written as a number.
 macro_rules! number {
@@ -66,7 +66,7 @@ string_enum!(WhenAllDown, "when_all_down", WhenAllDown::ALL.map(|when| (when.nam
 /// Written as "200" or "200-399".
 impl FromToml for StatusRange {
     fn read(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
-        parsed(value, reader, |text| {
+        parse_text(value, reader, |text| {
             let (first, last) = text.split_once('-').unwrap_or((text, text));
             let range = first.parse().ok().zip(last.parse().ok()).and_then(|(first, last)| Self::new(first, last));
             range.ok_or_else(|| format!("{text:?}: expected {}", Self::expected()))

@@ -16,8 +16,8 @@ pub struct Reader<'a> {
     source: &'a Source,
     /// Names of the keys that lead to the present value.
     keys: Vec<String>,
-    found: Vec<PendingDiagnostic>,
-    omitted: usize,
+    pending_diagnostics: Vec<PendingDiagnostic>,
+    omitted_count: usize,
     syntax: Syntax,
 }
 
@@ -44,22 +44,28 @@ impl<'a> Reader<'a> {
         source: &'a Source,
         check: impl FnOnce(T, &mut Reader<'_>) -> Option<U>,
     ) -> Result<U, Diagnostics> {
-        let Parsed { table, errors, omitted: more } = source.toml();
-        let mut reader = Self { source, keys: Vec::new(), found: Vec::new(), omitted: more, syntax: Syntax::default() };
+        let Parsed { table, errors, omitted_count: more } = source.parse_toml();
+        let mut reader = Self {
+            source,
+            keys: Vec::new(),
+            pending_diagnostics: Vec::new(),
+            omitted_count: more,
+            syntax: Syntax::default(),
+        };
         for error in &errors {
-            reader.syntax_error(error);
+            reader.record_syntax_error(error);
         }
         let root = Spanned::new(table.span(), DeValue::Table(table.into_inner()));
         let read = T::read(&root, &mut reader);
         // Combinations of values cannot be checked in an incomplete file.
         let checked = if reader.syntax.has_error { None } else { read.and_then(|read| check(read, &mut reader)) };
         match checked {
-            Some(checked) if reader.found.is_empty() => Ok(checked),
+            Some(checked) if reader.pending_diagnostics.is_empty() => Ok(checked),
             _ => Err(reader.diagnostics(root.get_ref())),
         }
     }
 
-    fn syntax_error(&mut self, error: &toml::de::Error) {
+    fn record_syntax_error(&mut self, error: &toml::de::Error) {
         let span = error.span().unwrap_or_default();
         let line = self.source.line(&span);
         self.syntax.has_error = true;
@@ -71,7 +77,7 @@ impl<'a> Reader<'a> {
         // The parser returns an empty span for a missing value, which has no key.
         let key = span.is_empty().then(String::new);
         let message = one_line(error.message());
-        self.found.push(PendingDiagnostic { span, key, message, nearest: None });
+        self.pending_diagnostics.push(PendingDiagnostic { span, key, message, nearest: None });
     }
 
     fn diagnostics(self, root: &DeValue<'_>) -> Diagnostics {
@@ -81,9 +87,9 @@ impl<'a> Reader<'a> {
             let mistake = Diagnostic::new(source.path(), source.location(&found.span), key, &found.message);
             Diagnostic { nearest: found.nearest.map(String::into), ..mistake }
         };
-        let mut list: Vec<Diagnostic> = self.found.into_iter().map(mistake).collect();
+        let mut list: Vec<Diagnostic> = self.pending_diagnostics.into_iter().map(mistake).collect();
         list.sort_by_key(|mistake| mistake.location);
-        Diagnostics { list, more: self.omitted }
+        Diagnostics { list, omitted_count: self.omitted_count }
     }
 
     /// Stores a mistake at a location. `message` has the form "found: expected ...".
@@ -105,7 +111,7 @@ impl<'a> Reader<'a> {
     }
 
     /// Stores a mistake for a name that is not in `known`.
-    pub fn unknown_name<'n>(
+    pub fn report_unknown_name<'n>(
         &mut self,
         span: Span,
         message: impl Display,
@@ -124,13 +130,18 @@ impl<'a> Reader<'a> {
             }
         }
         // A file may have a million mistakes: only the shown ones get a text.
-        if self.found.len() >= DISPLAY_LIMIT {
-            self.omitted += 1;
+        if self.pending_diagnostics.len() >= DISPLAY_LIMIT {
+            self.omitted_count += 1;
             return;
         }
         // The key of the present value is known without a search.
         let key = (!self.keys.is_empty()).then(|| self.keys.join("."));
-        self.found.push(PendingDiagnostic { span, key, message: message.to_string(), nearest: nearest() });
+        self.pending_diagnostics.push(PendingDiagnostic {
+            span,
+            key,
+            message: message.to_string(),
+            nearest: nearest(),
+        });
     }
 
     /// Returns the value, or stores the error at the location.
@@ -139,7 +150,7 @@ impl<'a> Reader<'a> {
     }
 
     /// Stores a mistake for a value whose type does not fit `T`.
-    pub fn wrong_type<T: FromToml>(&mut self, value: &Spanned<DeValue<'_>>) -> Option<T> {
+    pub fn report_wrong_type<T: FromToml>(&mut self, value: &Spanned<DeValue<'_>>) -> Option<T> {
         let (kind, written) = (value.get_ref().type_str(), self.text_at(&value.span()));
         let found = match value.get_ref() {
             DeValue::Table(_) | DeValue::Array(_) => format!("a TOML {kind}"),
@@ -151,7 +162,7 @@ impl<'a> Reader<'a> {
 
     /// Returns whether a mistake has been stored.
     pub fn has_diagnostics(&self) -> bool {
-        !self.found.is_empty()
+        !self.pending_diagnostics.is_empty()
     }
 
     /// Returns the file's text at `span`.
@@ -176,30 +187,30 @@ impl<'a> Reader<'a> {
 
     /// Returns the value as a table with only `known` keys. Stores a mistake and returns `None` if the value is no
     /// table. `elsewhere`: keys that belong to other tables, with the text after "expected".
-    pub fn table<'v, 'i, T: FromToml>(
+    pub fn read_table<'v, 'i, T: FromToml>(
         &mut self,
         value: &'v Spanned<DeValue<'i>>,
         known: &[&str],
         elsewhere: &[(&str, &str)],
     ) -> Option<TableReader<'v, 'i>> {
         let DeValue::Table(table) = value.get_ref() else {
-            self.wrong_type::<T>(value);
+            self.report_wrong_type::<T>(value);
             return None;
         };
         for (key, _) in table.iter().filter(|(key, _)| !known.contains(&key.get_ref().as_ref())) {
-            self.unknown_key(key.get_ref(), key.span(), known, elsewhere);
+            self.report_unknown_key(key.get_ref(), key.span(), known, elsewhere);
         }
         Some(TableReader { table, span: value.span() })
     }
 
-    fn unknown_key(&mut self, key: &str, at: Span, known: &[&str], elsewhere: &[(&str, &str)]) {
+    fn report_unknown_key(&mut self, key: &str, at: Span, known: &[&str], elsewhere: &[(&str, &str)]) {
         self.keys.push(key.to_owned());
         match elsewhere.iter().find(|(name, _)| *name == key) {
             Some((_, expected)) => self.report(at, format!("is not known here: expected {expected}")),
             None => {
                 let list = known.iter().map(|name| format!("`{name}`")).collect::<Vec<_>>().join(", ");
                 let message = format!("is not known: expected one of {list}");
-                self.unknown_name(at, message, key, known.iter().copied());
+                self.report_unknown_name(at, message, key, known.iter().copied());
             }
         }
         self.keys.pop();
@@ -215,7 +226,7 @@ pub struct TableReader<'v, 'i> {
 impl TableReader<'_, '_> {
     /// Returns the value of a key. A missing key has the value of `default`, or else of the type. Stores a mistake and
     /// returns `None` if the value is wrong, or missing without a default.
-    pub fn key<T: FromToml>(&self, key: &str, default: Option<fn() -> T>, reader: &mut Reader<'_>) -> Option<T> {
+    pub fn read_key<T: FromToml>(&self, key: &str, default: Option<fn() -> T>, reader: &mut Reader<'_>) -> Option<T> {
         reader.keys.push(key.to_owned());
         let value = match self.table.get(key) {
             Some(value) => T::read(value, reader).or_else(|| T::value_after_error()),

@@ -45,17 +45,17 @@ impl<T> fmt::Debug for Secret<T> {
 const MAX_SECRET_BYTES: u64 = 65_536;
 
 /// Whether files of other users are rejected.
-static IS_STRICT: AtomicBool = AtomicBool::new(false);
+static REJECTS_FOREIGN_SECRETS: AtomicBool = AtomicBool::new(false);
 
 /// Rejects secret files that belong to users other than this process's user and root, who could read and change them.
 /// Daemons call this function; commands that root runs read files of daemons with other users.
 pub fn reject_foreign_secrets() {
-    IS_STRICT.store(true, Ordering::Relaxed);
+    REJECTS_FOREIGN_SECRETS.store(true, Ordering::Relaxed);
 }
 
 /// Returns the trimmed text of a secret file. Fails if others can read it; see [`reject_foreign_secrets`].
 pub fn read_secret(path: &Path) -> Result<String, String> {
-    read_secret_of(path, IS_STRICT.load(Ordering::Relaxed))
+    read_secret_of(path, REJECTS_FOREIGN_SECRETS.load(Ordering::Relaxed))
 }
 
 /// Reads a secret file. `strict`: whether files of other users are rejected.
@@ -85,7 +85,7 @@ pub(crate) fn read_secret_of(path: &Path, strict: bool) -> Result<String, String
 
 impl<T: SecretText> FromToml for Secret<T> {
     fn read(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
-        let DeValue::String(name) = value.get_ref() else { return reader.wrong_type::<Self>(value) };
+        let DeValue::String(name) = value.get_ref() else { return reader.report_wrong_type::<Self>(value) };
         let path = reader.resolve_path(Path::new(name.as_ref()));
         let secret = read_secret(&path).and_then(|text| {
             let wrong = |_| format!("{} holds something else: expected {}", path.display(), T::EXPECTED);

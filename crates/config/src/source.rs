@@ -34,16 +34,16 @@ pub(crate) struct Parsed<'a> {
     /// The first syntax errors.
     pub(crate) errors: Vec<toml::de::Error>,
     /// Number of further syntax errors, at least.
-    pub(crate) omitted: usize,
+    pub(crate) omitted_count: usize,
 }
 
 /// Size of the part of a text that is parsed first, in bytes. Each further part is larger by half.
-const FIRST_PART: usize = 64 << 10;
+const FIRST_PART_BYTES: usize = 64 << 10;
 
 /// Returns the values of a text, or of the first part with more errors than are shown. An error (a duplicate key, too)
 /// costs a hundred times its size.
 fn first_values(text: &str) -> (Spanned<DeTable<'_>>, Vec<toml::de::Error>) {
-    let mut size = FIRST_PART;
+    let mut size = FIRST_PART_BYTES;
     loop {
         let part = text.get(..size).and_then(|part| Some(&part[..=part.rfind('\n')?]));
         // The part may end within a character or its first line: try the next size.
@@ -118,7 +118,7 @@ impl Source {
 
     /// Parses the text up to the first errors. Each byte may be a syntax error, which costs a hundred times
     /// its size.
-    pub(crate) fn toml(&self) -> Parsed<'_> {
+    pub(crate) fn parse_toml(&self) -> Parsed<'_> {
         let (mut count, mut first_too_many) = (0, self.text.len());
         let source = toml_parser::Source::new(&self.text);
         let mut nothing = ();
@@ -134,12 +134,12 @@ impl Source {
         let (table, mut errors) = first_values(&self.text[..end]);
         let found = errors.len().max(count);
         errors.truncate(DISPLAY_LIMIT);
-        Parsed { table, omitted: found - errors.len(), errors }
+        Parsed { table, omitted_count: found - errors.len(), errors }
     }
 
     /// Returns the keys of the whole file, even after mistakes.
     pub fn keys(&self) -> Vec<String> {
-        self.toml().table.get_ref().keys().map(|key| key.get_ref().to_string()).collect()
+        self.parse_toml().table.get_ref().keys().map(|key| key.get_ref().to_string()).collect()
     }
 
     /// Returns the first syntax errors.
@@ -148,7 +148,7 @@ impl Source {
             let location = self.location(&error.span().unwrap_or_default());
             Diagnostic::new(&self.path, location, String::new(), &one_line(error.message()))
         };
-        self.toml().errors.into_iter().map(mistake).collect()
+        self.parse_toml().errors.into_iter().map(mistake).collect()
     }
 
     /// Returns a mistake at a location (bytes, from [`Spanned::span`]).
@@ -158,7 +158,7 @@ impl Source {
 
     /// Returns mistakes at several locations.
     pub(crate) fn errors_at(&self, wrong: &[(Span, String)]) -> Vec<Diagnostic> {
-        let table = self.toml().table;
+        let table = self.parse_toml().table;
         let mistake = |(span, message): &(Span, String)| {
             Diagnostic::new(&self.path, self.location(span), key_at(table.get_ref(), span), message)
         };

@@ -161,7 +161,7 @@ fn every_syntax_error_is_reported_with_earlier_mistakes() {
 fn mistakes_above_the_limit_are_counted() {
     let text = format!("name = \"a\"\n{}", "[[service]]\n".repeat(250));
     let mistakes = read(&text).unwrap_err();
-    assert_eq!((mistakes.list.len(), mistakes.more), (100, 150));
+    assert_eq!((mistakes.list.len(), mistakes.omitted_count), (100, 150));
     assert!(mistakes.to_string().ends_with("\nand at least 150 more"));
 }
 
@@ -171,7 +171,7 @@ fn syntax_errors_above_the_limit_are_counted() {
     let mistakes = read(&"=\n".repeat(1 << 20)).unwrap_err();
     assert_eq!(mistakes.list.len(), 100);
     assert!(mistakes.list.iter().enumerate().all(|(n, mistake)| mistake.location.unwrap().line as usize <= n + 1));
-    assert!(mistakes.more > 10_000, "{}", mistakes.more);
+    assert!(mistakes.omitted_count > 10_000, "{}", mistakes.omitted_count);
     let value = format!("name = \"a\"\nplace = {{ kind = \"{}\" }}\n", "x".repeat(1 << 20));
     assert!(read(&value).unwrap_err().to_string().len() < 10_000);
 }

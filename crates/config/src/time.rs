@@ -29,13 +29,13 @@ impl<const MIN: u64, const MAX: u64> From<BoundedDuration<MIN, MAX>> for Duratio
     }
 }
 
-const LARGEST_FIRST: [(&str, u64); 6] =
+const TIME_UNITS: [(&str, u64); 6] =
     [("h", HOUR), ("m", MINUTE), ("s", SECOND), ("ms", MILLISECOND), ("us", MICROSECOND), ("ns", 1)];
 
 /// Formats a time in the largest unit of which it is a whole number.
 pub fn format_time(time: Duration) -> String {
     let ns = u64::try_from(time.as_nanos()).unwrap_or(u64::MAX);
-    match LARGEST_FIRST.iter().find(|(_, unit)| ns != 0 && ns.is_multiple_of(*unit)) {
+    match TIME_UNITS.iter().find(|(_, unit)| ns != 0 && ns.is_multiple_of(*unit)) {
         Some((name, unit)) => format!("{}{name}", ns / unit),
         None => "0s".to_owned(),
     }
@@ -59,7 +59,7 @@ impl<const MIN: u64, const MAX: u64> FromToml for BoundedDuration<MIN, MAX> {
                 reader.report(value.span(), format!("{written} has no unit: expected {}", Self::expected()));
                 None
             }
-            _ => reader.wrong_type::<Self>(value),
+            _ => reader.report_wrong_type::<Self>(value),
         }
     }
 

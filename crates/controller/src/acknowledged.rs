@@ -23,7 +23,7 @@ metrics! {
 }
 
 /// Limit of peers and rejections that are listed; further ones are only counted.
-const NAMED: usize = 100;
+const MAX_LISTED: usize = 100;
 const LB: &str = "lb";
 const AGENT: &str = "agent";
 
@@ -51,10 +51,10 @@ impl Controller {
             configuration_generation: newest,
             acknowledged_count: parts.len() as u64 - waiting_count,
             waiting_count,
-            waiting: lacking.into_iter().take(NAMED).collect(),
+            waiting: lacking.into_iter().take(MAX_LISTED).collect(),
             refused_count,
-            refused: all_refused.into_iter().take(NAMED).collect(),
-            disconnected: lost.take(NAMED).collect(),
+            refused: all_refused.into_iter().take(MAX_LISTED).collect(),
+            disconnected: lost.take(MAX_LISTED).collect(),
         }
     }
 

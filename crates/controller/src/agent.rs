@@ -21,13 +21,13 @@ pub struct Agent {
     /// Newest configuration that an agent has confirmed. The server's programs keep their state after the agent's end.
     pub confirmed_generation: u64,
     /// Load balancers' traffic to the server when the newest report was accepted.
-    pub sent_at_report: Totals,
+    pub traffic_at_report: Totals,
     pub rss: KnownRss,
     /// Time by which the newest report is ahead of the controller's wall clock, if above the tolerance.
     pub clock_ahead: Option<Duration>,
     tracker: LoadTracker,
     registrations: Option<TokenBucket>,
-    reports: Option<TokenBucket>,
+    report_bucket: Option<TokenBucket>,
 }
 
 #[derive(Debug)]
@@ -47,7 +47,7 @@ pub struct LiveSession {
 #[derive(Debug)]
 pub struct LatestReport {
     /// Time of arrival (since the controller's start).
-    pub received: Duration,
+    pub received_at: Duration,
     /// End of validity (since the controller's start).
     pub fresh_until: Duration,
     pub open_connections: u32,
@@ -68,9 +68,9 @@ pub struct AgentDetails {
 }
 
 impl AgentDetails {
-    fn reported(details: ReportDetails, now: Now) -> Self {
+    fn from_report(details: ReportDetails, now: Now) -> Self {
         let ReportDetails { counters, warnings, dispatch, connections, refused } = details;
-        let connections = connections.map(|counted| ConnectionCount::reported(counted, now));
+        let connections = connections.map(|counted| ConnectionCount::from_report(counted, now));
         Self { counters, warnings, dispatch, connections, refused }
     }
 }
@@ -78,16 +78,16 @@ impl AgentDetails {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ConnectionCount {
     /// Start of the count (since the controller's start).
-    pub at: Duration,
+    pub started_at: Duration,
     /// Generation of the agent's configuration at that time.
     pub configuration_generation: u64,
     pub services: BTreeMap<String, u32>,
 }
 
 impl ConnectionCount {
-    fn reported(counted: CountedConnections, now: Now) -> Self {
+    fn from_report(counted: CountedConnections, now: Now) -> Self {
         let CountedConnections { elapsed: age, configuration_generation, services } = counted;
-        Self { at: now.monotonic.saturating_sub(age), configuration_generation, services }
+        Self { started_at: now.monotonic.saturating_sub(age), configuration_generation, services }
     }
 
     pub fn sum(&self) -> u64 {
@@ -95,7 +95,7 @@ impl ConnectionCount {
     }
 
     pub fn age(&self, now: Now) -> Duration {
-        now.monotonic.saturating_sub(self.at)
+        now.monotonic.saturating_sub(self.started_at)
     }
 }
 
@@ -159,20 +159,21 @@ impl Agent {
         self.registrations.get_or_insert(REGISTRATIONS.from(now.monotonic)).take(REGISTRATIONS, now.monotonic)
     }
 
-    pub fn may_report(&mut self, interval: Duration, now: Now) -> bool {
-        let quota = reports_allowed(interval);
-        self.reports.get_or_insert(quota.from(now.monotonic)).take(quota, now.monotonic)
+    pub fn take_report_token(&mut self, interval: Duration, now: Now) -> bool {
+        let quota = report_quota(interval);
+        self.report_bucket.get_or_insert(quota.from(now.monotonic)).take(quota, now.monotonic)
     }
 
     /// Returns the time until the agent may report again. The controller does not read its stream before then.
     pub fn report_wait(&self, interval: Duration, now: Now) -> Duration {
-        self.reports.map_or(Duration::ZERO, |reports| reports.wait(reports_allowed(interval), now.monotonic))
+        self.report_bucket
+            .map_or(Duration::ZERO, |reports| reports.time_until_token(report_quota(interval), now.monotonic))
     }
 
     /// Starts the session of a new agent, whose numbering of reports begins again.
     pub fn begin(&mut self, session: LiveSession) {
         self.session = Some(session);
-        self.tracker.new_stream();
+        self.tracker.start_stream();
     }
 
     /// Records a report. `generation`: generation of the configuration in force, the highest that can be confirmed.
@@ -201,9 +202,9 @@ impl Agent {
         self.tracker.report(report.readings, alpha)?;
         self.rss.update(report.rss_generation, report.rss);
         let known = self.newest_report.take().map(|newest| newest.details);
-        let details = report.details.map(|details| AgentDetails::reported(details, now)).or(known);
+        let details = report.details.map(|details| AgentDetails::from_report(details, now)).or(known);
         self.newest_report = Some(LatestReport {
-            received: now.monotonic,
+            received_at: now.monotonic,
             fresh_until: now.monotonic + report.time_to_live,
             open_connections: report.open_connections,
             rss_matched: report.rss_matched,
@@ -215,7 +216,7 @@ impl Agent {
 }
 
 /// Limit of reports: twice the configured rate, because intervals change and clocks differ.
-fn reports_allowed(interval: Duration) -> Quota {
+fn report_quota(interval: Duration) -> Quota {
     Quota { interval: interval / 2, burst: REPORT_BURST }
 }
 

@@ -6,9 +6,9 @@ use coreward_model::ServerId;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 struct Server {
     /// Whether the server's load has changed: reported by its agent or rack, or counted by load balancers.
-    load: bool,
+    has_new_load: bool,
     /// Whether more than the rack's summary has changed, so that the server must be read again.
-    is_detailed: bool,
+    needs_refresh: bool,
     /// Generation of the first table with its newest load; 0: none.
     generation: u64,
 }
@@ -37,11 +37,11 @@ impl DirtySet {
 
     pub fn mark(&mut self, id: ServerId) {
         self.mark_relayed(id);
-        self.server(id).is_detailed = true;
+        self.server(id).needs_refresh = true;
     }
 
     pub fn mark_relayed(&mut self, id: ServerId) {
-        if !std::mem::replace(&mut self.server(id).load, true) {
+        if !std::mem::replace(&mut self.server(id).has_new_load, true) {
             self.marked.push(id);
         }
     }
@@ -53,19 +53,19 @@ impl DirtySet {
 
     /// Returns whether the server's load is newer than the newest table.
     pub fn is_fresh(&self, id: ServerId) -> bool {
-        self.get(id).load
+        self.get(id).has_new_load
     }
 
     /// Returns whether more than the rack's summary of the server may have changed.
     pub fn needs_refresh(&self, id: ServerId) -> bool {
-        self.get(id).is_detailed
+        self.get(id).needs_refresh
     }
 
-    pub fn is_in_table(&mut self, generation: u64) {
+    pub fn mark_in_table(&mut self, generation: u64) {
         std::mem::swap(&mut self.previously_marked, &mut self.marked);
         self.marked.clear();
         for id in &self.previously_marked {
-            self.servers[usize::from(id.get())] = Server { load: false, is_detailed: false, generation };
+            self.servers[usize::from(id.get())] = Server { has_new_load: false, needs_refresh: false, generation };
         }
     }
 

@@ -20,7 +20,7 @@ const MAX_MESSAGE_DELAY: Duration = Duration::from_secs(1);
 
 impl Controller {
     /// Checks that other healthy servers remain in the services of the drain.
-    pub fn can_drain(&self, request: &DrainRequest, now: Now) -> Result<(), DrainError> {
+    pub fn check_drain(&self, request: &DrainRequest, now: Now) -> Result<(), DrainError> {
         request.check(&self.fleet, |service, id| self.eligibility(service, id, now) == Eligibility::Eligible)
     }
 
@@ -76,7 +76,7 @@ impl Controller {
     /// Returns the server's present and past services in which it takes no new connections now.
     fn drained_services(&self, id: ServerId) -> impl Iterator<Item = &FleetService> {
         let services = self.fleet.services.iter().filter(move |service| service.members.contains_key(&id));
-        services.filter(move |service| !self.fleet.eligible(service, id))
+        services.filter(move |service| !self.fleet.is_eligible(service, id))
     }
 
     /// Returns the remaining connections of these services, or the reason why the number is not known yet.
@@ -88,7 +88,7 @@ impl Controller {
         now: Now,
     ) -> Result<u64, Vec<String>> {
         let generation = server.drain.as_ref().map_or(self.fleet.generation, |drain| drain.generation);
-        let confirmed = self.load_balancers.all_confirmed(generation, now);
+        let confirmed = self.load_balancers.confirmed_since(generation, now);
         let counted = match (agent.report_state(now), agent.connections(now)) {
             (ReportState::None | ReportState::Stale, _) => Err("its agent, which does not report".to_owned()),
             (ReportState::Fresh, None) => {
@@ -98,7 +98,7 @@ impl Controller {
         };
         let is_new = |counted: &ConnectionCount| {
             counted.configuration_generation >= generation
-                && confirmed.as_ref().is_ok_and(|since| counted.at >= *since + MAX_MESSAGE_DELAY)
+                && confirmed.as_ref().is_ok_and(|since| counted.started_at >= *since + MAX_MESSAGE_DELAY)
         };
         match (counted, &confirmed) {
             (Ok(counted), Ok(_)) if is_new(counted) => {

@@ -38,7 +38,7 @@ impl Harness {
     fn new() -> Self {
         let config = FleetConfig::parse(&Source::from_text("fleet.toml", FLEET)).unwrap();
         let random = &mut seeded_rng(5, 0);
-        let mut records = Records::draw(at(0).wall, random);
+        let mut records = Records::generate(at(0).wall, random);
         records.apply(&config, at(0).wall, random).unwrap();
         let controller = Controller::new(Fleet::new(&config, &records));
         Self { config, records, controller, sequence: 0 }
@@ -47,7 +47,7 @@ impl Harness {
     fn drain(&mut self, services: &[&str], now: Now) -> u64 {
         let services = (!services.is_empty()).then(|| services.iter().map(|service| (*service).to_owned()).collect());
         let request = DrainRequest { server: "s1".into(), services, force: false };
-        self.controller.can_drain(&request, now).unwrap();
+        self.controller.check_drain(&request, now).unwrap();
         assert!(self.records.drain(&request, self.records.generation + 1, now.record));
         self.records.generation += 1;
         self.controller.configure(Fleet::new(&self.config, &self.records));
@@ -70,7 +70,7 @@ impl Harness {
 
     fn confirm(&mut self, session: u64, configuration_generation: u64, now: Now) {
         let state = v1::LoadBalancerState { configuration_generation, ..Default::default() };
-        self.controller.load_balancer_state(session, state, now);
+        self.controller.record_load_balancer_state(session, state, now);
     }
 
     fn status(&self, now: Now) -> DrainStatus {

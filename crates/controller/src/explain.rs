@@ -52,7 +52,7 @@ pub struct ViewedServer {
     name: String,
     vlan: Vlan,
     /// Input of the policy, if the server is in the service.
-    input: Option<PoolServer>,
+    pool_server: Option<PoolServer>,
 }
 
 impl Controller {
@@ -78,7 +78,7 @@ impl Controller {
         let service = self.positions.get(&view.service.index).map(|position| &self.services[*position]);
         let service = service.filter(|service| service.fleet().members.contains_key(&id));
         let input = service.map(|service| self.pool_server(service, id, now));
-        ViewedServer { id, name: server.name.clone(), vlan: server.vlan, input }
+        ViewedServer { id, name: server.name.clone(), vlan: server.vlan, pool_server: input }
     }
 
     /// Returns the explanation, with all servers read at once.
@@ -105,7 +105,7 @@ impl Controller {
 impl ServiceView {
     pub fn with_servers(mut self, servers: Vec<ViewedServer>) -> Self {
         let mut members = Vec::with_capacity(servers.len());
-        for ViewedServer { id, name, vlan, input } in servers {
+        for ViewedServer { id, name, vlan, pool_server: input } in servers {
             self.names.insert(id, (name, vlan));
             members.extend(input);
         }
@@ -120,12 +120,12 @@ impl ServiceView {
         Ok(self.case(client)?.explanation(packet))
     }
 
-    fn case(&self, client: SocketAddr) -> Result<Case<'_>, ExplainError> {
-        Ok(Case { view: self, tuple: FourTuple::new(client, self.service.address.socket)? })
+    fn case(&self, client: SocketAddr) -> Result<ConnectionCase<'_>, ExplainError> {
+        Ok(ConnectionCase { view: self, tuple: FourTuple::new(client, self.service.address.socket)? })
     }
 }
 
-struct Case<'a> {
+struct ConnectionCase<'a> {
     view: &'a ServiceView,
     tuple: FourTuple,
 }
@@ -133,10 +133,12 @@ struct Case<'a> {
 /// Server that the packet goes to, if the controller can know it, and the reason in one sentence.
 type Verdict = (Option<ServerId>, String);
 
-impl Case<'_> {
+impl ConnectionCase<'_> {
     fn choose(&self, packet: ExplainedPacket) -> Verdict {
         match (packet, self.view.table.as_deref()) {
-            (ExplainedPacket::Established { cookie, reset }, table) => self.established(table, cookie, reset),
+            (ExplainedPacket::Established { tsecr: cookie, reset }, table) => {
+                self.established_verdict(table, cookie, reset)
+            }
             (ExplainedPacket::NewConnection, Some(table)) => self.verdict(table),
             (ExplainedPacket::NewConnection, None) => (None, "no table has been made yet".to_owned()),
         }
@@ -196,7 +198,7 @@ impl Case<'_> {
         match table.rule {
             Rule::Table => self.by_table(table),
             Rule::LeastAssigned => self.by_assignments(table),
-            Rule::RoundRobin => self.by_turn(table),
+            Rule::RoundRobin => self.verdict_by_round_robin(table),
             Rule::PowerOfTwo => self.by_two_draws(table),
         }
     }
@@ -253,7 +255,7 @@ impl Case<'_> {
         (Some(first.server), reason)
     }
 
-    fn by_turn(&self, table: &PlacementTable) -> Verdict {
+    fn verdict_by_round_robin(&self, table: &PlacementTable) -> Verdict {
         let mut turns: Vec<(ServerId, u32)> = Vec::new();
         for member in &table.members {
             match turns.iter_mut().find(|(server, _)| *server == member.server) {

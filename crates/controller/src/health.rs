@@ -25,7 +25,7 @@ pub struct Health {
 #[derive(Debug)]
 struct AgentCheck {
     check: Arc<Check>,
-    judge: HealthTracker,
+    health_tracker: HealthTracker,
     due: Duration,
 }
 
@@ -67,18 +67,18 @@ impl Health {
         for (target, check) in required {
             let asked = self.agents.entry(target).or_insert_with(|| AgentCheck {
                 check: check.clone(),
-                judge: HealthTracker::default(),
+                health_tracker: HealthTracker::default(),
                 due: now.monotonic.max(START_GRACE),
             });
             if now.monotonic >= asked.due {
-                asked.judge.observe(reports(target.1), check.thresholds);
+                asked.health_tracker.record_result(reports(target.1), check.thresholds);
                 asked.due = now.monotonic + check.interval;
             }
         }
     }
 
     pub fn is_down(&self, target: &Target) -> bool {
-        let by_agent = self.agents.get(target).and_then(|asked| asked.judge.verdict()) == Some(Verdict::Down);
+        let by_agent = self.agents.get(target).and_then(|asked| asked.health_tracker.verdict()) == Some(Verdict::Down);
         by_agent || self.verdicts.get(target) == Some(&Verdict::Down)
     }
 }

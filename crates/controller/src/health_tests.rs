@@ -8,7 +8,7 @@ use coreward_config::Source;
 use coreward_model::ServerId;
 use coreward_model::health::Verdict;
 use coreward_model::rss::seeded_rng;
-use coreward_wire::{CheckedServer, HealthMessage, LOST_AFTER, ServiceIndex, v1};
+use coreward_wire::{CheckedServer, HealthMessage, LOAD_BALANCER_TIMEOUT, ServiceIndex, v1};
 
 use super::tests::plain_report;
 use super::{Controller, Now};
@@ -41,7 +41,7 @@ struct Harness {
 impl Harness {
     fn new(service: &str, load_balancers: &[&'static str]) -> Self {
         let config = config(service);
-        let mut records = Records::draw(at(0).wall, &mut seeded_rng(5, 0));
+        let mut records = Records::generate(at(0).wall, &mut seeded_rng(5, 0));
         records.apply(&config, at(0).wall, &mut seeded_rng(6, 0)).unwrap();
         let mut controller = Controller::new(Fleet::new(&config, &records));
         let mut register = |name: &&'static str| (*name, controller.register_load_balancer(name, at(0)).unwrap());
@@ -68,12 +68,12 @@ impl Harness {
             (ServiceIndex::new(0).unwrap(), ServerId::try_from(id as u64).unwrap(), checked)
         };
         let message = HealthMessage { servers: verdicts.chars().enumerate().map(server).collect() };
-        self.controller.load_balancers.health(self.sessions[load_balancer], message, now);
+        self.controller.load_balancers.record_health(self.sessions[load_balancer], message, now);
     }
 
     fn keep_alive(&mut self, now: Now) {
         for session in self.sessions.values() {
-            self.controller.load_balancer_state(*session, v1::LoadBalancerState::default(), now);
+            self.controller.record_load_balancer_state(*session, v1::LoadBalancerState::default(), now);
         }
     }
 
@@ -82,7 +82,7 @@ impl Harness {
         let table = self.controller.tick(now).remove(0).table;
         let members: Vec<u16> = table.members.iter().map(|member| member.server.get()).collect();
         for (server, number) in self.controller.status(now).services[0].members.iter().zip(0u16..) {
-            let is_down = table.down.iter().any(|down| down.get() == number);
+            let is_down = table.down_servers.iter().any(|down| down.get() == number);
             let is_member = members.contains(&number);
             assert_eq!(is_down, !is_member && server.state == ServerState::Down, "{}: {table:?}", server.server);
         }
@@ -146,7 +146,7 @@ fn majority_of_load_balancers_decides() {
     assert_eq!(harness.states(at(900))[1], ("down".to_owned(), "2 of 3 load balancers: connection refused".to_owned()));
     assert_eq!(harness.controller.status(at(900)).servers[1].state_for_ms, Some(500));
     // A lost load balancer has no vote.
-    let later = 400 + LOST_AFTER.as_millis() as u64 + 5_000;
+    let later = 400 + LOAD_BALANCER_TIMEOUT.as_millis() as u64 + 5_000;
     harness.report_verdicts("lb2", "uuu", at(later));
     assert_eq!(harness.members(at(later)), [0, 1, 2]);
     // When all are lost, the verdict remains.
@@ -191,7 +191,7 @@ fn fail_open_excludes_draining_servers() {
     let unresolved = v1::LoadBalancerState { unresolved_servers: vec!["s0".to_owned()], ..Default::default() };
     let session = harness.sessions["lb1"];
     for ms in [0, 4_000] {
-        harness.controller.load_balancer_state(session, unresolved.clone(), at(ms));
+        harness.controller.record_load_balancer_state(session, unresolved.clone(), at(ms));
     }
     harness.report_verdicts("lb1", "ddd", at(4_000));
     assert_eq!(harness.members(at(4_000)), [1, 2]);
@@ -199,7 +199,7 @@ fn fail_open_excludes_draining_servers() {
     let all = ["s0", "s1", "s2"].map(str::to_owned).to_vec();
     let unresolved = v1::LoadBalancerState { unresolved_servers: all, ..Default::default() };
     for ms in [5_000, 9_000] {
-        harness.controller.load_balancer_state(session, unresolved.clone(), at(ms));
+        harness.controller.record_load_balancer_state(session, unresolved.clone(), at(ms));
     }
     assert!(harness.members(at(9_000)).is_empty());
 }

@@ -156,13 +156,13 @@ pub struct Controller {
     health: Health,
     racks: Racks,
     accepted_reports: u64,
-    refused: BTreeMap<&'static str, u64>,
+    rejection_counts: BTreeMap<&'static str, u64>,
     /// Number of accepted reports that were sent ahead of this host's wall clock.
     pub reports_ahead: u64,
-    sessions: u64,
+    last_session: u64,
     positions: HashMap<ServiceIndex, usize>,
     services_of: HashMap<ServerId, Vec<usize>>,
-    due: VecDeque<ServiceIndex>,
+    due_services: VecDeque<ServiceIndex>,
     pub table_acks: TableAcks,
     share_limiter: ShareLimiter,
 }
@@ -177,12 +177,12 @@ impl Controller {
             health: Health::default(),
             racks: Racks::default(),
             accepted_reports: 0,
-            refused: Rejection::REASONS.into_iter().map(|reason| (reason, 0)).collect(),
+            rejection_counts: Rejection::REASONS.into_iter().map(|reason| (reason, 0)).collect(),
             reports_ahead: 0,
-            sessions: 0,
+            last_session: 0,
             positions: HashMap::new(),
             services_of: HashMap::new(),
-            due: VecDeque::new(),
+            due_services: VecDeque::new(),
             table_acks: TableAcks::default(),
             share_limiter: ShareLimiter::default(),
             fleet: fleet.clone(),
@@ -268,17 +268,23 @@ impl Controller {
                 return Err(Rejection::DuplicateSession { server: server.to_owned(), silence });
             }
         }
-        self.sessions += 1;
+        self.last_session += 1;
         // The agent's first report sets its time to live. Until then it is three report intervals.
         let time_to_live = 3 * self.fleet.report_interval;
         let version = version.to_owned();
         if let Some(rack) = agent.session.as_ref().and_then(|replaced| replaced.rack.as_deref()) {
-            self.racks.replaced(rack);
+            self.racks.on_agent_replaced(rack);
         }
         let rack = relay.as_ref().map(|relay| relay.name.clone());
-        agent.begin(LiveSession { number: self.sessions, last_message: now.monotonic, time_to_live, version, rack });
+        agent.begin(LiveSession {
+            number: self.last_session,
+            last_message: now.monotonic,
+            time_to_live,
+            version,
+            rack,
+        });
         self.on_load_source_changed(id);
-        let session = Session { server: server.into(), number: self.sessions, relay };
+        let session = Session { server: server.into(), number: self.last_session, relay };
         if let Some(relay) = &session.relay {
             self.racks.begin(relay, &session);
         }
@@ -300,7 +306,7 @@ impl Controller {
         self.fleet.for_load_balancers(|name| self.load_balancers.is_alive(name, now))
     }
 
-    pub fn alive(&self, now: Now) -> BTreeSet<String> {
+    pub fn live_load_balancers(&self, now: Now) -> BTreeSet<String> {
         let alive = self.load_balancers.iter().filter(|(_, balancer)| balancer.is_alive(now));
         alive.map(|(name, _)| name.clone()).collect()
     }
@@ -316,19 +322,19 @@ impl Controller {
     }
 
     pub fn load_balancer_traffic_received(&mut self, session: u64, message: &TrafficMessage, now: Now) {
-        let newly = self.load_balancers.traffic(session, message, self.fleet.alpha, now);
+        let newly = self.load_balancers.record_traffic(session, message, self.fleet.alpha, now);
         self.share_limiter.add(&newly);
         self.traffic_changed(now);
     }
 
-    pub fn load_balancer_state(&mut self, session: u64, state: v1::LoadBalancerState, now: Now) {
-        self.load_balancers.state(session, state, self.fleet.generation, now);
+    pub fn record_load_balancer_state(&mut self, session: u64, state: v1::LoadBalancerState, now: Now) {
+        self.load_balancers.record_state(session, state, self.fleet.generation, now);
     }
 
-    pub fn table_in_force(&mut self, session: u64, service: ServiceIndex, generation: u64, now: Now) {
+    pub fn record_table_in_force(&mut self, session: u64, service: ServiceIndex, generation: u64, now: Now) {
         self.table_acks.confirm(session, service, generation, now);
         if let Some(position) = self.positions.get(&service) {
-            self.load_balancers.table_in_force(session, &self.services[*position].fleet().name, generation);
+            self.load_balancers.record_table_in_force(session, &self.services[*position].fleet().name, generation);
         }
     }
 
@@ -371,17 +377,17 @@ impl Controller {
         if agent.session.as_ref().is_none_or(|live| live.number != session.number) {
             return Err(Rejection::Superseded(server.to_owned()));
         }
-        if !agent.may_report(self.fleet.report_interval, now) {
+        if !agent.take_report_token(self.fleet.report_interval, now) {
             return Err(Rejection::TooOften(server.to_owned()));
         }
         if let Ok(Report { rss: Some(ReportedRss { rss: Some(rss), .. }), .. }) = &mut report {
-            rss.key = self.rss_keys.shared(rss.key.clone());
+            rss.key = self.rss_keys.intern(rss.key.clone());
         }
         let sent = report.as_ref().ok().map(|report| report.sent_at);
         agent.report(report, self.fleet.alpha, self.fleet.generation, now)?;
         self.reports_ahead += u64::from(agent.clock_ahead.is_some());
         if let Some(id) = self.fleet.id(server) {
-            agent.sent_at_report = self.load_balancers.totals(id);
+            agent.traffic_at_report = self.load_balancers.totals(id);
             self.load_changed(id, TableTrigger { received: now.monotonic, is_load: true, sent_at: sent });
         }
         Ok(())
@@ -398,20 +404,20 @@ impl Controller {
     }
 
     /// Counts a pause of the session's stream, because the agent exceeded its limit.
-    pub fn message_delayed(&mut self, session: &Session) {
+    pub fn count_delayed_message(&mut self, session: &Session) {
         let _ = self.count::<()>(Err(Rejection::TooOften(session.server().to_owned())));
     }
 
     /// Counts an unsolicited message as a report.
-    pub fn unsolicited_message(&mut self, session: &Session, now: Now) {
+    pub fn count_unsolicited_message(&mut self, session: &Session, now: Now) {
         let interval = self.fleet.report_interval;
         if let Some(agent) = self.agents.find_mut(session.server()) {
-            agent.may_report(interval, now);
+            agent.take_report_token(interval, now);
         }
     }
 
     fn count<T>(&mut self, outcome: Result<T, Rejection>) -> Result<T, Rejection> {
-        outcome.inspect_err(|refused| *self.refused.entry(refused.reason()).or_default() += 1)
+        outcome.inspect_err(|refused| *self.rejection_counts.entry(refused.reason()).or_default() += 1)
     }
 
     /// Ends the session. Its server's loads remain valid as long as the last report.
@@ -434,7 +440,7 @@ impl Controller {
         let relayed = self.racks.servers(now);
         let known =
             |id: ServerId| relayed.contains(&id) || self.agent(id).is_some_and(|agent| agent.loads(now).is_some());
-        let eligible = |service: &FleetService, id: ServerId| self.fleet.eligible(service, id);
+        let eligible = |service: &FleetService, id: ServerId| self.fleet.is_eligible(service, id);
         self.services
             .iter()
             .map(Service::fleet)
@@ -450,13 +456,13 @@ impl Controller {
 
     /// Computes every service's table at the end of a report interval. Resets the counts of assigned connections.
     pub fn tick(&mut self, now: Now) -> Vec<NewTable> {
-        self.due.clear();
+        self.due_services.clear();
         self.racks.changes += 1;
         self.update_health(now);
         self.update_share_limiter(now);
         for position in 0..self.services.len() {
             self.begin_interval(position);
-            self.services[position].loads_are_new();
+            self.services[position].mark_all_loads_changed();
             self.services[position].forget_servers();
         }
         (0..self.services.len()).map(|position| self.place(position, now)).collect()
@@ -478,7 +484,7 @@ impl Controller {
     /// Returns the arrival times of the servers' newest reports that came after `since` (monotonic clock).
     pub fn received_after(&self, since: Duration) -> impl Iterator<Item = Duration> {
         let newest = self.agents.iter().filter_map(|agent| agent.newest_report.as_ref());
-        newest.map(|newest| newest.received).filter(move |received| *received > since)
+        newest.map(|newest| newest.received_at).filter(move |received| *received > since)
     }
 
     fn agent(&self, id: ServerId) -> Option<&Agent> {
@@ -487,5 +493,5 @@ impl Controller {
 }
 
 fn policy_of(service: &FleetService) -> Box<dyn policy::Policy> {
-    policy::named(service.policy, service.seed).expect("the configuration takes only policies that exist")
+    policy::policy_by_name(service.policy, service.seed).expect("the configuration takes only policies that exist")
 }

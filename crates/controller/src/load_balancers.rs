@@ -8,8 +8,8 @@ use coreward_model::ServerId;
 use coreward_model::health::Verdict;
 use coreward_model::load::Alpha;
 use coreward_model::policy::TrafficRates;
-use coreward_wire::sanitize::{readable, readable_state};
-use coreward_wire::{CheckedServer, HealthMessage, LOST_AFTER, ServiceIndex, TrafficMessage, v1};
+use coreward_wire::sanitize::{readable_state, sanitize_str};
+use coreward_wire::{CheckedServer, HealthMessage, LOAD_BALANCER_TIMEOUT, ServiceIndex, TrafficMessage, v1};
 
 use super::Now;
 use super::rejection::{MAX_LOAD_BALANCERS, REGISTRATIONS, Rejection};
@@ -31,7 +31,7 @@ pub const START_GRACE: Duration = Duration::from_secs(5);
 #[derive(Debug, Default)]
 pub struct LoadBalancers {
     by_name: BTreeMap<String, LoadBalancer>,
-    sessions: u64,
+    last_session: u64,
 }
 
 #[derive(Debug, Default)]
@@ -48,7 +48,7 @@ pub struct LoadBalancer {
     /// Time of the first confirmation of that configuration (since the controller's start).
     pub confirmed_at: Duration,
     /// Configuration in force when the stream began, if the store had an older one.
-    ahead: Option<NewerConfiguration>,
+    newer_configuration: Option<NewerConfiguration>,
     /// Times since which servers have had an unknown MAC address, by server name.
     unresolved_since: HashMap<String, Duration>,
     traffic: Traffic,
@@ -68,12 +68,12 @@ struct NewerConfiguration {
 /// Results of a load balancer's checks.
 #[derive(Debug, Default)]
 struct ReportedHealth {
-    checked: BTreeMap<Target, CheckedServer>,
+    check_results: BTreeMap<Target, CheckedServer>,
     verdicts: BTreeMap<Target, Verdict>,
     /// Time of the last message (since the controller's start).
-    at: Duration,
-    changes: u64,
-    printed: bool,
+    received_at: Duration,
+    verdict_version: u64,
+    has_reported: bool,
 }
 
 #[derive(Debug)]
@@ -96,7 +96,7 @@ impl LoadBalancers {
     /// Registers a load balancer and returns its session. Fails if a load balancer of this name is alive.
     pub fn register(&mut self, name: &str, now: Now) -> Result<u64, Rejection> {
         if self.by_name.len() >= MAX_LOAD_BALANCERS && !self.by_name.contains_key(name) {
-            return Err(Rejection::TooManyLoadBalancers(readable(name)));
+            return Err(Rejection::TooManyLoadBalancers(sanitize_str(name)));
         }
         let balancer = self.by_name.entry(name.to_owned()).or_default();
         if !balancer.registrations.get_or_insert(REGISTRATIONS.from(now.monotonic)).take(REGISTRATIONS, now.monotonic) {
@@ -104,16 +104,16 @@ impl LoadBalancers {
         }
         if let Some(live) = &balancer.session {
             let silence = now.monotonic.saturating_sub(live.last_message);
-            if silence <= LOST_AFTER {
+            if silence <= LOAD_BALANCER_TIMEOUT {
                 return Err(Rejection::DuplicateLoadBalancer { name: name.to_owned(), silence });
             }
         }
-        self.sessions += 1;
-        balancer.session = Some(LiveSession { number: self.sessions, last_message: now.monotonic });
+        self.last_session += 1;
+        balancer.session = Some(LiveSession { number: self.last_session, last_message: now.monotonic });
         balancer.state = None;
         balancer.unresolved_since.clear();
         balancer.health.take(HealthMessage::default(), now);
-        Ok(self.sessions)
+        Ok(self.last_session)
     }
 
     /// Records the load balancer's configuration in force when its stream began. Returns the name if the store has an
@@ -121,15 +121,16 @@ impl LoadBalancers {
     pub fn record_configuration_in_force(&mut self, session: u64, generation: u64, fleet: &Fleet) -> Option<&str> {
         let (name, balancer) = self.by_name.iter_mut().find(|(_, balancer)| balancer.has_session(session))?;
         let is_ahead = generation > fleet.generation;
-        balancer.ahead = is_ahead.then_some(NewerConfiguration { generation, document: fleet.document.generation });
+        balancer.newer_configuration =
+            is_ahead.then_some(NewerConfiguration { generation, document: fleet.document.generation });
         is_ahead.then_some(name)
     }
 
     /// Returns the name and the generation of each load balancer whose configuration is newer than the store's.
     /// `document`: generation of the stored document; a load balancer counts until a later document is applied.
-    pub fn ahead(&self, document: u64) -> impl Iterator<Item = (&str, u64)> {
+    pub fn newer_configurations(&self, document: u64) -> impl Iterator<Item = (&str, u64)> {
         self.by_name.iter().filter_map(move |(name, balancer)| {
-            let ahead = balancer.ahead.filter(|ahead| ahead.document == document)?;
+            let ahead = balancer.newer_configuration.filter(|ahead| ahead.document == document)?;
             Some((name.as_str(), ahead.generation))
         })
     }
@@ -143,7 +144,7 @@ impl LoadBalancers {
 
     /// Records the load balancer's state. `newest`: generation of the configuration in force, the highest that can be
     /// confirmed.
-    pub fn state(&mut self, session: u64, state: v1::LoadBalancerState, newest: u64, now: Now) {
+    pub fn record_state(&mut self, session: u64, state: v1::LoadBalancerState, newest: u64, now: Now) {
         if let Some(balancer) = self.record_message(session, now) {
             let state = readable_state(state);
             let since = |server: &String| balancer.unresolved_since.get(server).copied().unwrap_or(now.monotonic);
@@ -158,7 +159,7 @@ impl LoadBalancers {
     }
 
     /// Records a table that a load balancer has in force since its last state.
-    pub fn table_in_force(&mut self, session: u64, service: &str, generation: u64) {
+    pub fn record_table_in_force(&mut self, session: u64, service: &str, generation: u64) {
         let balancer = self.by_name.values_mut().find(|balancer| balancer.has_session(session));
         let tables =
             balancer.and_then(|balancer| balancer.state.as_mut()).map(|(state, _)| &mut state.table_generations);
@@ -167,21 +168,21 @@ impl LoadBalancers {
         }
     }
 
-    pub fn health(&mut self, session: u64, message: HealthMessage, now: Now) {
+    pub fn record_health(&mut self, session: u64, message: HealthMessage, now: Now) {
         if let Some(balancer) = self.record_message(session, now) {
             balancer.health.take(message, now);
-            balancer.health.printed = true;
+            balancer.health.has_reported = true;
         }
     }
 
     /// Returns whether all live load balancers have reported check results to this leader.
     pub fn all_have_checked(&self, now: Now) -> bool {
-        self.alive(now).all(|(_, balancer)| balancer.health.printed)
+        self.alive(now).all(|(_, balancer)| balancer.health.has_reported)
     }
 
     /// Returns the version of each live load balancer's verdicts, which changes with them.
     pub fn verdict_versions(&self, now: Now) -> Vec<(String, u64)> {
-        self.alive(now).map(|(name, balancer)| (name.clone(), balancer.health.changes)).collect()
+        self.alive(now).map(|(name, balancer)| (name.clone(), balancer.health.verdict_version)).collect()
     }
 
     pub fn verdicts(&self, now: Now) -> Vec<&BTreeMap<Target, Verdict>> {
@@ -189,18 +190,18 @@ impl LoadBalancers {
     }
 
     /// Returns the verdict of each live load balancer on one server, and its age.
-    pub fn checked(&self, target: Target, now: Now) -> Vec<(&str, &CheckedServer, Duration)> {
+    pub fn check_results(&self, target: Target, now: Now) -> Vec<(&str, &CheckedServer, Duration)> {
         let mut printed = Vec::new();
         for (name, LoadBalancer { health, .. }) in self.alive(now) {
-            let age = now.monotonic.saturating_sub(health.at);
-            printed.extend(health.checked.get(&target).map(|checked| (name.as_str(), checked, age)));
+            let age = now.monotonic.saturating_sub(health.received_at);
+            printed.extend(health.check_results.get(&target).map(|checked| (name.as_str(), checked, age)));
         }
         printed
     }
 
     /// Returns the time since which all live load balancers have had this or a newer configuration in force (since the
     /// controller's start). The error lists those without confirmation; an empty list: no load balancer is live.
-    pub fn all_confirmed(&self, generation: u64, now: Now) -> Result<Duration, Vec<&str>> {
+    pub fn confirmed_since(&self, generation: u64, now: Now) -> Result<Duration, Vec<&str>> {
         let lacking = self.alive(now).filter(|(_, balancer)| balancer.confirmed_generation < generation);
         let lacking: Vec<&str> = lacking.map(|(name, _)| name.as_str()).collect();
         let since = self.alive(now).map(|(_, balancer)| balancer.confirmed_at).max();
@@ -213,10 +214,16 @@ impl LoadBalancers {
 
     /// Records a count of traffic. `alpha`: weight of the newest rate in the mean. Returns the increase since the
     /// previous count.
-    pub fn traffic(&mut self, session: u64, message: &TrafficMessage, alpha: Alpha, now: Now) -> OpenedConnections {
+    pub fn record_traffic(
+        &mut self,
+        session: u64,
+        message: &TrafficMessage,
+        alpha: Alpha,
+        now: Now,
+    ) -> OpenedConnections {
         let Some(balancer) = self.record_message(session, now) else { return OpenedConnections::default() };
         let newly = balancer.traffic.opened_connections(message);
-        balancer.traffic.take(message, alpha, now);
+        balancer.traffic.record_totals(message, alpha, now);
         newly
     }
 
@@ -299,8 +306,8 @@ impl ReportedHealth {
             message.servers.into_iter().map(|(service, server, checked)| ((service, server), checked)).collect();
         let judged = checked.iter().filter_map(|(target, checked)| Some((*target, checked.verdict?)));
         let verdicts: BTreeMap<Target, Verdict> = judged.collect();
-        self.changes += u64::from(verdicts != self.verdicts);
-        (self.checked, self.verdicts, self.at) = (checked, verdicts, now.monotonic);
+        self.verdict_version += u64::from(verdicts != self.verdicts);
+        (self.check_results, self.verdicts, self.received_at) = (checked, verdicts, now.monotonic);
     }
 }
 
@@ -317,6 +324,6 @@ impl LoadBalancer {
     /// keep-alive fails, and clients cannot wait so long.
     pub fn is_alive(&self, now: Now) -> bool {
         let last = self.session.as_ref().map_or(self.ended_at, |live| live.last_message);
-        now.monotonic < START_GRACE.max(last + LOST_AFTER)
+        now.monotonic < START_GRACE.max(last + LOAD_BALANCER_TIMEOUT)
     }
 }

@@ -41,7 +41,7 @@ metrics! {
         Counter, "coreward_reports_ahead_total", &[], &[Component::Controller],
         "Reports sent more than a second ahead of the controller's wall clock",
     );
-    SERVER_COUNT: Family<1> = family(Gauge, "coreward_servers", &["state"], &[Component::Controller], "Servers, by state");
+    SERVERS: Family<1> = family(Gauge, "coreward_servers", &["state"], &[Component::Controller], "Servers, by state");
     SERVICE_SERVERS: Family<2> = family(
         Gauge, "coreward_service_servers", &["service", "state"], &[Component::Controller],
         "Servers of a service, by state",
@@ -97,7 +97,7 @@ pub fn add_status(page: &mut Snapshot, status: &Status, wall: Duration) {
     }
     for state in ServerState::ALL {
         let count = status.servers.iter().filter(|server| server.state == state).count();
-        page.add(&SERVER_COUNT, [state.name()], count as f64);
+        page.add(&SERVERS, [state.name()], count as f64);
     }
     for service in &status.services {
         for state in ServerState::ALL {
@@ -125,12 +125,12 @@ impl Controller {
         page.add(&REPORTS_AHEAD_TOTAL, [], self.reports_ahead as f64);
         for (id, server) in &self.fleet.servers {
             if let Some(newest) = self.agent(*id).and_then(|agent| agent.newest_report.as_ref()) {
-                component::dispatch(page, &server.name, &newest.details.dispatch);
+                component::add_dispatch(page, &server.name, &newest.details.dispatch);
             }
         }
         for (name, balancer) in self.load_balancers.iter() {
             if let Some((state, _)) = &balancer.state {
-                component::load_balancer(page, name, state);
+                component::add_load_balancer(page, name, state);
             }
         }
     }
@@ -150,6 +150,6 @@ fn add_server(page: &mut Snapshot, server: &Server) {
     }
     let is_drained = server.drained.as_ref().is_some_and(|drained| drained.by == DrainedBy::Command);
     page.add(&SERVER_DRAINED, [name], f64::from(u8::from(is_drained)));
-    component::server_counters(page, name, (server.rss_matched, server.rss_mismatched), server.counters.iter());
+    component::add_server_counters(page, name, (server.rss_matched, server.rss_mismatched), server.counters.iter());
     page.add(&SERVER_WARNINGS, [name], server.warnings.len() as f64);
 }

@@ -31,7 +31,7 @@ pub struct InputCursor {
 
 #[derive(Debug, Clone)]
 pub struct DueTable {
-    pub new: NewTable,
+    pub new_table: NewTable,
     /// Oldest change in the table.
     pub trigger: TableTrigger,
 }
@@ -40,7 +40,8 @@ impl Controller {
     pub(super) fn services_changed(&mut self) {
         self.racks.changes += 1;
         let (positions, services) = (&self.positions, &self.services);
-        self.due.retain(|index| positions.get(index).is_some_and(|position| services[*position].due.is_some()));
+        self.due_services
+            .retain(|index| positions.get(index).is_some_and(|position| services[*position].due.is_some()));
         self.table_acks.retain(|index| positions.contains_key(&index));
     }
 
@@ -51,8 +52,8 @@ impl Controller {
             if !service.reads_loads() {
                 continue;
             }
-            service.load_is_new(id);
-            make_due(&mut self.due, service, trigger, self.fleet.tables);
+            service.mark_load_changed(id);
+            queue_table(&mut self.due_services, service, trigger, self.fleet.table_updates);
         }
     }
 
@@ -71,14 +72,14 @@ impl Controller {
         }
         summary.servers.iter().for_each(|server| service.on_relayed_load(server.id));
         let trigger = TableTrigger { received: now.monotonic, is_load: true, sent_at: None };
-        make_due(&mut self.due, service, trigger, self.fleet.tables);
+        queue_table(&mut self.due_services, service, trigger, self.fleet.table_updates);
     }
 
     pub(super) fn traffic_changed(&mut self, now: Now) {
         let trigger = TableTrigger { received: now.monotonic, is_load: false, sent_at: None };
         for service in self.services.iter_mut().filter(|service| service.reads_traffic()) {
-            service.loads_are_new();
-            make_due(&mut self.due, service, trigger, self.fleet.tables);
+            service.mark_all_loads_changed();
+            queue_table(&mut self.due_services, service, trigger, self.fleet.table_updates);
         }
     }
 
@@ -133,7 +134,7 @@ impl Controller {
     /// Polls a shard of the service; `None` for a service without servers.
     fn poll_shard(&mut self, position: usize, shard: Option<Shard>, now: Now) {
         let found = shard.map(|shard| (shard, self.server_inputs(position, shard, now)));
-        let inputs = self.inputs(position, now);
+        let inputs = self.inputs_fingerprint(position, now);
         let service = &mut self.services[position];
         if !service.update_fingerprints(inputs, found.as_slice()) {
             return;
@@ -141,7 +142,7 @@ impl Controller {
         service.forget_servers();
         self.racks.changes += 1;
         let trigger = TableTrigger { received: now.monotonic, is_load: false, sent_at: None };
-        make_due(&mut self.due, service, trigger, self.fleet.tables);
+        queue_table(&mut self.due_services, service, trigger, self.fleet.table_updates);
     }
 
     /// Restarts the counts of servers that do not report at the end of the interval, because no report of their load
@@ -154,11 +155,11 @@ impl Controller {
             !is_relayed && self.agent(*id).and_then(|agent| direct_loads(agent, now)).is_none()
         };
         let silent: Vec<ServerId> = members.filter(silent).collect();
-        silent.into_iter().for_each(|id| self.services[position].load_is_new(id));
+        silent.into_iter().for_each(|id| self.services[position].mark_load_changed(id));
     }
 
     /// Returns the service's inputs, apart from loads, counts and the inputs of its servers, as one number.
-    fn inputs(&self, position: usize, now: Now) -> u64 {
+    fn inputs_fingerprint(&self, position: usize, now: Now) -> u64 {
         let service = &self.services[position];
         let fleet = service.fleet();
         let mut hasher = foldhash::fast::FixedState::default().build_hasher();
@@ -192,24 +193,24 @@ impl Controller {
     }
 
     /// Makes the table that has been due longest; `None`: no table is due.
-    pub fn next_due(&mut self, now: Now) -> Option<DueTable> {
+    pub fn make_next_due_table(&mut self, now: Now) -> Option<DueTable> {
         loop {
-            let position = *self.positions.get(&self.due.pop_front()?)?;
+            let position = *self.positions.get(&self.due_services.pop_front()?)?;
             if let Some(trigger) = self.services[position].due {
                 let new = self.place(position, now);
                 self.table_acks.record_build(new.service, new.table.generation, trigger);
-                return Some(DueTable { new, trigger });
+                return Some(DueTable { new_table: new, trigger });
             }
         }
     }
 
     pub fn is_due(&self) -> bool {
-        !self.due.is_empty()
+        !self.due_services.is_empty()
     }
 }
 
 /// Queues a service's table. The first trigger counts. Tables at the interval are never queued.
-fn make_due(due: &mut VecDeque<ServiceIndex>, service: &mut Service, trigger: TableTrigger, tables: TableTiming) {
+fn queue_table(due: &mut VecDeque<ServiceIndex>, service: &mut Service, trigger: TableTrigger, tables: TableTiming) {
     if tables == TableTiming::OnChange && service.due.is_none() {
         service.due = Some(trigger);
         due.push_back(service.fleet().index);

@@ -52,7 +52,7 @@ impl Harness {
     /// `keys`: of the fleet's file, before its servers.
     fn with(keys: &str) -> Self {
         let config = fleet(keys);
-        let mut records = Records::draw(at(0).wall, &mut seeded_rng(5, 0));
+        let mut records = Records::generate(at(0).wall, &mut seeded_rng(5, 0));
         records.apply(&config, at(0).wall, &mut seeded_rng(6, 0)).unwrap();
         let mut controller = Controller::new(Fleet::new(&config, &records));
         let sessions = (0..4).map(|n| controller.register(&format!("s{n}"), "test", at(0)).unwrap()).collect();
@@ -66,13 +66,13 @@ impl Harness {
     }
 
     fn due(&mut self, now: Now) -> Vec<DueTable> {
-        std::iter::from_fn(|| self.controller.next_due(now)).collect()
+        std::iter::from_fn(|| self.controller.make_next_due_table(now)).collect()
     }
 
     /// Names and generations of the tables that are due.
     fn due_tables(&mut self, now: Now) -> Vec<(&'static str, u64)> {
         let due = self.due(now);
-        due.iter().map(|due| (self.name(due.new.service), due.new.table.generation)).collect()
+        due.iter().map(|due| (self.name(due.new_table.service), due.new_table.table.generation)).collect()
     }
 
     fn name(&self, index: ServiceIndex) -> &'static str {
@@ -119,8 +119,8 @@ fn oldest_change_is_the_trigger() {
     let web = harness.index("web");
     harness.controller.table_acks.confirm(7, web, 1, at(16));
     harness.controller.table_acks.confirm(7, web, 2, at(18));
-    assert_eq!(harness.controller.table_acks.since_receipt.count(), 1);
-    assert!((harness.controller.table_acks.since_receipt.sum() - 0.008).abs() < 1e-9);
+    assert_eq!(harness.controller.table_acks.latency_since_receipt.count(), 1);
+    assert!((harness.controller.table_acks.latency_since_receipt.sum() - 0.008).abs() < 1e-9);
 }
 
 #[test]
@@ -132,23 +132,23 @@ fn counts_continue_until_a_newer_load() {
     harness.controller.poll_inputs(at(100), true);
     harness.due_tables(at(100));
     harness.report(1, at(110));
-    let table = harness.due(at(110)).remove(0).new.table;
+    let table = harness.due(at(110)).remove(0).new_table.table;
     let age = |table: &coreward_model::placement::PlacementTable, server: u16| {
         let slot = table.core_slots.iter().position(|core| core.server.get() == server).unwrap();
         table.core_slot_ages.get(slot).copied().unwrap_or(0)
     };
     assert_eq!((age(&table, 0), age(&table, 1)), (1, 0));
     harness.report(1, at(120));
-    let table = harness.due(at(120)).remove(0).new.table;
+    let table = harness.due(at(120)).remove(0).new_table.table;
     assert_eq!((age(&table, 0), age(&table, 1)), (2, 0));
     harness.report(0, at(130));
-    let table = harness.due(at(130)).remove(0).new.table;
+    let table = harness.due(at(130)).remove(0).new_table.table;
     assert_eq!((age(&table, 0), age(&table, 1)), (0, 1));
     harness.report(0, at(100_000));
     harness.due(at(100_000));
     harness.controller.poll_inputs(at(100_000), true);
     harness.report(0, at(100_010));
-    let table = harness.due(at(100_010)).remove(0).new.table;
+    let table = harness.due(at(100_010)).remove(0).new_table.table;
     assert_eq!(age(&table, 1), 0);
 }
 
@@ -162,7 +162,8 @@ fn traffic_makes_tables_of_its_policies_due() {
     harness.due_tables(at(2));
     let api = harness.index("api");
     let opened = ServerTraffic { opened: 5, ..Default::default() };
-    let message = TrafficMessage { opened: [(api, 5)].into(), servers: [(2u64.try_into().unwrap(), opened)].into() };
+    let message =
+        TrafficMessage { opened_connections: [(api, 5)].into(), servers: [(2u64.try_into().unwrap(), opened)].into() };
     harness.controller.load_balancer_traffic_received(session, &message, at(3));
     assert_eq!(harness.due_tables(at(3)).iter().map(|(name, _)| *name).collect::<Vec<_>>(), ["api"]);
 }
@@ -200,7 +201,7 @@ fn inputs_of_many_servers_are_polled_shard_by_shard() {
         text += &format!("[[server]]\nname = \"s{n}\"\naddress = \"10.2.{}.{}\"\nid = {n}\n", n >> 8, n & 0xff);
     }
     let config = FleetConfig::parse(&Source::from_text("fleet.toml", &text)).unwrap();
-    let mut records = Records::draw(at(0).wall, &mut seeded_rng(5, 0));
+    let mut records = Records::generate(at(0).wall, &mut seeded_rng(5, 0));
     records.apply(&config, at(0).wall, &mut seeded_rng(6, 0)).unwrap();
     let mut controller = Controller::new(Fleet::new(&config, &records));
     let mut steps = 0;

@@ -78,7 +78,7 @@ impl Controller {
         let service = &self.services[position];
         for id in service.dirty_servers() {
             if service.needs_refresh(id) {
-                pool.renew(self.pool_server(service, id, now));
+                pool.replace_server(self.pool_server(service, id, now));
             } else {
                 pool.set_fresh(id, service.is_fresh(id));
             }
@@ -98,7 +98,7 @@ impl Controller {
     pub(super) fn eligibility(&self, service: &FleetService, id: ServerId, now: Now) -> Eligibility {
         if self.fleet.has_left(service, id) {
             Eligibility::Left
-        } else if !self.fleet.eligible(service, id) {
+        } else if !self.fleet.is_eligible(service, id) {
             Eligibility::Drained
         } else if self.load_balancers.is_unreachable(&self.fleet.servers[&id].name, now) {
             Eligibility::Unreachable
@@ -134,7 +134,7 @@ impl Controller {
     /// twice, until the next report corrects it.
     fn open_connections(&self, id: ServerId, agent: Option<&Agent>) -> u32 {
         let Some(newest) = agent.and_then(|agent| agent.newest_report.as_ref()) else { return 0 };
-        let then = agent.map(|agent| &agent.sent_at_report);
+        let then = agent.map(|agent| &agent.traffic_at_report);
         let since = then.map_or(0, |then| self.load_balancers.totals(id).opened_since(then));
         u32::try_from((i64::from(newest.open_connections) + since).max(0)).unwrap_or(u32::MAX)
     }

@@ -8,7 +8,7 @@ use coreward_model::lb_stamping;
 use coreward_model::placement::PlacementTable;
 use coreward_model::rss::seeded_rng;
 use coreward_model::{FourTuple, ServerId};
-use coreward_wire::{LOST_AFTER, Report, ServerTraffic, ServiceIndex, TrafficMessage};
+use coreward_wire::{LOAD_BALANCER_TIMEOUT, Report, ServerTraffic, ServiceIndex, TrafficMessage};
 
 use super::explain::ExplainedPacket;
 use super::tests::plain_report;
@@ -41,7 +41,7 @@ struct Harness {
 impl Harness {
     fn new(servers: &[&str], service: &str) -> Self {
         let config = config(servers, service);
-        let mut records = Records::draw(at(0).wall, &mut seeded_rng(5, 0));
+        let mut records = Records::generate(at(0).wall, &mut seeded_rng(5, 0));
         records.apply(&config, at(0).wall, &mut seeded_rng(6, 0)).unwrap();
         let controller = Controller::new(Fleet::new(&config, &records));
         Self { records, controller }
@@ -85,7 +85,10 @@ fn counts(counts: &[(u64, u64, u64)]) -> TrafficMessage {
         (id(*server), traffic)
     };
     let opened = counts.iter().map(|(_, opened, _)| opened).sum();
-    TrafficMessage { opened: [(ServiceIndex::FIRST, opened)].into(), servers: counts.iter().map(of).collect() }
+    TrafficMessage {
+        opened_connections: [(ServiceIndex::FIRST, opened)].into(),
+        servers: counts.iter().map(of).collect(),
+    }
 }
 
 fn shares(table: &PlacementTable) -> BTreeMap<u16, usize> {
@@ -101,9 +104,9 @@ fn weights_share_out_buckets_and_weight_0_gets_none() {
     let mut harness = Harness::new(&["weight = 3", "", "weight = 0"], "policy = \"maglev\"\n");
     let table = harness.make_table(at(0));
     assert_eq!(shares(&table), BTreeMap::from([(0, 96), (1, 32)]));
-    assert!(table.consistent.iter().all(|server| *server != id(2)));
+    assert!(table.consistent_servers.iter().all(|server| *server != id(2)));
     let reported = harness.controller.fleet_configuration(at(0)).services.remove(0).servers;
-    assert_eq!(reported.iter().map(|server| server.eligible).collect::<Vec<_>>(), [true, true, false]);
+    assert_eq!(reported.iter().map(|server| server.is_eligible).collect::<Vec<_>>(), [true, true, false]);
     harness.configure(&["weight = 0", "weight = 0"], "policy = \"maglev\"\n", at(1));
     assert!(harness.make_table(at(1)).members.is_empty());
 }
@@ -125,7 +128,7 @@ fn new_server_has_a_slow_start_and_initial_servers_have_none() {
     assert!(of_new(&mut harness, 300) <= 10 && of_new(&mut harness, 400) >= 340);
     // The choice for connections without a cookie is complete at once.
     harness.configure(&["", "", "", ""], service, at(500));
-    assert!(harness.make_table(at(500)).consistent.iter().filter(|server| **server == id(3)).count() > 200);
+    assert!(harness.make_table(at(500)).consistent_servers.iter().filter(|server| **server == id(3)).count() > 200);
 }
 
 #[test]
@@ -197,15 +200,15 @@ fn cores_of_packet_placement_count_with_the_mean_load() {
 fn previous_servers_of_buckets_are_sent_to_agents() {
     let mut harness = Harness::new(&["", "", ""], "");
     let sessions: Vec<Session> = (0..2).map(|n| harness.agent(n, 0, at(0))).collect();
-    let before = harness.make_table(at(0)).consistent;
-    assert!(harness.make_table(at(0)).previous_consistent.is_empty());
+    let before = harness.make_table(at(0)).consistent_servers;
+    assert!(harness.make_table(at(0)).previous_consistent_servers.is_empty());
     assert_eq!(harness.controller.changed_histories().len(), 1);
     assert!(harness.controller.changed_histories().is_empty());
     let changes = harness.controller.predecessor_changes();
     harness.configure(&["", "", "state = \"draining\""], "", at(1));
     let table = harness.make_table(at(1));
-    for (bucket, (old, new)) in before.iter().zip(&table.consistent).enumerate() {
-        assert_eq!(table.previous_consistent[bucket], (old != new).then_some(*old));
+    for (bucket, (old, new)) in before.iter().zip(&table.consistent_servers).enumerate() {
+        assert_eq!(table.previous_consistent_servers[bucket], (old != new).then_some(*old));
     }
     assert!(harness.controller.predecessor_changes() > changes);
     for session in &sessions {
@@ -216,7 +219,7 @@ fn previous_servers_of_buckets_are_sent_to_agents() {
     let (name, history) = harness.controller.changed_histories().remove(0);
     harness.records.services.get_mut(&name).unwrap().buckets = history;
     harness.controller = Controller::new(Fleet::new(&config(&["", "", "state = \"draining\""], ""), &harness.records));
-    assert_eq!(harness.make_table(at(2)).previous_consistent, table.previous_consistent);
+    assert_eq!(harness.make_table(at(2)).previous_consistent_servers, table.previous_consistent_servers);
     // No server forwards packets that do not go by the bucket.
     harness.configure(&["", "", ""], "consistency = \"hash-table\"\n", at(3));
     let session = harness.agent(0, 0, at(3));
@@ -238,19 +241,22 @@ fn silent_load_balancers_are_lost() {
     assert!(!harness.controller.load_balancers.disconnect(session, at(20)), "it is another's by now");
     assert!(harness.controller.load_balancers.disconnect(newer, at(21)));
     let alive = |harness: &Harness, now: Duration| {
-        !harness.controller.alive(Now { monotonic: now, wall: now, record: now }).is_empty()
+        !harness.controller.live_load_balancers(Now { monotonic: now, wall: now, record: now }).is_empty()
     };
     let ended = Duration::from_secs(21);
-    assert!(alive(&harness, ended + LOST_AFTER - Duration::from_millis(1)) && !alive(&harness, ended + LOST_AFTER));
+    assert!(
+        alive(&harness, ended + LOAD_BALANCER_TIMEOUT - Duration::from_millis(1))
+            && !alive(&harness, ended + LOAD_BALANCER_TIMEOUT)
+    );
     let silent = harness.controller.register_load_balancer("lb1", at(30)).unwrap();
     let last_message = Duration::from_secs(30);
-    assert!(alive(&harness, Duration::from_secs(31)) && !alive(&harness, last_message + LOST_AFTER));
-    harness.controller.load_balancer_state(silent, coreward_wire::v1::LoadBalancerState::default(), at(40));
+    assert!(alive(&harness, Duration::from_secs(31)) && !alive(&harness, last_message + LOAD_BALANCER_TIMEOUT));
+    harness.controller.record_load_balancer_state(silent, coreward_wire::v1::LoadBalancerState::default(), at(40));
     assert!(alive(&harness, Duration::from_secs(41)));
     // After the controller's start, load balancers on record have time to return.
     harness.records.register_load_balancer("lb1", None);
     let controller = Controller::new(Fleet::new(&config(&[""], ""), &harness.records));
-    assert_eq!((controller.alive(at(4)).len(), controller.alive(at(5)).len()), (1, 0));
+    assert_eq!((controller.live_load_balancers(at(4)).len(), controller.live_load_balancers(at(5)).len()), (1, 0));
 }
 
 /// Without any agent: there is a table, and all load balancers have one time key over any rotation. No rotation waits
@@ -270,10 +276,10 @@ fn servers_with_lb_stamping_need_no_agent() {
     let (address, client) = (reported.services[0].address, "10.1.0.7:1024".parse().unwrap());
     let tuple = FourTuple::new(client, address.socket).unwrap();
     let tsecr = lb_stamping::stamp(&reported.keys, &key, &tuple, server, 5);
-    let packet = ExplainedPacket::Established { cookie: Some(tsecr), reset: false };
+    let packet = ExplainedPacket::Established { tsecr: Some(tsecr), reset: false };
     let explained = harness.controller.explain(address, client, packet, at(10)).unwrap();
     assert_eq!(explained.chosen_server.as_deref(), Some("s1"), "{}", explained.reason);
-    let reset = ExplainedPacket::Established { cookie: None, reset: true };
+    let reset = ExplainedPacket::Established { tsecr: None, reset: true };
     let explained = harness.controller.explain(address, client, reset, at(10)).unwrap();
     assert!(explained.chosen_server.is_none() && explained.reason.contains("is dropped"), "{}", explained.reason);
 

@@ -11,7 +11,9 @@ use coreward_api::types::Rack as RackStatus;
 use coreward_model::ServerId;
 use coreward_model::policy::RackSummary;
 use coreward_wire::rack::parse_summary;
-use coreward_wire::{LOST_AFTER, RackConfiguration, RackMember, RackServer, RackService, ServiceIndex, WireError, v1};
+use coreward_wire::{
+    LOAD_BALANCER_TIMEOUT, RackConfiguration, RackMember, RackServer, RackService, ServiceIndex, WireError, v1,
+};
 
 use super::pool::places_requests;
 use super::rejection::Rejection;
@@ -28,14 +30,14 @@ const VALID_INTERVALS: u32 = 3;
 #[derive(Debug, Default)]
 pub struct Racks {
     by_name: BTreeMap<String, Rack>,
-    sessions: u64,
+    last_session: u64,
     /// Number that grows when the configuration of all racks may have changed.
     pub changes: u64,
 }
 
 /// Version of a rack's configuration.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct RackChanges {
+pub struct RackConfigVersion {
     of_all: u64,
     own: u64,
     detail_interval: Duration,
@@ -52,24 +54,24 @@ struct Rack {
     /// Number of the last change of the rack's agents. One number for all racks would send every change to all racks:
     /// with hundreds of racks, a quarter of a CPU.
     changes: u64,
-    summaries: BTreeMap<ServiceIndex, RelayedAgent>,
+    summaries: BTreeMap<ServiceIndex, ReceivedSummary>,
 }
 
 #[derive(Debug)]
-struct RelayedAgent {
+struct ReceivedSummary {
     summary: Arc<RackSummary>,
     /// End of the summary's validity (since the controller's start).
     fresh_until: Duration,
 }
 
-impl RelayedAgent {
+impl ReceivedSummary {
     fn is_valid(&self, now: Now) -> bool {
         now.monotonic <= self.fresh_until
     }
 }
 
 impl Rack {
-    fn fresh(&self, now: Now) -> impl Iterator<Item = &Arc<RackSummary>> {
+    fn fresh_summaries(&self, now: Now) -> impl Iterator<Item = &Arc<RackSummary>> {
         self.summaries.values().filter(move |relayed| relayed.is_valid(now)).map(|relayed| &relayed.summary)
     }
 }
@@ -109,7 +111,7 @@ impl Racks {
 
     /// Returns the servers with valid summaries.
     pub fn servers(&self, now: Now) -> HashSet<ServerId> {
-        let summaries = self.by_name.values().flat_map(|rack| rack.fresh(now));
+        let summaries = self.by_name.values().flat_map(|rack| rack.fresh_summaries(now));
         summaries.flat_map(|summary| &summary.servers).map(|server| server.id).collect()
     }
 
@@ -139,7 +141,7 @@ impl Racks {
         }
     }
 
-    pub fn replaced(&mut self, rack: &str) {
+    pub fn on_agent_replaced(&mut self, rack: &str) {
         if let Some(rack) = self.by_name.get_mut(rack) {
             rack.changes += 1;
         }
@@ -168,7 +170,7 @@ impl Controller {
                 version: rack.version.clone(),
                 age_ms: now.monotonic.saturating_sub(rack.last_message).as_millis() as u32,
                 servers,
-                permitted_servers: permitted_servers.of(name),
+                permitted_servers: permitted_servers.count_of_rack(name),
             }
         };
         connected.map(of_rack).collect()
@@ -199,17 +201,17 @@ impl Controller {
         let racks = &mut self.racks;
         if let Some(live) = racks.by_name.get(name).filter(|rack| rack.session.is_some()) {
             let silence = now.monotonic.saturating_sub(live.last_message);
-            if silence <= LOST_AFTER {
+            if silence <= LOAD_BALANCER_TIMEOUT {
                 let refused = Rejection::DuplicateRack { name: name.to_owned(), silence };
                 return self.count(Err(refused));
             }
         }
-        racks.by_name.retain(|_, rack| rack.session.is_some() || rack.fresh(now).next().is_some());
-        racks.sessions += 1;
+        racks.by_name.retain(|_, rack| rack.session.is_some() || rack.fresh_summaries(now).next().is_some());
+        racks.last_session += 1;
         let old = racks.by_name.remove(name);
         let summaries = old.map(|old| old.summaries).unwrap_or_default();
         let rack = Rack {
-            session: Some(racks.sessions),
+            session: Some(racks.last_session),
             version: version.to_owned(),
             last_message: now.monotonic,
             agents: BTreeMap::new(),
@@ -217,7 +219,7 @@ impl Controller {
             summaries,
         };
         racks.by_name.insert(name.to_owned(), rack);
-        Ok(racks.sessions)
+        Ok(racks.last_session)
     }
 
     /// Ends a rack's session. Its summaries remain valid until they expire.
@@ -237,7 +239,7 @@ impl Controller {
 
     /// Replaces the summaries of each service in a message; a rack with many services sends several messages. If a
     /// summary is invalid, fails and keeps the previous summaries.
-    pub fn rack_summaries(
+    pub fn record_rack_summaries(
         &mut self,
         session: u64,
         messages: &[v1::RackSummary],
@@ -254,7 +256,7 @@ impl Controller {
                 continue;
             }
             for list in &mut summary.lists {
-                list.key = self.rss_keys.shared(list.key.clone());
+                list.key = self.rss_keys.intern(list.key.clone());
             }
             if let Some(foreign) = summary.servers.iter().find(|server| own.binary_search(&server.id).is_err()) {
                 return Err(SummaryRejection::ForeignServer(foreign.id));
@@ -265,7 +267,7 @@ impl Controller {
         if let Some(rack) = self.racks.by_session(session) {
             rack.summaries.retain(|_, relayed| relayed.is_valid(now));
             let relayed = |(service, summary): (&ServiceIndex, &Arc<RackSummary>)| {
-                (*service, RelayedAgent { summary: summary.clone(), fresh_until })
+                (*service, ReceivedSummary { summary: summary.clone(), fresh_until })
             };
             rack.summaries.extend(summaries.iter().map(relayed));
         }
@@ -275,9 +277,9 @@ impl Controller {
         Ok(())
     }
 
-    pub fn rack_changes(&self, session: u64) -> RackChanges {
+    pub fn rack_changes(&self, session: u64) -> RackConfigVersion {
         let own = self.racks.connected(session).map_or(0, |(_, rack)| rack.changes);
-        RackChanges { of_all: self.racks.changes, own, detail_interval: self.racks.detail_interval() }
+        RackConfigVersion { of_all: self.racks.changes, own, detail_interval: self.racks.detail_interval() }
     }
 
     /// Returns a rack's configuration; `None`: the rack is disconnected. Fails if the fleet's document lists only other
@@ -287,7 +289,7 @@ impl Controller {
         self.check_rack(name)?;
         let server = |(stream, id): (u64, ServerId)| {
             let server = &self.fleet.servers[&id];
-            RackServer { stream, id, weight: server.weight, capacity: server.capacity }
+            RackServer { stream_number: stream, id, weight: server.weight, capacity: server.capacity }
         };
         let servers: Vec<RackServer> = self.agent_streams(rack).map(server).collect();
         let services = self.services.iter().map(|service| self.rack_service(service, &servers, now));
@@ -312,7 +314,7 @@ impl Controller {
         let fleet = service.fleet();
         let member = |server: &RackServer| RackMember {
             id: server.id,
-            eligible: self.takes_connections(service, server.id, now),
+            is_eligible: self.takes_connections(service, server.id, now),
             has_full_share: service.ramp(server.id, now) >= 1.0 && !self.share_limiter.is_limited(server.id),
         };
         RackService {

@@ -28,7 +28,7 @@ struct Harness {
 impl Harness {
     /// `fleet`: keys of the document; `servers`: a line of each server, or nothing.
     fn new(fleet: &str, servers: &[&str]) -> Self {
-        let records = Records::draw(START, &mut seeded_rng(5, 0));
+        let records = Records::generate(START, &mut seeded_rng(5, 0));
         let nobody = FleetConfig::parse_stored(&Source::from_text("fleet.toml", "")).unwrap();
         let mut harness = Self { controller: Controller::new(Fleet::new(&nobody, &records)), records };
         harness.configure(fleet, servers);
@@ -59,7 +59,7 @@ impl Harness {
     /// Returns streams and servers in the rack's configuration.
     fn reported(&self, rack: u64) -> Vec<(u64, u16)> {
         let configuration = self.controller.rack_configuration(rack, at(0)).unwrap().unwrap();
-        configuration.servers.iter().map(|server| (server.stream, server.id.get())).collect()
+        configuration.servers.iter().map(|server| (server.stream_number, server.id.get())).collect()
     }
 }
 
@@ -97,7 +97,7 @@ fn rack_reports_only_for_servers_that_name_it() {
     assert_eq!(status.servers[1].racks, Some(Vec::new()));
     assert_eq!((status.refused_reports["unknown_rack"], status.refused_reports["foreign_rack"]), (1, 2));
     let summary = v1::RackSummary { server_id: vec![2], cores: vec![1], load_sum: vec![0.5], ..Default::default() };
-    let refused = harness.controller.rack_summaries(first, &[summary], at(0)).unwrap_err();
+    let refused = harness.controller.record_rack_summaries(first, &[summary], at(0)).unwrap_err();
     assert!(matches!(refused, SummaryRejection::ForeignServer(id) if id.get() == 2), "{refused}");
 }
 
@@ -165,8 +165,8 @@ fn summaries_are_accepted_per_service() {
         ..Default::default()
     };
     let relayed = |harness: &Harness, now: Now| harness.controller.racks.summaries(web, now).count();
-    harness.controller.rack_summaries(rack, &[summary(web.get().into())], at(0)).unwrap();
+    harness.controller.record_rack_summaries(rack, &[summary(web.get().into())], at(0)).unwrap();
     // Another message, of a service outside the fleet.
-    harness.controller.rack_summaries(rack, &[summary(u32::from(web.get()) + 1)], at(200)).unwrap();
+    harness.controller.record_rack_summaries(rack, &[summary(u32::from(web.get()) + 1)], at(200)).unwrap();
     assert_eq!((relayed(&harness, at(300)), relayed(&harness, at(301))), (1, 0));
 }

@@ -122,7 +122,7 @@ impl Rejection {
             Rejection::Readings(ReadingsRejection::ClockStalled { .. }) => "clock_stalled",
             Rejection::Readings(ReadingsRejection::NoCores) => "no_cores",
             Rejection::Malformed(ReportError::Rss(_)) => "malformed_rss",
-            Rejection::Readings(ReadingsRejection::Impossible { .. }) => "impossible_load",
+            Rejection::Readings(ReadingsRejection::ImpossibleLoad { .. }) => "impossible_load",
             Rejection::Malformed(ReportError::TimeToLive(_)) => "time_to_live",
             Rejection::Malformed(ReportError::TooLarge { .. }) => "too_large",
             Rejection::TooOften(_) => "too_often",

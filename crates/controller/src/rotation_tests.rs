@@ -78,7 +78,7 @@ struct Harness {
 
 impl Harness {
     fn new(config: FleetConfig) -> Self {
-        let mut records = Records::draw(Duration::ZERO, &mut seeded_rng(5, 0));
+        let mut records = Records::generate(Duration::ZERO, &mut seeded_rng(5, 0));
         records.apply(&config, Duration::ZERO, &mut seeded_rng(6, 0)).unwrap();
         let controller = Controller::new(Fleet::new(&config, &records));
         let agents = (0..SERVER_COUNT).map(|_| Peer::new()).collect();
@@ -163,7 +163,7 @@ impl Harness {
                     configuration_generation: stream.confirmed_generation,
                     ..Default::default()
                 };
-                self.controller.load_balancer_state(stream.session, state, now);
+                self.controller.record_load_balancer_state(stream.session, state, now);
             }
         }
         for agent in &self.agents {

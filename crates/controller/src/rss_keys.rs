@@ -13,7 +13,7 @@ pub struct RssKeys(HashSet<RssKey>);
 
 impl RssKeys {
     /// Returns the first copy of the same key.
-    pub fn shared(&mut self, key: RssKey) -> RssKey {
+    pub fn intern(&mut self, key: RssKey) -> RssKey {
         if let Some(known) = self.0.get(&key) {
             return known.clone();
         }

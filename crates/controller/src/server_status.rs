@@ -50,11 +50,11 @@ impl Controller {
 
     fn member(&self, service: &Service, id: ServerId, now: Now) -> ServiceMember {
         let status = self.state_reason_in(service, id, now);
-        let checks = self.load_balancers.checked((service.fleet().index, id), now);
+        let checks = self.load_balancers.check_results((service.fleet().index, id), now);
         let checks = checks.into_iter().map(|(load_balancer, checked, age)| CheckedBy {
             load_balancer: load_balancer.to_owned(),
             up: checked.verdict.map(|verdict| verdict == Verdict::Up),
-            since_ms: (checked.since + age).as_millis() as u64,
+            since_ms: (checked.verdict_duration + age).as_millis() as u64,
             error: (!checked.error.is_empty()).then(|| checked.error.clone()),
             latency_us: u32::try_from(checked.latency.as_micros()).unwrap_or(u32::MAX),
             checks: checked.checks,
@@ -140,7 +140,7 @@ impl Controller {
 
     /// Returns the origin and reason of a server's down state; `None`: the server is not down.
     fn found_down_by(&self, service: &FleetService, id: ServerId, now: Now) -> Option<String> {
-        let checked = self.load_balancers.checked((service.index, id), now);
+        let checked = self.load_balancers.check_results((service.index, id), now);
         let down: Vec<_> = checked.iter().filter(|(_, checked, _)| checked.verdict == Some(Verdict::Down)).collect();
         let (name, first, _) = down.first()?;
         let error = if first.error.is_empty() { "well again for a moment" } else { first.error.as_str() };

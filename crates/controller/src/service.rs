@@ -64,7 +64,7 @@ pub struct Service {
     /// Whether servers that are down take new connections, because no server is up.
     failing_open: bool,
     /// Whether a table has been made. Servers of the first table have no slow start.
-    begun: bool,
+    has_table: bool,
     history: BucketHistory,
     /// Whether the history has changed since it was last stored.
     history_changed: bool,
@@ -78,8 +78,8 @@ pub struct Service {
     /// Pool of the newest table; `None`: all servers must be read again.
     pool: Option<Pool>,
     /// Connections opened in the last full report interval, and whether a table has been made since the interval ended.
-    opened: Option<u64>,
-    new_interval: bool,
+    opened_in_interval: Option<u64>,
+    is_new_interval: bool,
     /// Inputs of the newest table, apart from loads.
     fingerprints: InputFingerprints,
 }
@@ -109,7 +109,7 @@ impl Service {
             newest_table: None,
             statuses: BTreeMap::new(),
             failing_open: false,
-            begun: false,
+            has_table: false,
             history: fleet.bucket_history.clone(),
             history_changed: false,
             predecessors: fleet.bucket_history.predecessors(),
@@ -117,8 +117,8 @@ impl Service {
             due: None,
             dirty: DirtySet::default(),
             pool: None,
-            opened: None,
-            new_interval: true,
+            opened_in_interval: None,
+            is_new_interval: true,
             fingerprints: InputFingerprints::default(),
             fleet,
         }
@@ -152,7 +152,7 @@ impl Service {
     /// Updates the eligibility of the service's servers. Servers that were eligible for the first table have no slow
     /// start.
     pub fn update_eligibilities(&mut self, eligibilities: Vec<(ServerId, Eligibility)>, now: Now) {
-        let moment = self.begun.then_some(now.monotonic);
+        let moment = self.has_table.then_some(now.monotonic);
         let mut before = std::mem::take(&mut self.statuses);
         let none_is_eligible = eligibilities.iter().all(|(_, eligibility)| *eligibility != Eligibility::Eligible);
         self.failing_open = none_is_eligible
@@ -172,7 +172,7 @@ impl Service {
                 (id, ServerStatus { state, since: since.unwrap_or(moment), eligibility, eligible_since: joined })
             })
             .collect();
-        self.begun = true;
+        self.has_table = true;
     }
 
     fn state(&self, eligibility: Eligibility, joined: Option<Duration>, now: Now) -> ServerState {
@@ -215,7 +215,7 @@ impl Service {
             return 1.0;
         }
         let known = self.statuses.get(&server).filter(|status| status.eligibility == Eligibility::Eligible);
-        self.ramp_since(known.map_or(self.begun.then_some(now.monotonic), |status| status.eligible_since), now)
+        self.ramp_since(known.map_or(self.has_table.then_some(now.monotonic), |status| status.eligible_since), now)
     }
 
     fn ramp_since(&self, joined: Option<Duration>, now: Now) -> f64 {
@@ -239,7 +239,7 @@ impl Service {
         self.policy.reads_traffic()
     }
 
-    pub fn load_is_new(&mut self, server: ServerId) {
+    pub fn mark_load_changed(&mut self, server: ServerId) {
         self.dirty.mark(server);
     }
 
@@ -247,7 +247,7 @@ impl Service {
         self.dirty.mark_relayed(server);
     }
 
-    pub fn loads_are_new(&mut self) {
+    pub fn mark_all_loads_changed(&mut self) {
         self.fleet.members.keys().for_each(|server| self.dirty.mark(*server));
     }
 
@@ -287,16 +287,16 @@ impl Service {
 
     /// Begins a report interval. `opened`: connections opened in the previous interval, if known.
     pub fn begin_interval(&mut self, opened: Option<u64>) {
-        self.opened = opened;
-        self.new_interval = true;
+        self.opened_in_interval = opened;
+        self.is_new_interval = true;
     }
 
     pub fn with_interval(&self, pool: Pool) -> Pool {
-        let pool = match self.opened {
+        let pool = match self.opened_in_interval {
             Some(opened) => pool.with_opened_connections(opened),
             None => pool,
         };
-        if self.new_interval { pool } else { pool.for_same_interval() }
+        if self.is_new_interval { pool } else { pool.for_same_interval() }
     }
 
     /// Stores the fingerprints of the next table's inputs, apart from loads; returns whether they have changed.
@@ -311,16 +311,16 @@ impl Service {
 
     pub fn place(&mut self, pool: &Pool, now: Now) -> NewTable {
         self.generation += 1;
-        let mut table = self.policy.place(pool, self.fleet.buckets, self.generation);
-        if self.history.update(&table.consistent) {
+        let mut table = self.policy.compute_table(pool, self.fleet.buckets, self.generation);
+        if self.history.update(&table.consistent_servers) {
             self.history_changed = true;
             self.add_predecessors();
         }
         if !table.members.is_empty() {
-            table.previous_consistent = self.history.previous_consistent();
+            table.previous_consistent_servers = self.history.previous_consistent();
         }
-        table.down = self.down_servers().collect();
-        self.new_interval = false;
+        table.down_servers = self.down_servers().collect();
+        self.is_new_interval = false;
         table.core_slot_ages = self.slot_ages(&table);
         let table = Arc::new(table);
         self.newest_table = Some((table.clone(), now.monotonic));
@@ -335,7 +335,7 @@ impl Service {
 
     /// Records the servers in a new table and returns its [`PlacementTable::core_slot_ages`].
     fn slot_ages(&mut self, table: &PlacementTable) -> Vec<u32> {
-        self.dirty.is_in_table(table.generation);
+        self.dirty.mark_in_table(table.generation);
         if table.rule != Rule::LeastAssigned {
             return Vec::new();
         }

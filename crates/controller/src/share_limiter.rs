@@ -23,9 +23,9 @@ const MAX_ELAPSED: Duration = Duration::from_secs(1);
 /// Shares of servers in new connections.
 #[derive(Debug, Default)]
 pub struct ShareLimiter {
-    services: HashMap<ServiceIndex, u64>,
-    servers: HashMap<ServerId, u64>,
-    updated: Duration,
+    opened_by_service: HashMap<ServiceIndex, u64>,
+    opened_by_server: HashMap<ServerId, u64>,
+    updated_at: Duration,
     allowances: HashMap<ServerId, Allowance>,
     /// Servers that get no new connections of a service now.
     excluded: HashSet<(ServiceIndex, ServerId)>,
@@ -34,11 +34,11 @@ pub struct ShareLimiter {
 impl ShareLimiter {
     pub fn add(&mut self, newly: &OpenedConnections) {
         for (service, count) in &newly.services {
-            let known = self.services.entry(*service).or_default();
+            let known = self.opened_by_service.entry(*service).or_default();
             *known = known.saturating_add(*count);
         }
         for (server, count) in &newly.servers {
-            let known = self.servers.entry(*server).or_default();
+            let known = self.opened_by_server.entry(*server).or_default();
             *known = known.saturating_add(*count);
         }
     }
@@ -62,7 +62,7 @@ impl ShareLimiter {
 
     /// Updates the allowances after `elapsed`. `expected`: each server's fair number of the opened connections.
     fn update(&mut self, expected: &HashMap<ServerId, f64>, elapsed: Duration) {
-        let opened = std::mem::take(&mut self.servers);
+        let opened = std::mem::take(&mut self.opened_by_server);
         for id in expected.keys().chain(opened.keys()) {
             let fair = expected.get(id).copied().unwrap_or(0.0);
             let per_second = fair / elapsed.as_secs_f64();
@@ -88,13 +88,13 @@ impl Controller {
 
     /// Updates the allowances once per [`UPDATE_INTERVAL`].
     pub(super) fn update_share_limiter(&mut self, now: Now) {
-        let elapsed = now.monotonic.saturating_sub(self.share_limiter.updated);
+        let elapsed = now.monotonic.saturating_sub(self.share_limiter.updated_at);
         if elapsed < UPDATE_INTERVAL {
             return;
         }
-        self.share_limiter.updated = now.monotonic;
+        self.share_limiter.updated_at = now.monotonic;
         let mut expected: HashMap<ServerId, f64> = HashMap::new();
-        for (index, opened) in std::mem::take(&mut self.share_limiter.services) {
+        for (index, opened) in std::mem::take(&mut self.share_limiter.opened_by_service) {
             let Some(position) = self.positions.get(&index) else { continue };
             for (id, share) in self.fair_shares(*position, now) {
                 *expected.entry(id).or_default() += share * opened as f64;

@@ -50,7 +50,7 @@ impl Harness {
         }
         text += &format!("[[service]]\nname = \"web\"\nvip = \"10.200.0.1:80\"\npolicy = \"{policy}\"\n");
         let config = FleetConfig::parse(&Source::from_text("fleet.toml", &text)).unwrap();
-        let mut records = Records::draw(at(0).wall, &mut seeded_rng(5, 0));
+        let mut records = Records::generate(at(0).wall, &mut seeded_rng(5, 0));
         records.apply(&config, at(0).wall, &mut seeded_rng(6, 0)).unwrap();
         let mut controller = Controller::new(Fleet::new(&config, &records));
         let sessions =
@@ -113,7 +113,7 @@ impl Harness {
         });
         let servers = servers.collect();
         let opened = [(index, self.opened.iter().sum())].into();
-        let message = TrafficMessage { servers, opened };
+        let message = TrafficMessage { servers, opened_connections: opened };
         self.controller.load_balancer_traffic_received(self.balancer, &message, at(interval));
     }
 

@@ -34,7 +34,11 @@ impl Controller {
             configuration_generation: self.fleet.generation,
             report_interval_ms: self.fleet.report_interval.as_millis() as u32,
             accepted_reports: self.accepted_reports,
-            refused_reports: self.refused.iter().map(|(reason, count)| ((*reason).to_owned(), *count)).collect(),
+            refused_reports: self
+                .rejection_counts
+                .iter()
+                .map(|(reason, count)| ((*reason).to_owned(), *count))
+                .collect(),
             services: Vec::new(),
             servers: Vec::new(),
             load_balancers: self.load_balancer_status(now),
@@ -276,7 +280,7 @@ impl Controller {
             source: rss.source.clone(),
             key: known.filter(|_| rss_keys).map(|rss| rss.key.to_string()),
             key_fingerprint: known.map(|rss| rss.key.fingerprint()).unwrap_or_default(),
-            input_transform: known.map(|rss| rss.key.input().name().to_owned()).unwrap_or_default(),
+            input_transform: known.map(|rss| rss.key.input_transform().name().to_owned()).unwrap_or_default(),
             indirection_table: known
                 .iter()
                 .flat_map(|rss| rss.indirection_table.queues())
@@ -293,7 +297,7 @@ impl Controller {
             state_reason: state_reason.reason,
             reports: agent.report_state(now),
             core_load: agent.loads(now).map(|loads| loads.to_vec()).unwrap_or_default(),
-            report_age_ms: newest.map_or(0, |newest| milliseconds_since(newest.received, now)),
+            report_age_ms: newest.map_or(0, |newest| milliseconds_since(newest.received_at, now)),
             open_connections: agent.open_connections(),
             rss,
             rss_matched: newest.map_or(0, |newest| newest.rss_matched),

@@ -19,7 +19,7 @@ pub struct TableAcks {
     /// Newest confirmed generation, by session of a load balancer and service.
     confirmed_generations: HashMap<(u64, ServiceIndex), u64>,
     /// Durations from the receipt of a report to the confirmation of its table by each load balancer.
-    pub since_receipt: LatencyHistogram,
+    pub latency_since_receipt: LatencyHistogram,
     /// Durations from the sending of a report, by the agent's wall clock, to the confirmation of its table.
     pub since_sent: LatencyHistogram,
 }
@@ -43,7 +43,7 @@ impl TableAcks {
         let first = made.partition_point(|(made, _)| *made <= before);
         for (_, trigger) in made.range(first..).take_while(|(made, _)| *made <= generation) {
             if trigger.is_load {
-                self.since_receipt.observe(now.monotonic.saturating_sub(trigger.received));
+                self.latency_since_receipt.observe(now.monotonic.saturating_sub(trigger.received));
             }
             if let Some(sent) = trigger.sent_at {
                 self.since_sent.observe(now.wall.saturating_sub(sent));

@@ -101,7 +101,7 @@ impl Harness {
 
     fn new() -> Self {
         let all = Self::all_servers();
-        let mut records = Records::draw(at(0).wall, &mut seeded_rng(5, 0));
+        let mut records = Records::generate(at(0).wall, &mut seeded_rng(5, 0));
         records.apply(&config(&all), at(0).wall, &mut seeded_rng(6, 0)).unwrap();
         let controller = Controller::new(Fleet::new(&config(&all), &records));
         let (agents, traffic, in_tables) = Default::default();
@@ -112,7 +112,7 @@ impl Harness {
     fn step(&mut self, change: &Change, now: Now) {
         self.apply(change, now);
         self.controller.poll_inputs(now, true);
-        while self.controller.next_due(now).is_some() {}
+        while self.controller.make_next_due_table(now).is_some() {}
         self.check(now);
     }
 
@@ -137,13 +137,13 @@ impl Harness {
                 let checked = |verdict| CheckedServer { verdict: Some(verdict), ..Default::default() };
                 let verdict = |n: usize| checked(if down[n] { Verdict::Down } else { Verdict::Up });
                 let servers = servers.map(|(index, n)| (index, id(n), verdict(n))).collect();
-                self.controller.load_balancers.health(session, HealthMessage { servers }, now);
+                self.controller.load_balancers.record_health(session, HealthMessage { servers }, now);
             }
             Change::Unresolved { servers } => {
                 let Some(session) = self.load_balancer(now) else { return };
                 let named = servers.iter().enumerate().filter(|(_, is)| **is).map(|(n, _)| format!("s{n}"));
                 let state = v1::LoadBalancerState { unresolved_servers: named.collect(), ..Default::default() };
-                self.controller.load_balancer_state(session, state, now);
+                self.controller.record_load_balancer_state(session, state, now);
             }
             Change::Traffic { server, opened } => {
                 let Some(session) = self.load_balancer(now) else { return };

@@ -12,7 +12,7 @@ use coreward_model::placement::PlacementTable;
 use super::service::Service;
 use super::{Controller, Now};
 
-fn load(fixed_point: u32) -> f64 {
+fn load_fraction(fixed_point: u32) -> f64 {
     f64::from(fixed_point) / f64::from(intf::LOAD_ONE)
 }
 
@@ -45,10 +45,12 @@ impl Controller {
 }
 
 /// Returns the table in the form of the API; `names`: names of all servers.
-pub fn shown(service: &str, table: &PlacementTable, age: Duration, names: &HashMap<ServerId, String>) -> Table {
+pub fn to_api_table(service: &str, table: &PlacementTable, age: Duration, names: &HashMap<ServerId, String>) -> Table {
     let name = |id: ServerId| names.get(&id).cloned().unwrap_or_else(|| format!("(id {id})"));
-    let member =
-        |member: &coreward_model::placement::Member| Member { server: name(member.server), load: load(member.load) };
+    let member = |member: &coreward_model::placement::Member| Member {
+        server: name(member.server),
+        load: load_fraction(member.load),
+    };
     Table {
         service: service.to_owned(),
         generation: table.generation,
@@ -57,7 +59,7 @@ pub fn shown(service: &str, table: &PlacementTable, age: Duration, names: &HashM
         bucket_count: table.bucket_count.get(),
         groups: candidates(table, name),
         members: table.members.iter().map(member).collect(),
-        consistent: table.consistent.iter().map(|id| name(*id)).collect(),
+        consistent: table.consistent_servers.iter().map(|id| name(*id)).collect(),
     }
 }
 
@@ -67,7 +69,7 @@ fn candidates(table: &PlacementTable, name: impl Fn(ServerId) -> String) -> Vec<
     let candidate = |candidate: &coreward_model::placement::Candidate| Candidate {
         server: name(candidate.server),
         core: table.core_slots.get(usize::from(candidate.core_slot)).map(|core| core.core.into()),
-        load: load(candidate.load),
+        load: load_fraction(candidate.load),
     };
     let groups = table.candidates.chunks((buckets * per_bucket).max(1));
     let of_group =

@@ -43,7 +43,7 @@ struct Harness {
 impl Harness {
     fn new(states: &[&str], policy: &str) -> Self {
         let random = &mut seeded_rng(5, 0);
-        let mut records = Records::draw(START, random);
+        let mut records = Records::generate(START, random);
         let config = config(states, policy);
         records.apply(&config, START, random).unwrap();
         let controller = Controller::new(Fleet::new(&config, &records));
@@ -294,7 +294,7 @@ fn draining_or_removed_server_keeps_only_its_connections() {
     harness.configure(&["draining", "active"], "crossrss", at(200));
     let fleet = harness.controller.fleet_configuration(at(200));
     let seen: Vec<(&str, bool)> =
-        fleet.services[0].servers.iter().map(|server| (server.name.as_str(), server.eligible)).collect();
+        fleet.services[0].servers.iter().map(|server| (server.name.as_str(), server.is_eligible)).collect();
     assert_eq!(seen, [("s0", false), ("s1", true), ("s2", false)]);
     harness.controller.report(&sessions[2], Ok(report(3, at(200), &[200_000_000; 4])), at(200)).unwrap();
     assert_eq!(harness.controller.agent_configuration(&sessions[2]).unwrap().services.len(), 1);
@@ -333,11 +333,11 @@ fn unreachable_server_gets_no_connections() {
     };
     let controller = &mut harness.controller;
     let (lb1, lb2) = ["lb1", "lb2"].map(|name| controller.register_load_balancer(name, at(0)).unwrap()).into();
-    controller.load_balancer_state(lb1, unresolved(&["s0"]), at(0));
-    controller.load_balancer_state(lb2, unresolved(&[]), at(0));
-    controller.load_balancer_state(lb1, unresolved(&["s0"]), at(4_000));
+    controller.record_load_balancer_state(lb1, unresolved(&["s0"]), at(0));
+    controller.record_load_balancer_state(lb2, unresolved(&[]), at(0));
+    controller.record_load_balancer_state(lb1, unresolved(&["s0"]), at(4_000));
     assert!(!controller.load_balancers.is_unreachable("s0", at(4_000)));
-    controller.load_balancer_state(lb2, unresolved(&["s0"]), at(5_000));
+    controller.record_load_balancer_state(lb2, unresolved(&["s0"]), at(5_000));
     assert!(!controller.load_balancers.is_unreachable("s0", at(7_999)));
     assert!(controller.load_balancers.is_unreachable("s0", at(8_000)));
     assert_eq!(harness.make_table(at(8_000)).members.len(), 2);
@@ -345,7 +345,7 @@ fn unreachable_server_gets_no_connections() {
         harness.status_of("s0", at(8_000)).warnings,
         ["no load balancer can find its MAC address: it takes no new connections"]
     );
-    harness.controller.load_balancer_state(lb1, unresolved(&[]), at(9_000));
+    harness.controller.record_load_balancer_state(lb1, unresolved(&[]), at(9_000));
     assert_eq!(harness.make_table(at(9_000)).members.len(), 3);
 }
 
@@ -532,7 +532,7 @@ fn established_packets_are_explained_by_their_cookie() {
     harness.make_table(at(0));
     let keys = harness.controller.fleet().key_ring.keys;
     let tuple = FourTuple::new(client(7), web().socket).unwrap();
-    let established = |cookie| ExplainedPacket::Established { cookie: Some(cookie), reset: false };
+    let established = |cookie| ExplainedPacket::Established { tsecr: Some(cookie), reset: false };
     let time_key = CookieKey { k0: 1, k1: 2 };
     for name in ["s0", "s1"] {
         let id = harness.controller.fleet().id(name).unwrap();
@@ -547,7 +547,7 @@ fn established_packets_are_explained_by_their_cookie() {
     let reason = harness.explain_packet(7, established(entry), at(0)).reason;
     assert!(reason.contains("an entry of a connection table, which this service does not have"), "{reason}");
 
-    let bare = |reset| ExplainedPacket::Established { cookie: None, reset };
+    let bare = |reset| ExplainedPacket::Established { tsecr: None, reset };
     let reply = harness.explain_packet(7, bare(false), at(0));
     assert_eq!(reply.chosen_server.as_deref(), Some("s0"), "the only one that takes connections has all buckets");
     assert!(reply.reason.starts_with("without a cookie it follows the load balancer's flow table, or"));

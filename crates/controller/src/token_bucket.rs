@@ -5,8 +5,8 @@ use std::time::Duration;
 /// Token bucket of one subject.
 #[derive(Debug, Clone, Copy)]
 pub struct TokenBucket {
-    left: f64,
-    at: Duration,
+    tokens: f64,
+    updated_at: Duration,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -19,27 +19,27 @@ pub struct Quota {
 
 impl Quota {
     pub fn from(self, now: Duration) -> TokenBucket {
-        TokenBucket { left: self.burst.into(), at: now }
+        TokenBucket { tokens: self.burst.into(), updated_at: now }
     }
 }
 
 impl TokenBucket {
     /// Takes a token, and returns whether one was left (`now`: since the controller's start).
     pub fn take(&mut self, quota: Quota, now: Duration) -> bool {
-        let elapsed = now.saturating_sub(self.at).as_secs_f64();
-        self.at = now;
-        self.left = (self.left + elapsed / quota.interval.as_secs_f64()).min(quota.burst.into());
-        let may = self.left >= 1.0;
-        self.left -= f64::from(u8::from(may));
+        let elapsed = now.saturating_sub(self.updated_at).as_secs_f64();
+        self.updated_at = now;
+        self.tokens = (self.tokens + elapsed / quota.interval.as_secs_f64()).min(quota.burst.into());
+        let may = self.tokens >= 1.0;
+        self.tokens -= f64::from(u8::from(may));
         may
     }
 }
 
 impl TokenBucket {
     /// Returns the time until the next token, without taking it; zero: a token is left.
-    pub fn wait(&self, quota: Quota, now: Duration) -> Duration {
+    pub fn time_until_token(&self, quota: Quota, now: Duration) -> Duration {
         let every = quota.interval.as_secs_f64();
-        let left = self.left + now.saturating_sub(self.at).as_secs_f64() / every;
+        let left = self.tokens + now.saturating_sub(self.updated_at).as_secs_f64() / every;
         // One nanosecond more, because a rounded-down time would end before the token exists.
         if left >= 1.0 {
             Duration::ZERO
@@ -65,9 +65,9 @@ mod tests {
     fn wait_ends_when_a_token_is_available() {
         let quota = Quota { interval: Duration::from_millis(50), burst: 1 };
         let mut bucket = quota.from(Duration::ZERO);
-        assert_eq!(bucket.wait(quota, Duration::ZERO), Duration::ZERO);
+        assert_eq!(bucket.time_until_token(quota, Duration::ZERO), Duration::ZERO);
         for now in [0, 3, 71].map(Duration::from_millis) {
-            let now = now + bucket.wait(quota, now);
+            let now = now + bucket.time_until_token(quota, now);
             assert!(bucket.take(quota, now), "{now:?}");
         }
     }

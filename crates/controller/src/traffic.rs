@@ -16,7 +16,7 @@ struct Opened {
     /// Connections since the load balancer's maps were created.
     total: u64,
     /// Connections since the last query; `None`: only one message so far.
-    new: Option<u64>,
+    since_last_query: Option<u64>,
 }
 
 /// Map by server id. The controller draws the ids, so no peer can choose them to collide.
@@ -26,7 +26,7 @@ type ByServer<T> = HashMap<ServerId, T, foldhash::fast::FixedState>;
 #[derive(Debug, Default)]
 pub struct Traffic {
     /// Time of the last message (since the controller's start).
-    printed: Option<Duration>,
+    last_message_at: Option<Duration>,
     /// Sums over all services, since the load balancer's maps were created.
     totals: ByServer<ServerTraffic>,
     opened: HashMap<ServiceIndex, Opened>,
@@ -45,7 +45,7 @@ impl Traffic {
     /// Returns the increase since the previous message. Counts that are new or restarted add nothing.
     pub fn opened_connections(&self, message: &TrafficMessage) -> OpenedConnections {
         let services = message
-            .opened
+            .opened_connections
             .iter()
             .filter_map(|(service, total)| Some((*service, total.checked_sub(self.opened.get(service)?.total)?)));
         let servers = message
@@ -59,32 +59,34 @@ impl Traffic {
     }
 
     /// Records a message. A lower count than before comes from new maps: its rate restarts.
-    pub fn take(&mut self, message: &TrafficMessage, alpha: Alpha, now: Now) {
+    pub fn record_totals(&mut self, message: &TrafficMessage, alpha: Alpha, now: Now) {
         let totals: ByServer<ServerTraffic> = message.servers.iter().map(|(id, traffic)| (*id, *traffic)).collect();
         self.record_opened(message);
-        let elapsed = self.printed.map(|printed| now.monotonic.saturating_sub(printed).as_secs_f64());
+        let elapsed = self.last_message_at.map(|printed| now.monotonic.saturating_sub(printed).as_secs_f64());
         if let Some(elapsed) = elapsed.filter(|elapsed| *elapsed > 0.0) {
             self.rates =
                 totals.iter().filter_map(|(id, new)| Some((*id, self.rate(*id, new, elapsed, alpha)?))).collect();
         }
         self.totals = totals;
-        self.printed = Some(now.monotonic);
+        self.last_message_at = Some(now.monotonic);
     }
 
     fn record_opened(&mut self, message: &TrafficMessage) {
         let follow = |(service, total): (&ServiceIndex, &u64)| {
             let (service, total) = (*service, *total);
             // A lower count than before comes from new maps, or a server has left.
-            let more = |before: &Opened| before.new.unwrap_or(0).saturating_add(total.saturating_sub(before.total));
+            let more = |before: &Opened| {
+                before.since_last_query.unwrap_or(0).saturating_add(total.saturating_sub(before.total))
+            };
             let newly = self.opened.get(&service).map(more);
-            (service, Opened { total, new: newly })
+            (service, Opened { total, since_last_query: newly })
         };
-        self.opened = message.opened.iter().map(follow).collect();
+        self.opened = message.opened_connections.iter().map(follow).collect();
     }
 
     /// Returns the connections opened for the service since the last call; `None`: not known yet.
     pub fn newly_opened(&mut self, service: ServiceIndex) -> Option<u64> {
-        self.opened.get_mut(&service)?.new.as_mut().map(std::mem::take)
+        self.opened.get_mut(&service)?.since_last_query.as_mut().map(std::mem::take)
     }
 
     fn rate(&self, server: ServerId, new: &ServerTraffic, elapsed: f64, alpha: Alpha) -> Option<TrafficRates> {
@@ -104,7 +106,7 @@ impl Traffic {
     pub fn stop(&mut self) {
         self.rates.clear();
         self.opened.clear();
-        self.printed = None;
+        self.last_message_at = None;
     }
 
     pub fn total(&self, server: ServerId) -> Option<ServerTraffic> {
@@ -157,15 +159,15 @@ mod tests {
     #[test]
     fn rates_are_smoothed() {
         let mut traffic = Traffic::default();
-        traffic.take(&message(&[(1, 150), (2, 7)]), Alpha::PUBLISHED, at(0));
+        traffic.record_totals(&message(&[(1, 150), (2, 7)]), Alpha::PUBLISHED, at(0));
         assert_eq!(traffic.rates(id(1)), None);
-        traffic.take(&message(&[(1, 170), (2, 7)]), Alpha::PUBLISHED, at(100));
+        traffic.record_totals(&message(&[(1, 170), (2, 7)]), Alpha::PUBLISHED, at(100));
         assert_eq!(traffic.rates(id(1)), Some(TrafficRates { packets: 200.0, bytes: 20_000.0 }));
         assert_eq!(traffic.rates(id(2)), Some(TrafficRates { packets: 0.0, bytes: 0.0 }));
-        traffic.take(&message(&[(1, 170)]), Alpha::PUBLISHED, at(200));
+        traffic.record_totals(&message(&[(1, 170)]), Alpha::PUBLISHED, at(200));
         assert_eq!(traffic.rates(id(1)).unwrap().packets, 100.0);
         assert_eq!(traffic.rates(id(2)), None);
-        traffic.take(&message(&[(1, 3)]), Alpha::PUBLISHED, at(300));
+        traffic.record_totals(&message(&[(1, 3)]), Alpha::PUBLISHED, at(300));
         assert_eq!(traffic.rates(id(1)), None);
         traffic.stop();
         assert_eq!(traffic.total(id(1)).unwrap().packets, 3);
@@ -189,13 +191,15 @@ mod tests {
 
     #[test]
     fn invented_counts_saturate() {
-        let opened =
-            |total: u64| TrafficMessage { opened: [(ServiceIndex::FIRST, total)].into(), ..Default::default() };
+        let opened = |total: u64| TrafficMessage {
+            opened_connections: [(ServiceIndex::FIRST, total)].into(),
+            ..Default::default()
+        };
         let mut balancers = super::super::load_balancers::LoadBalancers::default();
         let sessions = ["lb1", "lb2"].map(|name| balancers.register(name, at(0)).unwrap());
         for total in [0, u64::MAX, 0, u64::MAX] {
             for session in sessions {
-                balancers.traffic(session, &opened(total), Alpha::PUBLISHED, at(100));
+                balancers.record_traffic(session, &opened(total), Alpha::PUBLISHED, at(100));
             }
         }
         assert_eq!(balancers.newly_opened(ServiceIndex::FIRST), Some(u64::MAX));

@@ -26,7 +26,7 @@ impl Controller {
                     .to_owned(),
             );
         }
-        let ahead = self.load_balancers.ahead(self.fleet.document.generation);
+        let ahead = self.load_balancers.newer_configurations(self.fleet.document.generation);
         warnings.extend(ahead.map(|(name, generation)| {
             format!(
                 "load balancer {name} had configuration {generation} in force, and the store has {}: expected the \
@@ -38,6 +38,6 @@ impl Controller {
     }
 
     pub fn store_is_behind(&self) -> bool {
-        self.load_balancers.ahead(self.fleet.document.generation).next().is_some()
+        self.load_balancers.newer_configurations(self.fleet.document.generation).next().is_some()
     }
 }

@@ -41,7 +41,7 @@ pub fn run(args: &ApplyArgs) -> anyhow::Result<()> {
     let client = args.query.contact.client()?;
     let proposed = ProposedFleet::read(&client, &args.file)?;
     let is_done = confirm_and_apply(proposed, args.query.format, (args.dry_run, args.yes))?;
-    if is_done && args.wait { wait(&client, args.timeout.into()) } else { Ok(()) }
+    if is_done && args.wait { wait_until_in_force(&client, args.timeout.into()) } else { Ok(()) }
 }
 
 /// Shows the changes, asks, and applies the document. Returns whether it was applied.
@@ -62,7 +62,7 @@ fn confirm_and_apply(proposed: ProposedFleet, format: Format, (dry_run, yes): (b
     Ok(true)
 }
 
-fn wait(client: &Client, timeout: Duration) -> anyhow::Result<()> {
+fn wait_until_in_force(client: &Client, timeout: Duration) -> anyhow::Result<()> {
     let limit = Instant::now() + timeout;
     loop {
         let seen = block_on(client.acknowledgements())?;

@@ -54,31 +54,31 @@ pub fn run(args: &CheckArgs) -> anyhow::Result<()> {
     }
     let mut checked = Vec::new();
     for file in &args.files {
-        checked.push(Checked::new(file, args.kind));
+        checked.push(CheckedFile::new(file, args.kind));
     }
     print(&match args.format {
-        Format::Text => checked.iter().map(Checked::text).collect::<Vec<_>>().join("\n"),
-        Format::Json => format!("{:#}", Value::from_iter(checked.iter().map(Checked::json))),
+        Format::Text => checked.iter().map(CheckedFile::text).collect::<Vec<_>>().join("\n"),
+        Format::Json => format!("{:#}", Value::from_iter(checked.iter().map(CheckedFile::json))),
     })?;
-    let wrong: usize = checked.iter().map(Checked::count).sum();
+    let wrong: usize = checked.iter().map(CheckedFile::mistake_count).sum();
     let mistakes = if wrong == 1 { "mistake" } else { "mistakes" };
     anyhow::ensure!(
         wrong == 0,
         "{wrong} {mistakes} in {} of {} files",
-        Checked::count_invalid(&checked),
+        CheckedFile::count_invalid(&checked),
         checked.len()
     );
     Ok(())
 }
 
-struct Checked<'a> {
+struct CheckedFile<'a> {
     file: &'a Path,
     /// Kind of the file; `None`: unknown.
     kind: Option<Kind>,
     mistakes: Option<Diagnostics>,
 }
 
-impl<'a> Checked<'a> {
+impl<'a> CheckedFile<'a> {
     /// Reads the file once, because it may be a pipe.
     fn new(file: &'a Path, kind: Option<Kind>) -> Self {
         let source = match Source::read(file) {
@@ -90,8 +90,8 @@ impl<'a> Checked<'a> {
         Self { file, kind: kind.ok(), mistakes }
     }
 
-    fn count(&self) -> usize {
-        self.mistakes.as_ref().map_or(0, |mistakes| mistakes.list.len() + mistakes.more)
+    fn mistake_count(&self) -> usize {
+        self.mistakes.as_ref().map_or(0, |mistakes| mistakes.list.len() + mistakes.omitted_count)
     }
 
     fn count_invalid(all: &[Self]) -> usize {
@@ -111,7 +111,7 @@ impl<'a> Checked<'a> {
             "file": self.file,
             "kind": self.kind.map(Kind::name),
             "mistakes": list.into_iter().flatten().collect::<Vec<_>>(),
-            "more": self.mistakes.as_ref().map_or(0, |mistakes| mistakes.more),
+            "more": self.mistakes.as_ref().map_or(0, |mistakes| mistakes.omitted_count),
         })
     }
 }
@@ -159,16 +159,17 @@ impl Kind {
     fn check_with_fleet_file(self, source: &Source) -> Result<(), Diagnostics> {
         let own = self.check(source);
         let named = match self {
-            Self::Controller => fleet_of(source).map_or(Ok(()), |fleet| FleetConfig::load(&fleet).map(|_| ())),
+            Self::Controller => fleet_path(source).map_or(Ok(()), |path| FleetConfig::load(&path).map(|_| ())),
             _ => Ok(()),
         };
-        let own = own.and_then(|()| if self == Self::Controller { etcd_files(source) } else { Ok(()) });
+        let own = own.and_then(|()| if self == Self::Controller { check_etcd_files(source) } else { Ok(()) });
         match (own, named) {
             (Ok(()), named) => named,
             (own, Ok(())) => own,
-            (Err(own), Err(named)) => {
-                Err(Diagnostics { list: [own.list, named.list].concat(), more: own.more + named.more })
-            }
+            (Err(own), Err(named)) => Err(Diagnostics {
+                list: [own.list, named.list].concat(),
+                omitted_count: own.omitted_count + named.omitted_count,
+            }),
         }
     }
 
@@ -180,7 +181,7 @@ impl Kind {
         let fit = |kind: Self| {
             let schema = kind.schema();
             let unknown = keys.iter().filter(|key| schema["properties"].get(key.as_str()).is_none()).count();
-            let mistakes = kind.check(source).err().map_or(0, |mistakes| mistakes.list.len() + mistakes.more);
+            let mistakes = kind.check(source).err().map_or(0, |mistakes| mistakes.list.len() + mistakes.omitted_count);
             (unknown, !name.starts_with(kind.name()), mistakes)
         };
         let kinds = <Self as clap::ValueEnum>::value_variants().iter().map(|kind| (fit(*kind), *kind));
@@ -192,19 +193,19 @@ impl Kind {
         let message = "fits several kinds of files: expected `--kind`, or a name that begins with its kind";
         let mut list = vec![Diagnostic::for_file(source.path(), message)];
         list.extend(source.syntax_errors());
-        Err(Diagnostics { list, more: 0 })
+        Err(Diagnostics { list, omitted_count: 0 })
     }
 }
 
 /// Checks the files of `[etcd.tls]` as the daemon does.
-fn etcd_files(controller: &Source) -> Result<(), Diagnostics> {
+fn check_etcd_files(controller: &Source) -> Result<(), Diagnostics> {
     let StoreLocation::Etcd(etcd) = ControllerConfig::parse(controller)?.store else { return Ok(()) };
     let wrong = |error| Diagnostic::for_file(controller.path(), &format!("[etcd.tls]: {error:#}")).into();
     leader_election::cluster(&etcd).map(drop).map_err(wrong)
 }
 
 /// Returns the path of the fleet's file in a controller's file, even if other keys are wrong.
-fn fleet_of(controller: &Source) -> Option<PathBuf> {
+fn fleet_path(controller: &Source) -> Option<PathBuf> {
     let table: toml::Table = controller.parse().ok()?;
     Some(controller.path().parent()?.join(table.get("fleet")?.as_str()?))
 }
@@ -317,7 +318,7 @@ mod tests {
         ] {
             assert_eq!(kind_of(text).unwrap(), kind, "{text}");
         }
-        let absent = Checked::new(Path::new("/nonexistent/lb.toml"), None).text();
+        let absent = CheckedFile::new(Path::new("/nonexistent/lb.toml"), None).text();
         assert!(absent.starts_with("/nonexistent/lb.toml: No such file"), "{absent}");
     }
 
@@ -342,9 +343,9 @@ mod tests {
         assert!(std::process::Command::new("mkfifo").arg(&pipe).status().unwrap().success());
         let writer = pipe.clone();
         let writer = std::thread::spawn(move || std::fs::write(writer, "[[server]]\nname = \"s1\"\n").unwrap());
-        let checked = Checked::new(&pipe, None);
+        let checked = CheckedFile::new(&pipe, None);
         writer.join().unwrap();
-        assert_eq!((checked.kind, checked.count()), (Some(Kind::Fleet), 1), "{}", checked.text());
+        assert_eq!((checked.kind, checked.mistake_count()), (Some(Kind::Fleet), 1), "{}", checked.text());
     }
 
     /// A controller's file is checked with the fleet's that it names, also when both are wrong.

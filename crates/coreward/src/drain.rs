@@ -64,14 +64,14 @@ pub fn drain(args: &DrainArgs) -> anyhow::Result<()> {
         }
         let stays = format!("{} stays drained: `coreward undrain {}` ends that", args.server, args.server);
         tokio::select! {
-            outcome = wait(&client, status, args.timeout.into(), is_text) => {
+            outcome = wait_until_drained(&client, status, args.timeout.into(), is_text) => {
                 let (status, left) = outcome?;
                 if !is_text {
                     print(&format_status(&status, args.query.format)?)?;
                 }
                 match left {
-                    WaitOutcome::None => Ok(()),
-                    WaitOutcome::Some(what) => Err(anyhow!("{what} after {}; {stays}", args.timeout)),
+                    RemainingConnections::None => Ok(()),
+                    RemainingConnections::Some(what) => Err(anyhow!("{what} after {}; {stays}", args.timeout)),
                 }
             }
             _ = tokio::signal::ctrl_c() => Err(anyhow!("interrupted; {stays}")),
@@ -86,19 +86,19 @@ pub fn undrain(args: &UndrainArgs) -> anyhow::Result<()> {
 }
 
 /// Result of the wait.
-enum WaitOutcome {
+enum RemainingConnections {
     None,
     Some(String),
 }
 
 /// Waits until no connection remains, or until the timeout. The drain is stored, so the wait continues while no
 /// controller answers.
-async fn wait(
+async fn wait_until_drained(
     client: &Client,
     mut status: DrainStatus,
     timeout: Duration,
     is_text: bool,
-) -> anyhow::Result<(DrainStatus, WaitOutcome)> {
+) -> anyhow::Result<(DrainStatus, RemainingConnections)> {
     let end = Instant::now() + timeout.min(MAX_TIMEOUT);
     let (server, mut printed, mut away) = (status.server.clone(), describe(&status), false);
     loop {
@@ -106,14 +106,14 @@ async fn wait(
             bail!("{server} is no longer drained: another command ended the drain");
         }
         if status.remaining == Some(0) {
-            return Ok((status, WaitOutcome::None));
+            return Ok((status, RemainingConnections::None));
         }
         sleep(POLL_INTERVAL.min(end - Instant::now())).await;
         let answer = match timeout_at(end, client.drain_status(&server)).await {
             Ok(answer) => answer,
             Err(_) => {
                 let left = describe_remaining(&status, away);
-                return Ok((status, WaitOutcome::Some(left)));
+                return Ok((status, RemainingConnections::Some(left)));
             }
         };
         match answer {
@@ -133,7 +133,7 @@ async fn wait(
         }
         if Instant::now() >= end && status.remaining != Some(0) {
             let left = describe_remaining(&status, away);
-            return Ok((status, WaitOutcome::Some(left)));
+            return Ok((status, RemainingConnections::Some(left)));
         }
     }
 }

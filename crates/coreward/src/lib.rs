@@ -262,7 +262,7 @@ pub fn command() -> clap::Command {
 #[must_use]
 pub fn main() -> ExitCode {
     let set_debug = coreward_cli::start_logging();
-    coreward_daemon::log_level::set_by(set_debug);
+    coreward_daemon::log_level::register_setter(set_debug);
     exit_status("coreward", run(Cli::parse().command))
 }
 

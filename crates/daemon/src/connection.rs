@@ -11,7 +11,7 @@ use coreward_metrics::table::Kind::MaxGauge;
 use coreward_metrics::table::{Component, Family, family};
 use coreward_tls::connect::Connector;
 use coreward_tls::{CredentialFiles, Role, Tls, table};
-use coreward_wire::{LEADER, TERM_HEADER};
+use coreward_wire::{LEADER_HEADER, TERM_HEADER};
 use rand::TryRng as _;
 use tonic::transport::{Channel, Endpoint};
 use tonic::{Code, Response, Status};
@@ -41,12 +41,12 @@ const WINDOW_BYTES: u32 = 1 << 20;
 /// Time for which a leader of an older term is rejected after the newer leader's last message. It is the longest lease,
 /// during which a frozen machine may believe that it leads. A longer time would block another etcd that counts terms
 /// from the start (`coreward store copy`, a restored snapshot).
-const TERM_MEMORY: Duration = Duration::from_secs(60);
+const TERM_RETENTION: Duration = Duration::from_secs(60);
 
 pub struct Connection {
     controllers: Controllers,
     tls: Option<Arc<Tls>>,
-    expected: &'static [Role],
+    expected_roles: &'static [Role],
     attempts: AttemptOrder,
     newest_term: TermTracker,
 }
@@ -70,7 +70,7 @@ impl Connection {
             ),
         }
         let turns = AttemptOrder::new(controllers.addresses().len());
-        Ok(Self { attempts: turns, newest_term: TermTracker::default(), tls, expected, controllers })
+        Ok(Self { attempts: turns, newest_term: TermTracker::default(), tls, expected_roles: expected, controllers })
     }
 
     /// Returns warnings for the operator: certificates that expire soon.
@@ -85,13 +85,13 @@ impl Connection {
 
     /// Returns the controller to try next.
     pub fn controller(&self) -> SocketAddr {
-        self.controllers.addresses()[self.attempts.current]
+        self.controllers.addresses()[self.attempts.current_controller]
     }
 
     /// Connects to [`Self::controller`] within two seconds.
     pub fn connect(&self) -> impl Future<Output = anyhow::Result<Channel>> + use<> {
         let address = self.controller();
-        let connector = Connector::new(address, self.tls.clone().map(|tls| (tls, self.expected)));
+        let connector = Connector::new(address, self.tls.clone().map(|tls| (tls, self.expected_roles)));
         async move {
             let endpoint = Endpoint::from_shared(format!("http://{address}"))?
                 .http2_keep_alive_interval(KEEP_ALIVE_INTERVAL)
@@ -120,7 +120,7 @@ impl Connection {
     /// Logs the end of a stream, selects the next controller, and returns the time to wait. The time is random, so that
     /// a fleet does not reconnect all at once.
     pub fn record_end(&mut self, error: Option<&anyhow::Error>) -> Duration {
-        let (controller, end) = (self.controller(), self.end(error));
+        let (controller, end) = (self.controller(), self.classify_end(error));
         let pause = self.attempts.record_end(&end);
         let next = self.controller();
 
@@ -154,15 +154,15 @@ impl Connection {
                 );
             }
         }
-        jittered(pause)
+        with_jitter(pause)
     }
 
-    fn end(&self, error: Option<&anyhow::Error>) -> End {
+    fn classify_end(&self, error: Option<&anyhow::Error>) -> End {
         let Some(status) = error.and_then(|error| error.downcast_ref::<Status>()) else { return End::Lost };
         match status.code() {
             Code::NotFound | Code::AlreadyExists | Code::PermissionDenied | Code::Unauthenticated => End::Rejected,
             Code::Unavailable => {
-                let named = status.metadata().get(LEADER).and_then(|leader| leader.to_str().ok()?.parse().ok());
+                let named = status.metadata().get(LEADER_HEADER).and_then(|leader| leader.to_str().ok()?.parse().ok());
                 let place = |leader| self.controllers.addresses().iter().position(|address| *address == leader);
                 // An address that the daemon's file does not contain is not trusted.
                 named.and_then(place).map_or(End::Lost, End::NotTheLeader)
@@ -204,34 +204,40 @@ enum End {
 
 /// Order of connection attempts, separated from clock and randomness.
 struct AttemptOrder {
-    count: usize,
-    current: usize,
+    controller_count: usize,
+    current_controller: usize,
     /// Number of attempts since the last answer.
-    failed: usize,
+    failed_attempts: usize,
     has_answered: bool,
     pause: Duration,
 }
 
 impl AttemptOrder {
     fn new(count: usize) -> Self {
-        Self { count, current: 0, failed: 0, has_answered: false, pause: RETRY_INTERVALS.0 }
+        Self {
+            controller_count: count,
+            current_controller: 0,
+            failed_attempts: 0,
+            has_answered: false,
+            pause: RETRY_INTERVALS.0,
+        }
     }
 
     fn record_answer(&mut self) {
-        (self.has_answered, self.failed, self.pause) = (true, 0, RETRY_INTERVALS.0);
+        (self.has_answered, self.failed_attempts, self.pause) = (true, 0, RETRY_INTERVALS.0);
     }
 
     /// Records the end of an attempt and returns the retry interval.
     fn record_end(&mut self, end: &End) -> Duration {
         let answered = std::mem::take(&mut self.has_answered);
-        self.failed += usize::from(!answered);
+        self.failed_attempts += usize::from(!answered);
         match end {
-            End::NotTheLeader(leader) => self.current = *leader,
+            End::NotTheLeader(leader) => self.current_controller = *leader,
             // The controller that answered last probably returns first, and has this daemon's state.
             _ if answered => {}
-            _ => self.current = (self.current + 1) % self.count,
+            _ => self.current_controller = (self.current_controller + 1) % self.controller_count,
         }
-        let round_is_over = self.failed > 0 && self.failed.is_multiple_of(self.count);
+        let round_is_over = self.failed_attempts > 0 && self.failed_attempts.is_multiple_of(self.controller_count);
         match end {
             End::Rejected => REJECTED_RETRY_INTERVAL,
             _ if round_is_over => {
@@ -255,7 +261,7 @@ impl TermTracker {
     fn check(&mut self, term: Option<u64>, now: Instant) -> anyhow::Result<()> {
         match (term, self.newest) {
             (Some(term), Some((newest, last_message)))
-                if term < newest && now.duration_since(last_message) < TERM_MEMORY =>
+                if term < newest && now.duration_since(last_message) < TERM_RETENTION =>
             {
                 Err(anyhow!(
                     "its term is older than that of the last controller (term {term}, expected {newest} or more)"
@@ -276,7 +282,7 @@ impl TermTracker {
 }
 
 /// Returns a random time between half of the interval and the full interval.
-fn jittered(interval: Duration) -> Duration {
+fn with_jitter(interval: Duration) -> Duration {
     // Without randomness all daemons wait equally long, which is harmless.
     let part = rand::rngs::SysRng.try_next_u32().unwrap_or(u32::MAX);
     interval.mul_f64(0.5 + 0.5 * f64::from(part) / f64::from(u32::MAX))

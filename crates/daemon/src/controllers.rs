@@ -61,7 +61,7 @@ impl FromToml for Controllers {
                 }
                 right.then_some(Self(addresses))
             }
-            _ => reader.wrong_type::<Self>(value),
+            _ => reader.report_wrong_type::<Self>(value),
         }
     }
 

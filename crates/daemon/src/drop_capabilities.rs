@@ -8,7 +8,7 @@ use nix::sys::prctl;
 /// Returns the capabilities that the daemon keeps. BPF capabilities remain, because changed services need other
 /// programs.
 /// services.
-pub fn retained(daemon: Component) -> &'static [Capability] {
+pub fn retained_capabilities(daemon: Component) -> &'static [Capability] {
     use Capability::{
         CAP_BPF, CAP_DAC_READ_SEARCH, CAP_NET_ADMIN, CAP_NET_BIND_SERVICE, CAP_NET_RAW, CAP_PERFMON, CAP_SYS_PTRACE,
     };
@@ -30,7 +30,7 @@ pub fn retained(daemon: Component) -> &'static [Capability] {
 /// CAP_SYS_PTRACE, since keys are in memory. Must be called before the first thread is started, because capabilities
 /// belong to threads.
 pub fn confine(daemon: Component) -> anyhow::Result<()> {
-    let retained: CapsHashSet = retained(daemon).iter().copied().collect();
+    let retained: CapsHashSet = retained_capabilities(daemon).iter().copied().collect();
     let has = |set| caps::read(None, set).context("cannot read this process's capabilities");
     let permitted: CapsHashSet = has(CapSet::Permitted)?.intersection(&retained).copied().collect();
     let effective: CapsHashSet = has(CapSet::Effective)?.intersection(&retained).copied().collect();

@@ -18,7 +18,7 @@ use tokio::time::MissedTickBehavior;
 
 pub use connection::{Connection, add_expiry};
 pub use controllers::Controllers;
-pub use service_manager::block_within;
+pub use service_manager::run_with_watchdog_limit;
 
 const HANDLED_SIGNALS: [Signal; 3] = [Signal::SIGHUP, Signal::SIGTERM, Signal::SIGINT];
 

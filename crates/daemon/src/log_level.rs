@@ -11,7 +11,7 @@ static SET_DEBUG: OnceLock<SetDebug> = OnceLock::new();
 
 /// Registers the setter of the level: true sets debug, false the initial level. Without a setter the signals have no
 /// effect.
-pub fn set_by(set_debug: impl Fn(bool) + Send + Sync + 'static) {
+pub fn register_setter(set_debug: impl Fn(bool) + Send + Sync + 'static) {
     let _ = SET_DEBUG.set(Box::new(set_debug));
 }
 

@@ -23,7 +23,7 @@ const MEDIA_TYPE: &str = "application/openmetrics-text; version=1.0.0; charset=u
 const MAX_CONNECTIONS: usize = 8;
 /// Time limit from the connection to the end of the answer.
 const TIMEOUT: Duration = Duration::from_secs(10);
-const HEADERS_LIMIT: usize = 16 << 10;
+const MAX_HEADER_BYTES: usize = 16 << 10;
 
 /// Pending scrapes; each is answered with a snapshot.
 #[derive(Debug, Default)]
@@ -135,7 +135,7 @@ async fn accept<F: Future<Output = Option<Snapshot>> + 'static>(
             let connection = http1::Builder::new()
                 .timer(TokioTimer::new())
                 .header_read_timeout(TIMEOUT)
-                .max_buf_size(HEADERS_LIMIT)
+                .max_buf_size(MAX_HEADER_BYTES)
                 .keep_alive(false)
                 .serve_connection(TokioIo::new(stream), answer);
             // Disconnects slow clients, and clients of another protocol.

@@ -17,7 +17,7 @@ pub fn notify_stopping() {
 
 /// Runs work that does not feed the watchdog for up to `limit`. The kernel's verifier may need longer than the
 /// watchdog's interval on a slow machine, where a restart would not help.
-pub fn block_within<T>(limit: Duration, work: impl FnOnce() -> T) -> T {
+pub fn run_with_watchdog_limit<T>(limit: Duration, work: impl FnOnce() -> T) -> T {
     let Some(interval) = sd_notify::watchdog_enabled().filter(|interval| *interval < limit) else { return work() };
     let set = |limit: Duration| notify(NotifyState::WatchdogUsec(limit.as_micros().try_into().unwrap_or(u32::MAX)));
     set(limit);
@@ -41,21 +41,21 @@ pub fn notify_watchdog() {
 pub struct Watchdog {
     interval: Option<Duration>,
     /// Time of the next notification.
-    next: Duration,
+    next_notification: Duration,
 }
 
 impl Default for Watchdog {
     fn default() -> Self {
-        Self { interval: watchdog_interval(), next: Duration::ZERO }
+        Self { interval: watchdog_interval(), next_notification: Duration::ZERO }
     }
 }
 
 impl Watchdog {
     /// Notifies the watchdog if a notification is due. `now`: time of a monotonic clock.
     pub fn feed(&mut self, now: Duration) {
-        if let Some(interval) = self.interval.filter(|_| now >= self.next) {
+        if let Some(interval) = self.interval.filter(|_| now >= self.next_notification) {
             notify_watchdog();
-            self.next = now + interval;
+            self.next_notification = now + interval;
         }
     }
 }

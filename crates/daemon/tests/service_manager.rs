@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 /// Signs of life before the work ends.
 const MIN_WATCHDOG_MESSAGES: usize = 5;
 
-fn is_alive(received: &[String]) -> usize {
+fn count_watchdog_messages(received: &[String]) -> usize {
     received.iter().filter(|message| *message == "WATCHDOG=1").count()
 }
 
@@ -34,7 +34,7 @@ fn service_manager_gets_ready_watchdog_and_stopping() {
             let mut buffer = [0; 256];
             let length = socket.recv(&mut buffer).unwrap();
             received.push(String::from_utf8_lossy(&buffer[..length]).trim_end().to_owned());
-            if is_alive(&received) == MIN_WATCHDOG_MESSAGES {
+            if count_watchdog_messages(&received) == MIN_WATCHDOG_MESSAGES {
                 alive.take().into_iter().for_each(|alive| alive.send(()).unwrap());
             }
         }
@@ -47,14 +47,14 @@ fn service_manager_gets_ready_watchdog_and_stopping() {
     nix::sys::signal::raise(nix::sys::signal::Signal::SIGHUP).unwrap();
     let work = async {
         works.await?;
-        let done = coreward_daemon::block_within(Duration::from_secs(60), || "done");
+        let done = coreward_daemon::run_with_watchdog_limit(Duration::from_secs(60), || "done");
         anyhow::ensure!(done == "done");
         anyhow::bail!("its own reason")
     };
     assert_eq!(runtime.block_on(coreward_daemon::run_until_shutdown(work)).unwrap_err().to_string(), "its own reason");
     let received = manager.join().unwrap();
     assert_eq!(received[0], "READY=1");
-    let alive = is_alive(&received);
+    let alive = count_watchdog_messages(&received);
     // Once at once, and every 10 ms on a machine that is not late.
     let at_most = 1 + began.elapsed().as_millis() as usize / 10;
     assert!((MIN_WATCHDOG_MESSAGES..=at_most).contains(&alive), "at most {at_most}: {received:?}");

@@ -3,13 +3,14 @@
 use anyhow::Context as _;
 
 /// Capabilities to load programs, attach them and resolve neighbours, with their numbers in linux/capability.h.
-const NEEDED: [(&str, u32); 4] = [("CAP_NET_ADMIN", 12), ("CAP_NET_RAW", 13), ("CAP_PERFMON", 38), ("CAP_BPF", 39)];
+const REQUIRED_CAPABILITIES: [(&str, u32); 4] =
+    [("CAP_NET_ADMIN", 12), ("CAP_NET_RAW", 13), ("CAP_PERFMON", 38), ("CAP_BPF", 39)];
 /// The capability for BPF before Linux 5.8, which still includes `CAP_BPF` and `CAP_PERFMON`.
 const CAP_SYS_ADMIN: u32 = 21;
 
 /// Checks the capabilities of a command. Fails when one is missing; the error names it.
 pub fn require(command: &str) -> anyhow::Result<()> {
-    let missing = missing()?;
+    let missing = missing_capabilities()?;
     anyhow::ensure!(
         missing.is_empty(),
         "{command} loads BPF programs: run it as root or with {} (`coreward controller`, `status` and `explain` need \
@@ -21,19 +22,19 @@ pub fn require(command: &str) -> anyhow::Result<()> {
 }
 
 /// Returns the missing capabilities of a daemon in the packet path. Fails when /proc does not show them.
-pub fn missing() -> anyhow::Result<Vec<&'static str>> {
+pub fn missing_capabilities() -> anyhow::Result<Vec<&'static str>> {
     let status = std::fs::read_to_string("/proc/self/status").context("cannot read this process's rights")?;
     missing_in(&status).context("/proc/self/status names no effective capabilities (CapEff)")
 }
 
-/// Returns the names of missing capabilities of [`NEEDED`]; `None`: `status` does not show any.
+/// Returns the names of missing capabilities of [`REQUIRED_CAPABILITIES`]; `None`: `status` does not show any.
 fn missing_in(status: &str) -> Option<Vec<&'static str>> {
     let effective = status.lines().find_map(|line| line.strip_prefix("CapEff:"))?;
     let effective = u64::from_str_radix(effective.trim(), 16).ok()?;
     let has = |number: u32| effective & 1 << number != 0;
     let implied = |number: u32| number >= 38 && has(CAP_SYS_ADMIN);
     let lacks = |number: u32| !has(number) && !implied(number);
-    Some(NEEDED.into_iter().filter(|(_, number)| lacks(*number)).map(|(name, _)| name).collect())
+    Some(REQUIRED_CAPABILITIES.into_iter().filter(|(_, number)| lacks(*number)).map(|(name, _)| name).collect())
 }
 
 #[cfg(test)]

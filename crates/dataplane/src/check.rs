@@ -96,7 +96,7 @@ fn load_dispatch(policy: Policy, learn: bool) -> anyhow::Result<Vec<VerifierCost
         type_offset: 0,
         types: if learn { vec![match_nothing; dispatch::MAX_TYPES] } else { Vec::new() },
         other_class: 0,
-        learn,
+        observes_service_times: learn,
     };
     let mut storage = MaybeUninit::uninit();
     let mut open = DispatchSkelBuilder::default().open(&mut storage)?;

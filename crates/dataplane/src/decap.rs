@@ -30,7 +30,7 @@ use crate::skeleton::decap::DecapSkelBuilder;
 /// Number of counters.
 pub const COUNTER_COUNT: usize = intf::DECAP_COUNTER_COUNT as usize;
 
-const MAPS: [&str; 3] = ["sources", "vips", "counters"];
+const MAP_NAMES: [&str; 3] = ["sources", "vips", "counters"];
 /// Bytes of a map's key: an address, with IPv4 addresses as in `struct service_key`.
 const ADDRESS_BYTES: usize = 16;
 
@@ -43,7 +43,7 @@ pub struct Decapsulation {
     counters: MapHandle,
 }
 
-fn pins(pin_directory: &Path) -> PathBuf {
+fn decap_pin_directory(pin_directory: &Path) -> PathBuf {
     pin_directory.join("decap")
 }
 
@@ -51,8 +51,8 @@ impl Decapsulation {
     /// Attaches the program, in the driver if possible, or replaces the program of an earlier process and keeps its
     /// maps. Fails when another XDP program is at the device, or the kernel rejects something.
     pub fn attach(interface_index: u32, pin_directory: &Path) -> anyhow::Result<Self> {
-        let pins = pins(pin_directory);
-        let mut pinned = XdpLink::pinned(&pins.join("link"))?;
+        let pins = decap_pin_directory(pin_directory);
+        let mut pinned = XdpLink::open_pinned(&pins.join("link"))?;
         if let Some(link) = &pinned
             && link.interface_index()? != interface_index
         {
@@ -79,7 +79,7 @@ impl Decapsulation {
         let mut storage = MaybeUninit::uninit();
         let mut open = DecapSkelBuilder::default().open(&mut storage).context("bpf/server/decap.bpf.c")?;
         let maps = [&mut open.maps.decap_sources, &mut open.maps.decap_vips, &mut open.maps.decap_counters];
-        for (map, name) in maps.into_iter().zip(MAPS) {
+        for (map, name) in maps.into_iter().zip(MAP_NAMES) {
             if let Some(pins) = pins {
                 map.set_pin_path(pins.join(name)).with_context(|| format!("the pin {name}"))?;
             }
@@ -140,9 +140,9 @@ fn set_addresses(map: &MapHandle, desired: &[IpAddr]) -> anyhow::Result<()> {
 /// Removes the pinned maps of a version with IPv4 addresses only. The attached program keeps its maps until it is
 /// replaced.
 fn remove_other_layout(pins: &Path) -> anyhow::Result<()> {
-    match MapHandle::from_pinned_path(pins.join(MAPS[0])) {
+    match MapHandle::from_pinned_path(pins.join(MAP_NAMES[0])) {
         Ok(sources) if sources.key_size() as usize != ADDRESS_BYTES => {
-            MAPS.iter().try_for_each(|name| link::unpin(&pins.join(name)))
+            MAP_NAMES.iter().try_for_each(|name| link::unpin(&pins.join(name)))
         }
         _ => Ok(()),
     }
@@ -150,8 +150,8 @@ fn remove_other_layout(pins: &Path) -> anyhow::Result<()> {
 
 /// Detaches the program and removes its pins, if there are any.
 pub fn remove(pin_directory: &Path) -> anyhow::Result<()> {
-    let pins = pins(pin_directory);
-    for name in ["link"].into_iter().chain(MAPS) {
+    let pins = decap_pin_directory(pin_directory);
+    for name in ["link"].into_iter().chain(MAP_NAMES) {
         link::unpin(&pins.join(name))?;
     }
     match std::fs::remove_dir(&pins) {

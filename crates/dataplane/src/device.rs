@@ -10,11 +10,11 @@ use crate::ethtool::interface_request;
 
 /// XDP programs and support of a device.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct Xdp {
+pub struct XdpState {
     /// Id of the program in the driver.
-    pub native: Option<u32>,
+    pub native_program_id: Option<u32>,
     /// Id of the program after the driver.
-    pub generic: Option<u32>,
+    pub generic_program_id: Option<u32>,
     /// Whether the driver can pass, drop and return frames by XDP; `None`: the kernel does not report it (before 6.3).
     pub supports_native: Option<bool>,
 }
@@ -23,7 +23,7 @@ pub struct Xdp {
 const ACT_BASIC: u64 = 1;
 
 /// Returns the XDP state of a device. Fails when no device has this index.
-pub fn xdp(interface_index: u32) -> io::Result<Xdp> {
+pub fn query_xdp_state(interface_index: u32) -> io::Result<XdpState> {
     let mut options = libbpf_sys::bpf_xdp_query_opts {
         sz: size_of::<libbpf_sys::bpf_xdp_query_opts>() as libbpf_sys::size_t,
         ..Default::default()
@@ -36,9 +36,9 @@ pub fn xdp(interface_index: u32) -> io::Result<Xdp> {
     let id = |id: u32| (id != 0).then_some(id);
     // libbpf leaves 0 if the kernel does not support the query, and the kernel returns 0 for a driver without XDP.
     let reported = options.feature_flags != 0 || reports_xdp_features();
-    Ok(Xdp {
-        native: id(options.drv_prog_id),
-        generic: id(options.skb_prog_id),
+    Ok(XdpState {
+        native_program_id: id(options.drv_prog_id),
+        generic_program_id: id(options.skb_prog_id),
         supports_native: reported.then_some(options.feature_flags & ACT_BASIC != 0),
     })
 }
@@ -73,8 +73,8 @@ mod tests {
     #[test]
     fn loopback_has_neither_xdp_nor_a_small_mtu() {
         let index = nix::net::if_::if_nametoindex("lo").unwrap();
-        let found = xdp(index).unwrap();
-        assert_eq!((found.native, found.generic), (None, None));
+        let found = query_xdp_state(index).unwrap();
+        assert_eq!((found.native_program_id, found.generic_program_id), (None, None));
         assert_ne!(found.supports_native, Some(true));
         assert!(mtu("lo").unwrap() >= 1500);
         assert!(mtu("nonexistent0").is_err() && mtu("a-name-that-is-too-long").is_err());

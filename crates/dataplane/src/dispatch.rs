@@ -86,7 +86,7 @@ impl Dispatch {
         } else {
             ledger.start()?;
         }
-        ledger.describe(options);
+        ledger.store_service_info(options);
         let responses = attach_responses(&loaded.progs.responses, cgroup, &pins.join(LINK_PIN))?;
         let drops = attach_drops(&loaded.progs.drops, &pins.join(DROPS_LINK_PIN))?;
         Ok(Self {
@@ -141,12 +141,12 @@ impl Dispatch {
         let cookie = reuseport::socket_cookie(socket)?;
         let key = socket.as_raw_fd().to_ne_bytes();
         self.sockets.update(&key, &slot.to_ne_bytes(), MapFlags::ANY).context("storage of the socket's slot")?;
-        self.ledger.occupy(slot, cookie, pid);
+        self.ledger.assign_slot(slot, cookie, pid);
         if let Err(error) = self.workers.insert(slot, socket) {
             self.ledger.release_slot(slot);
             return Err(error);
         }
-        self.ledger.open(slot);
+        self.ledger.open_slot(slot);
         Ok(slot)
     }
 
@@ -247,7 +247,7 @@ pub(crate) fn set_constants(open: &mut OpenDispatchSkel<'_>, options: &Options) 
     constants.service_port = options.service.port().to_be();
     constants.service_address = request_ledger::client_words(options.service.ip());
     constants.network_namespace = namespace.ino() as u32;
-    constants.learning = options.learn;
+    constants.learning = options.observes_service_times;
     if let Some(id) = options.request_id {
         constants.request_id_bytes = id.bytes.into();
         constants.request_id_offset = id.offset.into();

@@ -119,7 +119,7 @@ fn send_errors(counters: Vec<(String, u64)>) -> Vec<(String, u64)> {
 
 /// Returns the number of receive queues as in `ethtool -l`: combined and receive-only ones. Fails when the driver does
 /// not report it.
-pub fn channels(interface: &str) -> io::Result<u16> {
+pub fn receive_queue_count(interface: &str) -> io::Result<u16> {
     all_channels(interface).map(|channels| channels.receive)
 }
 

@@ -52,7 +52,7 @@ fn layout(address: IpAddr) -> intf::nat_address {
 /// The programs at the device, until this is dropped.
 #[derive(Debug)]
 pub struct NatPrograms {
-    paths: Arc<NatTable>,
+    nat_table: Arc<NatTable>,
     _held: [TemporaryAttachment; 2],
 }
 
@@ -72,12 +72,12 @@ impl NatPrograms {
             tc::attach_until_drop(loaded.progs.health_ingress.as_fd(), index, Direction::Ingress)?,
             tc::attach_until_drop(loaded.progs.health_egress.as_fd(), index, Direction::Egress)?,
         ];
-        Ok(Self { paths: Arc::new(NatTable(MapHandle::try_from(&loaded.maps.checked_paths)?)), _held: held })
+        Ok(Self { nat_table: Arc::new(NatTable(MapHandle::try_from(&loaded.maps.checked_paths)?)), _held: held })
     }
 
     /// Returns the table, for use from any thread.
-    pub fn paths(&self) -> &Arc<NatTable> {
-        &self.paths
+    pub fn nat_table(&self) -> &Arc<NatTable> {
+        &self.nat_table
     }
 }
 

@@ -64,7 +64,7 @@ impl Intake {
         let index = index.with_context(|| format!("interface {interface:?} does not exist"))?;
         let mac = mac_of(interface)?.with_context(|| format!("interface {interface:?} has no MAC address"))?;
         // A driver that does not report its queues counts as having one.
-        let (count, limit) = (ethtool::channels(interface).unwrap_or(1).into(), intf::MAX_INTAKE_QUEUES);
+        let (count, limit) = (ethtool::receive_queue_count(interface).unwrap_or(1).into(), intf::MAX_INTAKE_QUEUES);
         ensure!(count <= limit, "interface {interface:?} has {count} receive queues: expected at most {limit}");
         let mut program = IntakeProgram::load(mac, listeners)?;
         let attachment = program.attach(index).with_context(|| format!("interface {interface:?}"))?;

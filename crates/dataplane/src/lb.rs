@@ -52,7 +52,7 @@ use coreward_model::vlan::Vlan;
 use coreward_model::{ServerId, ServiceAddress};
 
 pub use coreward_intf::{LB_COUNTER_NAMES as COUNTER_NAMES, LB_EVENT_NAMES as EVENT_NAMES};
-pub use counters::{COUNTERS, Counters, EVENT_COUNT};
+pub use counters::{COUNTER_COUNT, Counters, EVENT_COUNT};
 pub(crate) use device::mac_of;
 pub use lb_stamping::{ClockState, IdTooLarge, ServerClock, StampedPackets};
 pub use pinned::{PinnedServers, pinned_problem, pinned_program};
@@ -64,8 +64,8 @@ use crate::mac::MacAddress;
 use crate::rcu::{GracePeriods, GraceTicket};
 use connections::Occupancy;
 use link::XdpLink;
-use program::{Maps, Sizes};
-use services::{Service, features_in_use, services_of};
+use program::{MapSizes, Maps};
+use services::{Service, features_in_use, read_services};
 use variant::{EnabledFeatures, Variant, VlansInUse};
 
 /// A rate of packets.
@@ -89,7 +89,7 @@ pub struct BroadcastRates {
 }
 
 /// Rate limits of broadcasts, by `enum limited_kind`.
-pub type Broadcast = [BroadcastRates; intf::LIMITED_KIND_COUNT as usize];
+pub type BroadcastLimits = [BroadcastRates; intf::LIMITED_KIND_COUNT as usize];
 
 impl BroadcastRates {
     const fn new(per_source: (u32, u32), per_service: (u32, u32), total: (u32, u32)) -> Self {
@@ -107,7 +107,7 @@ impl BroadcastRates {
     /// 80,000 packets a second in all. One source may have a quarter of a service's rate. ICMP errors without a cookie
     /// have the largest rate, because forged ones with any source look the same. Packets of a lost connection table
     /// cost one delivery per connection, all at the same time.
-    pub const DEFAULT: Broadcast = {
+    pub const DEFAULT: BroadcastLimits = {
         let small = Self::new((250, 64), (1_000, 128), (10_000, 1_000));
         let mut rates = [small; intf::LIMITED_KIND_COUNT as usize];
         rates[intf::LIMITED_ICMP_ERROR as usize] = Self::new((250, 64), (12_000, 1_000), (20_000, 2_000));
@@ -126,7 +126,7 @@ pub struct Options {
     /// Pin directory in a BPF file system; `None`: maps and programs end with the process.
     pub pin_directory: Option<PathBuf>,
     /// Rate limits of broadcasts.
-    pub broadcast: Broadcast,
+    pub broadcast_limits: BroadcastLimits,
     /// Number of entries for connections without a cookie (16 bytes each): 1 to [`MAX_FLOW_TABLE_ENTRIES`], rounded up
     /// to sets of 8. A table that is taken over keeps its size.
     pub flow_table_entries: u32,
@@ -137,7 +137,7 @@ pub struct Options {
     pub packets_read_clock: bool,
     /// Number of entries for connections of stateful services (64 bytes each). A pinned table of another size is
     /// replaced when it is empty, and rejected otherwise.
-    pub connection_table: TableSize,
+    pub connection_table_size: TableSize,
     /// Key of the connection table's hash in new maps; `None`: random. Tests with a fixed seed set a key.
     pub connection_key: Option<CookieKey>,
     /// VLAN of clients' packets.
@@ -148,11 +148,11 @@ impl Default for Options {
     fn default() -> Self {
         Self {
             pin_directory: None,
-            broadcast: BroadcastRates::DEFAULT,
+            broadcast_limits: BroadcastRates::DEFAULT,
             flow_table_entries: intf::DEFAULT_FLOW_TABLE_ENTRIES,
             lb_stamping_clock: LbStampingClock::default(),
             packets_read_clock: false,
-            connection_table: TableSize::default(),
+            connection_table_size: TableSize::default(),
             connection_key: None,
             vlan: Vlan::UNTAGGED,
         }
@@ -207,13 +207,13 @@ pub struct Server {
     /// MAC address; `None`: not resolved, so the server gets no packets.
     pub mac: Option<MacAddress>,
     /// Whether the server gets new connections. A draining or unhealthy server gets only packets of established ones.
-    pub eligible: bool,
+    pub is_eligible: bool,
 }
 
 /// The program, its maps and its link. After a drop, pinned objects continue to work.
 #[derive(Debug)]
 pub struct LoadBalancer {
-    pins: Option<PathBuf>,
+    lb_pin_directory: Option<PathBuf>,
     maps: Maps,
     variant: Variant,
     program: OwnedFd,
@@ -223,14 +223,14 @@ pub struct LoadBalancer {
     /// Services by index; only indexes that were used since the start of the process.
     services_by_index: Vec<Option<ServiceAddress>>,
     /// Last known source address of the replies of servers with LB-side stamping.
-    lb_stamped: BTreeMap<(ServiceIndex, ServerId), MacAddress>,
+    lb_stamped_macs: BTreeMap<(ServiceIndex, ServerId), MacAddress>,
     /// VLANs that servers are in.
     server_vlans: BTreeSet<Vlan>,
     grace_periods: GracePeriods,
     /// Time at which programs were switched away from the idle half of the service directory.
-    directory_retired_at: GraceTicket,
+    directory_grace_ticket: GraceTicket,
     /// Index in the connection table of the next sweep.
-    next_swept: u32,
+    next_sweep_position: u32,
     /// Number of used entries of the connection table.
     occupancy: Occupancy,
     is_taken_over: bool,
@@ -250,8 +250,8 @@ impl LoadBalancer {
             "a flow table of {} entries: expected 1 to {MAX_FLOW_TABLE_ENTRIES}",
             options.flow_table_entries
         );
-        let pins = options.pin_directory.as_deref().map(program::pin_directory).transpose()?;
-        let mut link = pins.as_ref().map(|pins| XdpLink::pinned(&pins.join("link"))).transpose()?.flatten();
+        let pins = options.pin_directory.as_deref().map(program::create_pin_directory).transpose()?;
+        let mut link = pins.as_ref().map(|pins| XdpLink::open_pinned(&pins.join("link"))).transpose()?.flatten();
         if let (Some(pins), None) = (&pins, &link)
             && program::any_pinned(pins)
         {
@@ -278,26 +278,26 @@ impl LoadBalancer {
             );
         }
         let mut variant = Variant {
-            in_use: EnabledFeatures::default(),
-            traffic: false,
+            features: EnabledFeatures::default(),
+            counts_traffic: false,
             counters_by_cpu: false,
-            broadcast: options.broadcast,
+            broadcast_limits: options.broadcast_limits,
             lb_stamping_clock: options.lb_stamping_clock,
             packets_read_clock: options.packets_read_clock,
-            vlans: VlansInUse { vip: options.vlan, servers: false },
+            vlans: VlansInUse { vip: options.vlan, has_server_vlan: false },
         };
-        let sizes = Sizes::new(options.flow_table_entries, options.connection_table)?;
+        let sizes = MapSizes::new(options.flow_table_entries, options.connection_table_size)?;
         let taken_over = link.is_some();
         let grace_periods = GracePeriods::start()?;
         let (maps, program, services) = match &pins {
             Some(pins) if taken_over => {
                 let mut maps = Maps::take_over(pins)?;
                 maps.resize(pins, sizes)?;
-                connections::recover(&maps.connections)?;
-                let mut services = services_of(&maps);
+                connections::recover_lost_slots(&maps.connections)?;
+                let mut services = read_services(&maps);
                 placement::adopt_tables(&mut maps, &mut services);
-                variant.in_use = features_in_use(&services);
-                variant.vlans.servers = vlans::has_server_in_vlan(&maps);
+                variant.features = features_in_use(&services);
+                variant.vlans.has_server_vlan = vlans::has_server_in_vlan(&maps);
                 variant.counters_by_cpu = maps.state.load(offset_of!(intf::lb_state, counters_by_cpu)) != 0;
                 let program = maps.load(&variant)?;
                 (maps, program, services)
@@ -307,7 +307,7 @@ impl LoadBalancer {
                     variant.counters_by_cpu = program::pinned_counters_by_cpu(pins)?;
                 }
                 let (maps, program) = Maps::create(&variant, sizes)?;
-                connections::begin(&maps, options.connection_key);
+                connections::initialise_connections(&maps, options.connection_key);
                 if let (Some(pins), None) = (&pins, &pending_upgrade) {
                     maps.pin(pins)?;
                 }
@@ -322,18 +322,18 @@ impl LoadBalancer {
             occupancy: Occupancy::count(&maps),
             services_by_index: places,
             // Objects may have been released just before the take-over: the first write waits for a grace period.
-            directory_retired_at: grace_periods.request(),
+            directory_grace_ticket: grace_periods.request(),
             grace_periods,
-            pins,
+            lb_pin_directory: pins,
             maps,
             variant,
             program,
             link,
             interface: None,
             services,
-            lb_stamped,
+            lb_stamped_macs: lb_stamped,
             server_vlans: BTreeSet::new(),
-            next_swept: 0,
+            next_sweep_position: 0,
             is_taken_over: taken_over,
             pending_upgrade,
         })
@@ -365,7 +365,7 @@ impl LoadBalancer {
     pub fn commit_upgrade(&mut self) -> anyhow::Result<()> {
         let Some(link) = self.pending_upgrade.take() else { return Ok(()) };
         link.replace(self.program.as_fd()).context("replacing the program at the device")?;
-        if let Some(pins) = &self.pins {
+        if let Some(pins) = &self.lb_pin_directory {
             program::unpin_maps(pins)?;
             self.maps.pin(pins)?;
         }
@@ -393,7 +393,7 @@ impl LoadBalancer {
 
     /// Removes the program from the device and all pins: forwarding ends. Fails when a pin cannot be removed.
     pub fn detach(mut self) -> anyhow::Result<()> {
-        if let Some(pins) = &self.pins {
+        if let Some(pins) = &self.lb_pin_directory {
             link::unpin(&pins.join("link"))?;
             program::unpin(pins)?;
         }
@@ -419,10 +419,10 @@ impl LoadBalancer {
 const SERVER_FLAGS_SHIFT: u32 = 48;
 
 /// Returns the offset of a server's entry in an array of all servers.
-fn entry_at<T>(id: u16) -> usize {
+fn entry_offset<T>(id: u16) -> usize {
     usize::from(id) * size_of::<T>()
 }
 
-fn state_of(service: ServiceIndex) -> usize {
+fn service_state_offset(service: ServiceIndex) -> usize {
     offset_of!(intf::lb_state, services) + usize::from(service.0) * size_of::<intf::service_state>()
 }

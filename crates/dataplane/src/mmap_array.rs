@@ -91,7 +91,7 @@ impl<T: ?Sized> MmapArray<T> {
 
     /// Returns the 32-bit word at `offset`, which programs change by atomic operations of that size. Panics when
     /// `offset` is no multiple of 4 or outside.
-    pub fn half(&self, offset: usize) -> &AtomicU32 {
+    pub fn word32(&self, offset: usize) -> &AtomicU32 {
         assert!(offset.is_multiple_of(HALF) && offset + HALF <= self.bytes.get(), "no 32-bit word at {offset}");
         // SAFETY: inside the mapping, aligned, and of atomic type, as all access to this memory is.
         unsafe { AtomicU32::from_ptr(self.address.as_ptr().byte_add(offset).cast()) }

@@ -77,40 +77,41 @@ struct Neighbour {
 /// State of the neighbours, and the schedule of probes. Callers pass times of one monotonic clock.
 #[derive(Debug, Clone, Default)]
 pub struct Neighbours {
-    known: BTreeMap<IpAddr, Neighbour>,
+    by_address: BTreeMap<IpAddr, Neighbour>,
     /// Addresses of the neighbours, sorted by the time of the next probe.
-    order: BTreeSet<(Duration, IpAddr)>,
+    probe_schedule: BTreeSet<(Duration, IpAddr)>,
 }
 
 impl Neighbours {
     /// Sets the addresses to resolve; new ones are probed at once.
     pub fn set_addresses(&mut self, addresses: &[IpAddr], now: Duration) {
         let desired: BTreeSet<IpAddr> = addresses.iter().copied().collect();
-        self.known.retain(|address, _| desired.contains(address));
+        self.by_address.retain(|address, _| desired.contains(address));
         for address in desired {
-            self.known.entry(address).or_insert(Neighbour { mac: None, missed: 0, next_probe: now });
+            self.by_address.entry(address).or_insert(Neighbour { mac: None, missed: 0, next_probe: now });
         }
-        self.order = self.known.iter().map(|(address, neighbour)| (neighbour.next_probe, *address)).collect();
+        self.probe_schedule =
+            self.by_address.iter().map(|(address, neighbour)| (neighbour.next_probe, *address)).collect();
     }
 
     /// Records the sender of a packet of ARP or neighbour discovery (reply, request or announcement), and returns the
     /// change of its MAC address.
     pub fn observe(&mut self, address: IpAddr, mac: MacAddress, now: Duration) -> Option<Change> {
-        let neighbour = self.known.get_mut(&address)?;
+        let neighbour = self.by_address.get_mut(&address)?;
         neighbour.missed = 0;
-        self.order.remove(&(neighbour.next_probe, address));
+        self.probe_schedule.remove(&(neighbour.next_probe, address));
         neighbour.next_probe = now + PROBE_INTERVAL;
-        self.order.insert((neighbour.next_probe, address));
+        self.probe_schedule.insert((neighbour.next_probe, address));
         (neighbour.mac.replace(mac) != Some(mac)).then_some(Change { address, mac: Some(mac) })
     }
 
     /// Returns the due probes, at most [`PROBES_PER_BURST`], and the neighbours that became unresolved.
-    pub fn due(&mut self, now: Duration) -> (Vec<Probe>, Vec<Change>) {
+    pub fn take_due_probes(&mut self, now: Duration) -> (Vec<Probe>, Vec<Change>) {
         let (mut probes, mut changes) = (Vec::new(), Vec::new());
         while probes.len() < PROBES_PER_BURST {
-            let Some((_, address)) = self.order.first().copied().filter(|(due, _)| *due <= now) else { break };
-            self.order.pop_first();
-            let Some(neighbour) = self.known.get_mut(&address) else { continue };
+            let Some((_, address)) = self.probe_schedule.first().copied().filter(|(due, _)| *due <= now) else { break };
+            self.probe_schedule.pop_first();
+            let Some(neighbour) = self.by_address.get_mut(&address) else { continue };
             if neighbour.missed >= MISSED_LIMIT && neighbour.mac.take().is_some() {
                 changes.push(Change { address, mac: None });
             }
@@ -119,14 +120,14 @@ impl Neighbours {
             // A missed probe is repeated sooner.
             let settled = neighbour.mac.is_some() && neighbour.missed == 1;
             neighbour.next_probe = now + if settled { PROBE_INTERVAL } else { SEARCH_INTERVAL };
-            self.order.insert((neighbour.next_probe, address));
+            self.probe_schedule.insert((neighbour.next_probe, address));
         }
         (probes, changes)
     }
 
     /// Returns the time of the next probe; `None` without neighbours.
     pub fn next_probe_time(&self) -> Option<Duration> {
-        self.order.first().map(|(due, _)| *due)
+        self.probe_schedule.first().map(|(due, _)| *due)
     }
 }
 
@@ -150,7 +151,7 @@ pub fn request_frame(
 }
 
 /// Returns the sender of an ARP frame; `None`: not ARP for Ethernet and IPv4, or a sender with a group address.
-pub fn sender(frame: &[u8]) -> Option<(Ipv4Addr, MacAddress)> {
+pub fn parse_sender(frame: &[u8]) -> Option<(Ipv4Addr, MacAddress)> {
     if frame.len() < FRAME_BYTES || frame[12..14] != ETHERTYPE_ARP.to_be_bytes() || frame[14..20] != ARP_ETHERNET_IPV4 {
         return None;
     }
@@ -184,7 +185,7 @@ impl Resolver {
         vlan: Vlan,
         notify: impl Fn(Change) -> bool + Send + 'static,
     ) -> anyhow::Result<Self> {
-        let link = Link::open(interface, vlan)?;
+        let link = ArpNdpSockets::open(interface, vlan)?;
         let (alive, ended) = mpsc::channel();
         let desired = Arc::new(Mutex::new(None));
         let shared = desired.clone();
@@ -217,14 +218,14 @@ impl Resolver {
 }
 
 /// Packet sockets for ARP and neighbour discovery at one device.
-struct Link {
+struct ArpNdpSockets {
     arp: OwnedFd,
     ndp: OwnedFd,
     interface: String,
     vlan: Vlan,
 }
 
-impl Link {
+impl ArpNdpSockets {
     fn open(interface: &str, vlan: Vlan) -> anyhow::Result<Self> {
         let index = nix::net::if_::if_nametoindex(interface)
             .with_context(|| format!("interface {interface:?} does not exist here"))?;
@@ -234,7 +235,7 @@ impl Link {
             let filter = filter::in_vlan(vlan, filter);
             packet_socket(index, received, &filter).with_context(|| format!("a packet socket at {interface}"))
         };
-        let (arp, ndp) = (open(ETHERTYPE_ARP, &filter::ARP)?, open(ndp::ETHERTYPE_IPV6, &ndp::SOCKET_FILTER)?);
+        let (arp, ndp) = (open(ETHERTYPE_ARP, &filter::ARP_FILTER)?, open(ndp::ETHERTYPE_IPV6, &ndp::SOCKET_FILTER)?);
         Ok(Self { arp, ndp, interface: interface.to_owned(), vlan })
     }
 
@@ -256,7 +257,7 @@ impl Link {
             let mut lost = Vec::new();
             if start.elapsed() >= paced_until {
                 let now = start.elapsed();
-                let (probes, missing) = neighbours.due(now);
+                let (probes, missing) = neighbours.take_due_probes(now);
                 // Own addresses are read once per interval, not once per burst of probes.
                 if !probes.is_empty() && own_read_at.is_none_or(|read_at| read_at + SEARCH_INTERVAL <= now) {
                     (own, own_read_at) = (OwnAddresses::in_vlan(&self.interface, self.vlan), Some(now));
@@ -319,9 +320,11 @@ impl Link {
             Ok(_) => {}
             Err(error) => return Err(error).context("waiting for ARP or neighbour discovery"),
         }
-        let mut senders = self.receive(&self.arp, |frame| sender(frame).map(|(address, mac)| (address.into(), mac)))?;
-        senders
-            .extend(self.receive(&self.ndp, |frame| ndp::sender(frame).map(|(address, mac)| (address.into(), mac)))?);
+        let mut senders =
+            self.receive(&self.arp, |frame| parse_sender(frame).map(|(address, mac)| (address.into(), mac)))?;
+        senders.extend(
+            self.receive(&self.ndp, |frame| ndp::parse_sender(frame).map(|(address, mac)| (address.into(), mac)))?,
+        );
         Ok(senders)
     }
 
@@ -449,15 +452,15 @@ mod tests {
     fn neighbour_is_found_kept_and_lost() {
         let mut neighbours = Neighbours::default();
         neighbours.set_addresses(&[A], at(0));
-        assert_eq!(neighbours.due(at(0)).0, [Probe { address: A, mac: None }]);
+        assert_eq!(neighbours.take_due_probes(at(0)).0, [Probe { address: A, mac: None }]);
         assert_eq!(neighbours.observe(A, MAC, at(1)), Some(Change { address: A, mac: Some(MAC) }));
         assert_eq!(neighbours.observe(A, MAC, at(2)), None);
-        assert!(neighbours.due(at(500)).0.is_empty());
+        assert!(neighbours.take_due_probes(at(500)).0.is_empty());
         // The first probe goes to the neighbour's MAC address; after a missed probe, probes are broadcast.
-        assert_eq!(neighbours.due(at(1002)).0, [Probe { address: A, mac: Some(MAC) }]);
+        assert_eq!(neighbours.take_due_probes(at(1002)).0, [Probe { address: A, mac: Some(MAC) }]);
         let mut lost_at = None;
         for ms in (1003..10_000).step_by(10) {
-            let (probes, changes) = neighbours.due(at(ms));
+            let (probes, changes) = neighbours.take_due_probes(at(ms));
             assert!(probes.iter().all(|probe| probe.mac.is_none()));
             if changes == [Change { address: A, mac: None }] {
                 assert_eq!(lost_at.replace(ms), None);
@@ -473,11 +476,11 @@ mod tests {
         neighbours.set_addresses(&all, at(0));
         let mut asked = BTreeSet::new();
         while asked.len() < all.len() {
-            let (probes, _) = neighbours.due(at(1));
+            let (probes, _) = neighbours.take_due_probes(at(1));
             assert!((1..=PROBES_PER_BURST).contains(&probes.len()));
             asked.extend(probes.iter().map(|probe| probe.address));
         }
-        assert_eq!(neighbours.due(at(1)).0, []);
+        assert_eq!(neighbours.take_due_probes(at(1)).0, []);
         assert!(all.iter().all(|address| neighbours.observe(*address, MAC, at(2)).is_some()));
         assert_eq!(neighbours.next_probe_time(), Some(at(2) + PROBE_INTERVAL));
     }
@@ -498,12 +501,12 @@ mod tests {
     fn arp_request_is_parsed_again() {
         let target = Ipv4Addr::new(10, 1, 1, 1);
         let frame = request_frame(target, None, MAC, Ipv4Addr::new(10, 1, 0, 1));
-        assert_eq!(sender(&frame), Some((Ipv4Addr::new(10, 1, 0, 1), MAC)));
+        assert_eq!(parse_sender(&frame), Some((Ipv4Addr::new(10, 1, 0, 1), MAC)));
         for length in 0..FRAME_BYTES {
-            assert_eq!(sender(&frame[..length]), None);
+            assert_eq!(parse_sender(&frame[..length]), None);
         }
         let mut group = frame;
         group[22] = 0xff;
-        assert_eq!(sender(&group), None);
+        assert_eq!(parse_sender(&group), None);
     }
 }

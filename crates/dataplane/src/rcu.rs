@@ -56,9 +56,9 @@ pub struct GracePeriods(Arc<Shared>);
 #[derive(Debug, Default)]
 struct Shared {
     /// Number of grace periods that have begun.
-    begun: AtomicU64,
+    begun_count: AtomicU64,
     /// Number of grace periods that have ended.
-    ended: AtomicU64,
+    ended_count: AtomicU64,
     requests: Mutex<Requests>,
     changed: Condvar,
 }
@@ -66,9 +66,9 @@ struct Shared {
 #[derive(Debug, Default)]
 struct Requests {
     /// Number of the last grace period that a caller awaits.
-    requested: u64,
-    over: bool,
-    failed: Option<String>,
+    last_requested: u64,
+    is_stopped: bool,
+    wait_error: Option<String>,
 }
 
 impl Shared {
@@ -79,21 +79,21 @@ impl Shared {
     fn run(&self) {
         loop {
             let mut requests = self.requests();
-            while !requests.over && requests.requested <= self.ended.load(Ordering::SeqCst) {
+            while !requests.is_stopped && requests.last_requested <= self.ended_count.load(Ordering::SeqCst) {
                 self.changed.wait(&mut requests);
             }
-            if requests.over {
+            if requests.is_stopped {
                 return;
             }
             drop(requests);
-            let number = self.begun.fetch_add(1, Ordering::SeqCst) + 1;
+            let number = self.begun_count.fetch_add(1, Ordering::SeqCst) + 1;
             let outcome = wait_for_programs();
             let mut requests = self.requests();
             match outcome {
-                Ok(()) => self.ended.store(number, Ordering::SeqCst),
+                Ok(()) => self.ended_count.store(number, Ordering::SeqCst),
                 Err(error) => {
-                    requests.failed = Some(format!("{error:#}"));
-                    requests.over = true;
+                    requests.wait_error = Some(format!("{error:#}"));
+                    requests.is_stopped = true;
                 }
             }
             self.changed.notify_all();
@@ -117,9 +117,9 @@ impl GracePeriods {
     pub fn request(&self) -> GraceTicket {
         // Programs that begin after the fence see all earlier stores.
         fence(Ordering::SeqCst);
-        let moment = self.0.begun.load(Ordering::SeqCst) + 1;
+        let moment = self.0.begun_count.load(Ordering::SeqCst) + 1;
         let mut requests = self.0.requests();
-        requests.requested = requests.requested.max(moment);
+        requests.last_requested = requests.last_requested.max(moment);
         drop(requests);
         self.0.changed.notify_all();
         GraceTicket(moment)
@@ -127,7 +127,7 @@ impl GracePeriods {
 
     /// Whether all programs that ran at the ticket's time have ended.
     pub fn has_passed(&self, moment: GraceTicket) -> bool {
-        self.0.ended.load(Ordering::SeqCst) >= moment.0
+        self.0.ended_count.load(Ordering::SeqCst) >= moment.0
     }
 
     /// Waits until [`has_passed`](Self::has_passed) is true. Fails when the kernel has refused to wait for a grace
@@ -135,7 +135,7 @@ impl GracePeriods {
     pub fn wait(&self, moment: GraceTicket) -> anyhow::Result<()> {
         let mut requests = self.0.requests();
         while !self.has_passed(moment) {
-            if let Some(error) = &requests.failed {
+            if let Some(error) = &requests.wait_error {
                 bail!("{error}");
             }
             self.0.changed.wait(&mut requests);
@@ -146,7 +146,7 @@ impl GracePeriods {
 
 impl Drop for GracePeriods {
     fn drop(&mut self) {
-        self.0.requests().over = true;
+        self.0.requests().is_stopped = true;
         self.0.changed.notify_all();
     }
 }

@@ -35,14 +35,14 @@ const SEQUENCE: Range<usize> = 8..12;
 const TYPE_AT: usize = 16 + 7;
 /// Multicast groups for links, and for addresses, routes and rules of IPv4 and IPv6: RTMGRP_* of
 /// include/uapi/linux/rtnetlink.h. The last group is 1 << (RTNLGRP_IPV6_RULE - 1).
-const GROUPS: u32 = 0x1 | 0x10 | 0x40 | 0x80 | 0x100 | 0x400 | 1 << 18;
+const MULTICAST_GROUPS: u32 = 0x1 | 0x10 | 0x40 | 0x80 | 0x100 | 0x400 | 1 << 18;
 
 /// Reason why the load balancer's interface does not reach a server.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum RouteError {
     /// The kernel has no route.
     #[error("no route ({0}): expected one by the load balancer's interface")]
-    None(Errno),
+    NoRoute(Errno),
     /// The route is not a unicast route, so it does not lead to a server.
     #[error("a route of type {0}: expected a unicast route by the load balancer's interface")]
     NotUnicast(u8),
@@ -71,13 +71,13 @@ impl Routes {
     pub fn open() -> io::Result<Self> {
         let open = || socket(AddressFamily::Netlink, SockType::Raw, SockFlag::SOCK_CLOEXEC, SockProtocol::NetlinkRoute);
         let (notifications, queries) = (open()?, open()?);
-        bind(notifications.as_raw_fd(), &NetlinkAddr::new(0, GROUPS))?;
+        bind(notifications.as_raw_fd(), &NetlinkAddr::new(0, MULTICAST_GROUPS))?;
         setsockopt(&queries, sockopt::ReceiveTimeout, &TimeVal::seconds(1))?;
         Ok(Self { notifications, queries, sequence: 0 })
     }
 
     /// Returns whether links, addresses, routes or rules have changed since the last call.
-    pub fn changed(&self) -> bool {
+    pub fn has_changed(&self) -> bool {
         let mut changed = false;
         let mut notification = [0; 4096];
         loop {
@@ -93,12 +93,12 @@ impl Routes {
     /// Returns the next hop of packets to `server` at the device of index `interface`: a gateway, or the server itself.
     /// Fails when packets to the server do not leave by that device.
     pub fn next_hop(&mut self, interface: u32, server: IpAddr) -> Result<IpAddr, RouteError> {
-        self.send_query(server).map_err(RouteError::None)?;
+        self.send_query(server).map_err(RouteError::NoRoute)?;
         let mut answer = [0; 4096];
         loop {
             let length = match recv(self.queries.as_raw_fd(), &mut answer, MsgFlags::empty()) {
                 Err(Errno::EINTR) => continue,
-                result => result.map_err(RouteError::None)?,
+                result => result.map_err(RouteError::NoRoute)?,
             };
             // An answer to an earlier query may have come after its time limit.
             if answer.get(SEQUENCE) == Some(&self.sequence.to_ne_bytes()[..]) {
@@ -136,7 +136,7 @@ fn read_route(answer: &[u8], interface: u32, server: IpAddr) -> Result<IpAddr, R
     let kind = answer.get(4..6).map(|kind| u16::from_ne_bytes([kind[0], kind[1]]));
     if kind != Some(libc::RTM_NEWROUTE) {
         let code = answer.get(16..20).map_or(0, |code| number(code) as i32);
-        return Err(RouteError::None(Errno::from_raw(-code)));
+        return Err(RouteError::NoRoute(Errno::from_raw(-code)));
     }
     let attributes = answer.get(HEADER..).unwrap_or_default();
     match answer[TYPE_AT] {
@@ -179,7 +179,7 @@ mod tests {
         for loopback in [Ipv4Addr::LOCALHOST.into(), Ipv6Addr::LOCALHOST.into()] {
             assert_eq!(routes.next_hop(index, loopback), Err(RouteError::NotUnicast(libc::RTN_LOCAL)));
         }
-        assert!(!routes.changed(), "a query changes nothing");
+        assert!(!routes.has_changed(), "a query changes nothing");
     }
 
     #[test]
@@ -212,6 +212,6 @@ mod tests {
         let mut error = vec![0; 16];
         error[4..6].copy_from_slice(&(libc::NLMSG_ERROR as u16).to_ne_bytes());
         error.extend((-libc::ENETUNREACH).to_ne_bytes());
-        assert_eq!(read_route(&error, 3, server), Err(RouteError::None(Errno::ENETUNREACH)));
+        assert_eq!(read_route(&error, 3, server), Err(RouteError::NoRoute(Errno::ENETUNREACH)));
     }
 }

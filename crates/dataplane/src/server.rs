@@ -72,7 +72,7 @@ pub struct ServerPrograms {
     /// Whether encapsulated packets have IPv6 outer headers.
     outer_ipv6: bool,
     /// Maps of programs that replace another version's programs, and are pinned, once the services are known.
-    pending_upgrade: Option<[OwnedFd; MAPS.len()]>,
+    pending_upgrade: Option<[OwnedFd; MAP_NAMES.len()]>,
 }
 
 const FIRST_LAYOUT_WITH_KEYS: u64 = 3;
@@ -100,7 +100,7 @@ impl ServerPrograms {
             );
             let skeleton = load(&mut storage, options.sample_every_syn, None)?;
             let mut programs = Self::new(&skeleton, options, Attachment::Tcx, false)?;
-            programs.carry_over(&state)?;
+            programs.copy_keys(&state)?;
             programs.pending_upgrade = Some(maps_of(&skeleton)?);
             return Ok(programs);
         }
@@ -110,17 +110,17 @@ impl ServerPrograms {
         }
         let skeleton = load(&mut storage, options.sample_every_syn, Some(&pins))?;
         let mut programs = Self::new(&skeleton, options, Attachment::Tcx, taken_over)?;
-        programs.put_at_device()?;
+        programs.attach_programs()?;
         Ok(programs)
     }
 
-    fn pins(&self) -> PathBuf {
+    fn server_pin_directory(&self) -> PathBuf {
         self.options.pin_directory.join("server")
     }
 
     /// Attaches the programs in place of an earlier process's programs.
-    fn put_at_device(&mut self) -> anyhow::Result<()> {
-        let (pins, index) = (self.pins(), self.options.interface_index);
+    fn attach_programs(&mut self) -> anyhow::Result<()> {
+        let (pins, index) = (self.server_pin_directory(), self.options.interface_index);
         self.attachment = tc::attach(self.ingress.as_fd(), index, Direction::Ingress, &pins.join("ingress"))?;
         tc::attach(self.egress.as_fd(), index, Direction::Egress, &pins.join("egress"))?;
         Ok(())
@@ -129,7 +129,7 @@ impl ServerPrograms {
     /// Copies keys and time key from state of another layout, so that issued cookies stay valid and TSvals continue.
     /// All layouts from [`FIRST_LAYOUT_WITH_KEYS`] on have the keys at the same offsets. Cookies of older layouts are
     /// not recognised any more.
-    fn carry_over(&mut self, state: &Path) -> anyhow::Result<()> {
+    fn copy_keys(&mut self, state: &Path) -> anyhow::Result<()> {
         let map = MapHandle::from_pinned_path(state).with_context(|| state.display().to_string())?;
         let old = map.lookup(&0u32.to_ne_bytes(), MapFlags::ANY)?.context("an empty map")?;
         let version = offset_of!(intf::server_state, layout_version);
@@ -142,7 +142,9 @@ impl ServerPrograms {
             );
             return Ok(());
         }
-        for (at, length) in [(KEYS, size_of::<intf::fleet_keys>()), (TIME_KEY, size_of::<intf::cookie_key>())] {
+        for (at, length) in
+            [(KEYS_OFFSET, size_of::<intf::fleet_keys>()), (TIME_KEY_OFFSET, size_of::<intf::cookie_key>())]
+        {
             let bytes = old.get(at..at + length).with_context(|| format!("{}: too short", state.display()))?;
             self.state.write(at, bytes);
         }
@@ -152,15 +154,15 @@ impl ServerPrograms {
     /// Replaces another version's programs, if they are still attached.
     fn commit_upgrade(&mut self) -> anyhow::Result<()> {
         let Some(maps) = self.pending_upgrade.take() else { return Ok(()) };
-        self.put_at_device()?;
-        let pins = self.pins();
+        self.attach_programs()?;
+        let pins = self.server_pin_directory();
         for entry in fs::read_dir(&pins)? {
             let path = entry?.path();
             if !LINKS.iter().any(|link| path.ends_with(link)) {
                 fs::remove_file(&path).with_context(|| path.display().to_string())?;
             }
         }
-        for (map, name) in maps.iter().zip(MAPS) {
+        for (map, name) in maps.iter().zip(MAP_NAMES) {
             tc::pin_object(map.as_fd(), &pins.join(name))?;
         }
         tracing::info!(
@@ -190,7 +192,7 @@ impl ServerPrograms {
         let state = MmapArray::<intf::server_state>::new(&maps.bss).context("mapping server_state")?;
         if !taken_over {
             let key = CookieKey::random(&mut UnwrapErr(SysRng));
-            state.write(TIME_KEY, &key.layout());
+            state.write(TIME_KEY_OFFSET, &key.layout());
         }
         state.store(offset_of!(intf::server_state, layout_version), intf::SERVER_LAYOUT_VERSION.into());
         Ok(Self {
@@ -241,25 +243,25 @@ impl ServerPrograms {
     /// Replaces the services of this server atomically, each with the server's id in the service and the mode. Fails
     /// when there are too many services, or a service is listed twice.
     pub fn set_services(&mut self, services: &[(ServiceAddress, ServerId, ServiceMode)]) -> anyhow::Result<()> {
-        let number = |id, mode| number(id, mode, self.outer_ipv6);
+        let number = |id, mode| slot_number(id, mode, self.outer_ipv6);
         let numbered: Vec<_> = services.iter().map(|(address, id, mode)| (*address, number(*id, *mode))).collect();
-        let directory = service_slots::directory(&numbered)?;
+        let directory = service_slots::build_directory(&numbered)?;
         let idle = self.active_half() ^ 1;
         self.state.write(half_offset(idle), &*directory);
-        self.state.store(ACTIVE_HALF, idle);
+        self.state.store(ACTIVE_HALF_OFFSET, idle);
         wait_for_programs()?;
         self.commit_upgrade()
     }
 
     /// Returns whether the service's last SYN-ACK was forwarded: the listening socket is in another network namespace.
     pub fn is_forwarded(&self, service: &ServiceAddress) -> bool {
-        let word = service_slots::word(&service.key());
+        let word = service_slots::service_word(&service.key());
         let slot = service_slots::forwarded_slot(word) * size_of::<u64>();
         self.state.load(offset_of!(intf::server_state, forwarded_services) + slot) == word
     }
 
     fn active_half(&self) -> u64 {
-        self.state.load(ACTIVE_HALF) & 1
+        self.state.load(ACTIVE_HALF_OFFSET) & 1
     }
 
     /// Sets the MAC address of another server, for daisy chaining (`SERVER_NUMBER_CHAINED`, and services without
@@ -284,13 +286,13 @@ impl ServerPrograms {
         let key = keys.keys.map(|key| key.layout());
         let current = u64::from(switch_ms) << 32 | keys.current.get() as u64;
         // The keys are written first: the new current key replaces an unused key.
-        self.state.write(KEYS, &key);
-        self.state.store(KEYS + offset_of!(intf::fleet_keys, current), current);
+        self.state.write(KEYS_OFFSET, &key);
+        self.state.store(KEYS_OFFSET + offset_of!(intf::fleet_keys, current), current);
     }
 
     /// Returns the keys and `switch_ms` from [`set_keys`](Self::set_keys), also from an earlier process.
     pub fn keys(&self) -> (FleetKeys, u32) {
-        let keys = self.state.read::<intf::fleet_keys>(KEYS);
+        let keys = self.state.read::<intf::fleet_keys>(KEYS_OFFSET);
         let current = if keys.current == 0 { KeyIndex::First } else { KeyIndex::Second };
         (FleetKeys { keys: keys.key.map(|key| CookieKey { k0: key.k0, k1: key.k1 }), current }, keys.switch_ms)
     }
@@ -300,7 +302,7 @@ impl ServerPrograms {
     pub fn refresh_clamp_times(&mut self, now_ms: u32) {
         let first = offset_of!(intf::server_state, last_clamp_ms);
         for group in 0..intf::CLAMP_GROUPS as usize {
-            let last = self.state.half(first + group * size_of::<u32>());
+            let last = self.state.word32(first + group * size_of::<u32>());
             let seen = last.load(Ordering::Relaxed);
             let past = now_ms.wrapping_sub(seen) as i32;
             // A time that seems to be in the future was never set: it is 0, and the clock is beyond 2^31 ms.
@@ -314,7 +316,7 @@ impl ServerPrograms {
 
     /// Returns the key that masks the time part of this server's stamps. It is random, drawn when the state is created.
     pub fn time_key(&self) -> CookieKey {
-        let key = self.state.read::<intf::cookie_key>(TIME_KEY);
+        let key = self.state.read::<intf::cookie_key>(TIME_KEY_OFFSET);
         CookieKey { k0: key.k0, k1: key.k1 }
     }
 
@@ -404,9 +406,10 @@ const LAST_CLAMP_OLDEST_MS: i32 = 1 << 29;
 /// Maximum time by which a stored clamp time may be in the future, because another CPU's clock may be ahead.
 const LAST_CLAMP_AHEAD_MS: i32 = 60_000;
 
-const KEYS: usize = offset_of!(intf::server_state, keys);
-const TIME_KEY: usize = offset_of!(intf::server_state, time_key);
-const ACTIVE_HALF: usize = offset_of!(intf::server_state, directories) + offset_of!(intf::service_directories, active);
+const KEYS_OFFSET: usize = offset_of!(intf::server_state, keys);
+const TIME_KEY_OFFSET: usize = offset_of!(intf::server_state, time_key);
+const ACTIVE_HALF_OFFSET: usize =
+    offset_of!(intf::server_state, directories) + offset_of!(intf::service_directories, active);
 
 fn half_offset(half: u64) -> usize {
     offset_of!(intf::server_state, directories)
@@ -419,12 +422,12 @@ fn is_newer(sequence: u32, after: u32) -> bool {
     sequence != 0 && sequence != after && sequence.wrapping_sub(after) < u32::MAX / 2
 }
 
-const MAPS: [&str; 6] =
+const MAP_NAMES: [&str; 6] =
     ["state", "held_timestamps", "half_open_indexes", "connection_indexes", "chained_servers", "rss_mapping"];
 
 const LINKS: [&str; 2] = ["ingress", "egress"];
 
-fn maps_of(skeleton: &ServerSkel<'_>) -> anyhow::Result<[OwnedFd; MAPS.len()]> {
+fn maps_of(skeleton: &ServerSkel<'_>) -> anyhow::Result<[OwnedFd; MAP_NAMES.len()]> {
     let maps = &skeleton.maps;
     let in_order = [
         maps.bss.as_fd(),
@@ -439,7 +442,7 @@ fn maps_of(skeleton: &ServerSkel<'_>) -> anyhow::Result<[OwnedFd; MAPS.len()]> {
 }
 
 /// Returns the number in a service's slot: the server's id and flags of the mode.
-fn number(id: ServerId, mode: ServiceMode, outer_ipv6: bool) -> u32 {
+fn slot_number(id: ServerId, mode: ServiceMode, outer_ipv6: bool) -> u32 {
     let encapsulates = mode.forwarding.encapsulates();
     let flag = |set: bool, flag: u32| if set { flag } else { 0 };
     u32::from(id.get())
@@ -451,7 +454,7 @@ fn number(id: ServerId, mode: ServiceMode, outer_ipv6: bool) -> u32 {
 }
 
 fn remove_maps(pins: &Path) -> anyhow::Result<()> {
-    MAPS.iter().try_for_each(|map| remove_if_present(&pins.join(map)))
+    MAP_NAMES.iter().try_for_each(|map| remove_if_present(&pins.join(map)))
 }
 
 fn remove_if_present(path: &Path) -> anyhow::Result<()> {
@@ -499,7 +502,7 @@ fn load<'object>(
     }
     if let Some(pins) = pins {
         let maps = &mut open.maps;
-        let pinned: [&mut OpenMapMut<'_>; MAPS.len()] = [
+        let pinned: [&mut OpenMapMut<'_>; MAP_NAMES.len()] = [
             &mut maps.bss,
             &mut maps.held_timestamps,
             &mut maps.half_open_indexes,
@@ -507,7 +510,7 @@ fn load<'object>(
             &mut maps.bss_chained,
             &mut maps.rss_mapping,
         ];
-        for (map, name) in pinned.into_iter().zip(MAPS) {
+        for (map, name) in pinned.into_iter().zip(MAP_NAMES) {
             map.set_pin_path(pins.join(name)).context(name)?;
         }
     }

@@ -39,7 +39,7 @@ fn tail(key: &intf::service_key) -> u64 {
 
 /// Returns the word that is hashed to find a service's slot: the tail of the key, for IPv6 combined with the rest of
 /// the address.
-pub(crate) fn word(key: &intf::service_key) -> u64 {
+pub(crate) fn service_word(key: &intf::service_key) -> u64 {
     if u32::from(key.family) == intf::ADDRESS_FAMILY_IPV4 {
         return tail(key);
     }
@@ -72,11 +72,11 @@ fn lb_slot(directory: &intf::lb_service_directory, word: u64) -> usize {
 
 /// Returns a server's directory: the number of each service, and [`SERVICE_ADDRESS_ONLY`](intf::SERVICE_ADDRESS_ONLY)
 /// for each VIP (port and protocol 0). Fails for the reasons of [`DirectoryError`].
-pub fn directory(services: &[(ServiceAddress, u32)]) -> Result<Box<intf::service_directory>, DirectoryError> {
+pub fn build_directory(services: &[(ServiceAddress, u32)]) -> Result<Box<intf::service_directory>, DirectoryError> {
     let mut directory: Box<intf::service_directory> = zerocopy::FromZeros::new_box_zeroed().expect("32 KB of memory");
-    let slots = keys(services, intf::MAX_SERVICES_OF_SERVER)?;
-    let words: Vec<u64> = slots.iter().map(|slot| word(&slot.key)).collect();
-    directory.seed = seed(&words).ok_or(DirectoryError::NoSeed(services.len()))?;
+    let slots = build_slots(services, intf::MAX_SERVICES_OF_SERVER)?;
+    let words: Vec<u64> = slots.iter().map(|slot| service_word(&slot.key)).collect();
+    directory.seed = find_seed(&words).ok_or(DirectoryError::NoSeed(services.len()))?;
     for (new, word) in slots.into_iter().zip(words) {
         directory.slots[slot(word, directory.seed)] = new;
     }
@@ -87,8 +87,8 @@ pub fn directory(services: &[(ServiceAddress, u32)]) -> Result<Box<intf::service
 pub fn lb_directory(services: &[(ServiceAddress, u32)]) -> Result<Box<intf::lb_service_directory>, DirectoryError> {
     let mut directory: Box<intf::lb_service_directory> =
         zerocopy::FromZeros::new_box_zeroed().expect("140 KB of memory");
-    let slots = keys(services, intf::MAX_SERVICES)?;
-    let words: Vec<u64> = slots.iter().map(|slot| word(&slot.key)).collect();
+    let slots = build_slots(services, intf::MAX_SERVICES)?;
+    let words: Vec<u64> = slots.iter().map(|slot| service_word(&slot.key)).collect();
     let (seed, displacement) = perfect_hash(&words).ok_or(DirectoryError::NoSeed(services.len()))?;
     (directory.seed, directory.displacement) = (seed, displacement);
     for (new, word) in slots.into_iter().zip(words) {
@@ -98,7 +98,7 @@ pub fn lb_directory(services: &[(ServiceAddress, u32)]) -> Result<Box<intf::lb_s
     Ok(directory)
 }
 
-fn keys(services: &[(ServiceAddress, u32)], most: u32) -> Result<Vec<intf::service_slot>, DirectoryError> {
+fn build_slots(services: &[(ServiceAddress, u32)], most: u32) -> Result<Vec<intf::service_slot>, DirectoryError> {
     if services.len() > most as usize {
         return Err(DirectoryError::TooMany(services.len(), most));
     }
@@ -136,7 +136,7 @@ impl VipKey {
     }
 }
 
-fn seed(words: &[u64]) -> Option<u64> {
+fn find_seed(words: &[u64]) -> Option<u64> {
     let mut rng = seeded_rng(0, RNG_STREAM_SLOT_SEEDS);
     (0..SEEDS_TRIED).map(|_| rng.next_u64() | 1).find(|seed| {
         let mut used = [false; intf::SERVICE_SLOTS as usize];
@@ -202,7 +202,7 @@ mod tests {
     /// Checks that all services and VIPs are found, and other ports are not. `found` returns the slot that a program
     /// reads for a word.
     fn all_are_found(services: &[(ServiceAddress, u32)], found: impl Fn(u64) -> intf::service_slot) {
-        let find = |key| Some(found(word(&key))).filter(|slot| slot.key == key).map(|slot| slot.number);
+        let find = |key| Some(found(service_word(&key))).filter(|slot| slot.key == key).map(|slot| slot.number);
         for (address, number) in services {
             let key = address.key();
             assert_eq!(find(key), Some(*number));
@@ -217,7 +217,7 @@ mod tests {
     #[test]
     fn server_finds_the_maximum_of_services() {
         let services = many(intf::MAX_SERVICES_OF_SERVER);
-        let directory = directory(&services).unwrap();
+        let directory = build_directory(&services).unwrap();
         all_are_found(&services, |word| directory.slots[slot(word, directory.seed)]);
     }
 
@@ -233,7 +233,7 @@ mod tests {
 
     #[test]
     fn invalid_service_lists_are_rejected() {
-        let text = |services: &[(ServiceAddress, u32)]| directory(services).unwrap_err().to_string();
+        let text = |services: &[(ServiceAddress, u32)]| build_directory(services).unwrap_err().to_string();
         let listed = service("10.0.0.1:80");
         assert_eq!(text(&[(listed, 0), (listed, 1)]), "service 10.0.0.1:80/tcp is listed twice");
         assert_eq!(text(&vec![(listed, 0); 65]), "65 services: expected at most 64");

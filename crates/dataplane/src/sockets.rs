@@ -96,7 +96,7 @@ fn request(sequence: u32, connection: &FourTuple) -> Request {
 /// Returns whether each connection has a socket on this host: established, half-open, closing or in TIME-WAIT. The
 /// results are in the order of `connections`, and take about 2 us of CPU each. Fails when the kernel has no
 /// sock_diag(7) for TCP, or does not answer.
-pub fn open_sockets(connections: &[FourTuple]) -> anyhow::Result<Vec<bool>> {
+pub fn have_sockets(connections: &[FourTuple]) -> anyhow::Result<Vec<bool>> {
     static SUPPORTED: OnceLock<()> = OnceLock::new();
     if SUPPORTED.get().is_none() {
         counts::ensure_supported()?;

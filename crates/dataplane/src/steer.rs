@@ -31,16 +31,16 @@ pub struct Steer {
     program: OwnedFd,
     workers: SocketArray,
     state: MmapArray<intf::steer_state>,
-    taken_over: bool,
+    is_taken_over: bool,
 }
 
 /// Read access to the counters of one service's steering, also without a running agent.
 #[derive(Debug)]
-pub struct Counts(MmapArray<intf::steer_state>);
+pub struct SteerCounters(MmapArray<intf::steer_state>);
 
-impl Counts {
+impl SteerCounters {
     /// Opens the pins of [`Steer::load`]. Fails when nothing is pinned, or the pins are of another version.
-    pub fn pinned(pin_directory: &Path, name: &str) -> anyhow::Result<Self> {
+    pub fn open_pinned(pin_directory: &Path, name: &str) -> anyhow::Result<Self> {
         let path = pin_directory.join("steer").join(name).join("state");
         let map = MapHandle::from_pinned_path(&path).with_context(|| path.display().to_string())?;
         let (found, expected) = (map.value_size() as usize, size_of::<intf::steer_state>());
@@ -77,7 +77,7 @@ impl Steer {
             program: loaded.progs.steer.as_fd().try_clone_to_owned()?,
             workers: SocketArray::new((&loaded.maps.workers).try_into()?, intf::MAX_STEERED_SOCKETS),
             state: MmapArray::new(&loaded.maps.bss_steer).context("mapping steer_state")?,
-            taken_over,
+            is_taken_over: taken_over,
         };
         if !taken_over {
             steer.set_queues(&[]);
@@ -87,7 +87,7 @@ impl Steer {
 
     /// Whether pinned state of an earlier process was taken over.
     pub fn is_taken_over(&self) -> bool {
-        self.taken_over
+        self.is_taken_over
     }
 
     /// Attaches the program to the group that `socket` is in, and replaces an attached program. Fails when the socket

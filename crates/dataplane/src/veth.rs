@@ -26,19 +26,19 @@ const HEADER: usize = 16 + 16;
 /// Returns whether the other end of the veth with this index has a native XDP program. `None`: the device is no veth,
 /// or the kernel does not show the other end.
 pub fn peer_has_xdp(interface_index: u32) -> Option<bool> {
-    let own = link(interface_index, None).ok()?;
+    let own = query_link(interface_index, None).ok()?;
     let kind = attribute(attribute(&own, IFLA_LINKINFO)?, IFLA_INFO_KIND)?;
     if kind.strip_suffix(b"\0").unwrap_or(kind) != b"veth" {
         return None;
     }
     let number = |of: u16| Some(u32::from_ne_bytes(attribute(&own, of)?.try_into().ok()?));
-    let peer = link(number(IFLA_LINK)?, number(IFLA_LINK_NETNSID)).ok()?;
+    let peer = query_link(number(IFLA_LINK)?, number(IFLA_LINK_NETNSID)).ok()?;
     let attached = attribute(attribute(&peer, IFLA_XDP)?, IFLA_XDP_ATTACHED)?;
     Some(attached.first().is_some_and(|attached| ATTACHED_IN_DRIVER.contains(attached)))
 }
 
 /// Returns the attributes of a link. `namespace`: id of the link's network namespace, as assigned in the caller's.
-fn link(interface_index: u32, namespace: Option<u32>) -> io::Result<Vec<u8>> {
+fn query_link(interface_index: u32, namespace: Option<u32>) -> io::Result<Vec<u8>> {
     let target = namespace.map(|namespace| {
         [&8u16.to_ne_bytes()[..], &IFLA_TARGET_NETNSID.to_ne_bytes(), &namespace.to_ne_bytes()].concat()
     });
@@ -102,7 +102,7 @@ mod tests {
     #[test]
     fn loopback_has_no_peer() {
         let index = nix::net::if_::if_nametoindex("lo").unwrap();
-        assert!(link(index, None).is_ok());
+        assert!(query_link(index, None).is_ok());
         assert_eq!(peer_has_xdp(index), None);
         assert_eq!(peer_has_xdp(u32::MAX), None);
     }

@@ -45,7 +45,7 @@ fn query(command: c_int, device: &str) -> io::Result<[u8; NAME_BYTES]> {
 }
 
 /// Returns the underlying device of a VLAN device, and the VLAN; `None`: `device` is no VLAN device.
-pub fn below(device: &str) -> Option<(String, Vlan)> {
+pub fn underlying_device(device: &str) -> Option<(String, Vlan)> {
     let name = query(GET_REAL_DEVICE, device).ok()?;
     let name = CStr::from_bytes_until_nul(&name).ok()?.to_str().ok()?.to_owned();
     let id = query(GET_ID, device).ok()?;
@@ -55,7 +55,7 @@ pub fn below(device: &str) -> Option<(String, Vlan)> {
 
 /// Returns the device whose receive queues and RSS apply: the underlying device of a VLAN device, or `device`.
 pub fn nic(device: &str) -> String {
-    below(device).map_or_else(|| device.to_owned(), |(nic, _)| nic)
+    underlying_device(device).map_or_else(|| device.to_owned(), |(nic, _)| nic)
 }
 
 /// Returns the name of the device for a VLAN at `interface`, or `interface` for untagged frames; `None`: no such
@@ -77,7 +77,9 @@ pub fn names(interface: &str, vlans: impl IntoIterator<Item = Vlan>) -> BTreeMap
     }
     let Ok(devices) = if_nameindex() else { return names };
     for device in devices.iter().filter_map(|device| device.name().to_str().ok()) {
-        if let Some((_, vlan)) = below(device).filter(|(nic, vlan)| nic == interface && vlans.contains(vlan)) {
+        if let Some((_, vlan)) =
+            underlying_device(device).filter(|(nic, vlan)| nic == interface && vlans.contains(vlan))
+        {
             names.entry(vlan).or_insert_with(|| device.to_owned());
         }
     }
@@ -85,7 +87,7 @@ pub fn names(interface: &str, vlans: impl IntoIterator<Item = Vlan>) -> BTreeMap
 }
 
 /// Returns the error text for a VLAN without a device, with the remedy.
-pub fn missing(interface: &str, vlan: Vlan) -> String {
+pub fn missing_device_message(interface: &str, vlan: Vlan) -> String {
     let id = vlan.get();
     format!(
         "interface {interface:?} has no device for VLAN {id}: expected one with an address there (ip link add link \
@@ -106,7 +108,7 @@ pub fn mac_problem(interface: &str, device: &str) -> Option<String> {
 }
 
 /// Makes the driver leave VLAN tags in received frames. Fails when the driver cannot.
-pub fn leave_tags(interface: &str) -> io::Result<()> {
+pub fn disable_rx_vlan_offload(interface: &str) -> io::Result<()> {
     let flags = ethtool::flags(interface)?;
     if flags & ETH_FLAG_RXVLAN == 0 {
         return Ok(());
@@ -126,11 +128,11 @@ mod tests {
 
     #[test]
     fn loopback_is_no_vlan_device() {
-        assert_eq!((below("lo"), nic("lo")), (None, "lo".to_owned()));
-        assert_eq!(below("a-name-that-is-longer-than-allowed"), None);
+        assert_eq!((underlying_device("lo"), nic("lo")), (None, "lo".to_owned()));
+        assert_eq!(underlying_device("a-name-that-is-longer-than-allowed"), None);
         assert_eq!(name("lo", Vlan::UNTAGGED).as_deref(), Some("lo"));
         let vlan = Vlan::new(7).unwrap();
         assert_eq!(name("lo", vlan), None);
-        assert!(missing("lo", vlan).contains("ip link add link lo name lo.7 type vlan id 7"));
+        assert!(missing_device_message("lo", vlan).contains("ip link add link lo name lo.7 type vlan id 7"));
     }
 }

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 
 use coreward_dataplane::dispatch::Policy;
 
-use crate::config::{Config, PIN_DIRECTORY, Service};
+use crate::config::{Config, DEFAULT_PIN_DIRECTORY, Service};
 use crate::{daemon, service, status};
 
 #[derive(Debug, Clone, clap::Args)]
@@ -47,18 +47,20 @@ pub fn run(args: &DispatchArgs) -> anyhow::Result<Option<String>> {
     let config = args.config()?;
     let pin_directory = match &config {
         Some(config) => config.pin_directory.clone(),
-        None => args.pin_directory.clone().unwrap_or_else(|| PIN_DIRECTORY.into()),
+        None => args.pin_directory.clone().unwrap_or_else(|| DEFAULT_PIN_DIRECTORY.into()),
     };
     let pins: Vec<PathBuf> = match &config {
-        Some(config) => {
-            config.services.iter().map(|named| service::pins(&pin_directory, named.options.service)).collect()
-        }
-        None => service::all_pins(&pin_directory),
+        Some(config) => config
+            .services
+            .iter()
+            .map(|named| service::service_pin_directory(&pin_directory, named.options.service))
+            .collect(),
+        None => service::service_pin_directories(&pin_directory),
     };
     match config {
         _ if args.detach => pins.iter().try_for_each(|pins| service::detach(pins)).map(|()| None),
         _ if args.status => {
-            let services = status::pinned(&pins)?;
+            let services = status::read_pinned_status(&pins)?;
             Ok(Some(match args.format {
                 Format::Json => status::json(&services).to_string(),
                 Format::Text => status::text(&services),
@@ -78,7 +80,7 @@ impl DispatchArgs {
         let Some(listen) = self.listen else { return Ok(None) };
         anyhow::ensure!(listen.port() != 0, "--listen {listen}: expected a port from 1 to 65535");
         Ok(Some(Config {
-            pin_directory: self.pin_directory.clone().unwrap_or_else(|| PIN_DIRECTORY.into()),
+            pin_directory: self.pin_directory.clone().unwrap_or_else(|| DEFAULT_PIN_DIRECTORY.into()),
             cgroup: None,
             metrics: None,
             services: vec![Service::new(listen, self.policy)],

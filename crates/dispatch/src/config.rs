@@ -17,7 +17,7 @@ use coreward_dataplane::dispatch::{
 use coreward_model::dispatch::{ClassBounds, Weight};
 
 /// Default pin directory.
-pub const PIN_DIRECTORY: &str = "/sys/fs/bpf/coreward/dispatch";
+pub const DEFAULT_PIN_DIRECTORY: &str = "/sys/fs/bpf/coreward/dispatch";
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Config {
@@ -38,12 +38,12 @@ pub struct Service {
     /// Timeouts of user space.
     pub timeouts: Timeouts,
     /// Expected service time of each type, then of all other requests; `None`: learned.
-    pub expected: Vec<Option<Duration>>,
+    pub expected_times: Vec<Option<Duration>>,
     /// Default bound of [`Service::bounds`].
     bound: u32,
     reserved: u16,
     reserved_bound: u32,
-    classes: u8,
+    class_count: u8,
 }
 
 impl Service {
@@ -56,20 +56,20 @@ impl Service {
                 type_offset: 0,
                 types: Vec::new(),
                 other_class: 0,
-                learn: policy == Policy::LightestQueue,
+                observes_service_times: policy == Policy::LightestQueue,
             },
             timeouts: Timeouts::default(),
-            expected: vec![None],
+            expected_times: vec![None],
             bound: DEFAULT_BOUND,
             reserved: DEFAULT_RESERVED,
             reserved_bound: 0,
-            classes: 1,
+            class_count: 1,
         }
     }
 
     /// Returns the bounds of each class for this number of workers.
     pub fn bounds(&self, workers: u16) -> ClassBounds {
-        ClassBounds::with_reserved_cores(workers, self.classes, self.reserved, self.bound, self.reserved_bound)
+        ClassBounds::with_reserved_cores(workers, self.class_count, self.reserved, self.bound, self.reserved_bound)
     }
 }
 
@@ -215,7 +215,7 @@ impl Table {
         if services.is_empty() && !reader.has_diagnostics() {
             reader.report(span, "no service: expected at least one [[service]]");
         }
-        let pin_directory = self.pin_directory.map_or_else(|| PIN_DIRECTORY.into(), |path| path.0);
+        let pin_directory = self.pin_directory.map_or_else(|| DEFAULT_PIN_DIRECTORY.into(), |path| path.0);
         let metrics = self.metrics.map(|address| *address.get_ref());
         Config { pin_directory, cgroup: self.cgroup, metrics, services }
     }
@@ -244,38 +244,38 @@ impl ServiceTable {
             let [offset, response_offset] = [field.offset, response_offset].map(|offset| offset.0 as u16);
             dispatch::RequestId { offset, response_offset, bytes: field.bytes.0 as u8 }
         });
-        self.types(&mut service, reader);
+        self.add_types(&mut service, reader);
         listen.map(|_| service)
     }
 
-    fn types(&self, service: &mut Service, reader: &mut Reader<'_>) {
+    fn add_types(&self, service: &mut Service, reader: &mut Reader<'_>) {
         if let Some(beyond) = self.types.get(MAX_TYPES) {
             let message = format!("{} types: expected at most {MAX_TYPES}", self.types.len());
             reader.report(beyond.span(), message);
         }
         service.options.type_offset = self.type_field.as_ref().map_or(0, |field| field.offset.0 as u16);
-        service.expected.clear();
+        service.expected_times.clear();
         for spanned in &self.types {
             let kind = spanned.get_ref();
-            let matched = matched(kind, self.type_field.as_ref());
+            let matched = match_value_and_mask(kind, self.type_field.as_ref());
             let Some((value, mask)) = reader.ok_or_report(matched, spanned.span()) else { continue };
             service.options.types.push(RequestType { value, mask, class: kind.class.0 as u8 });
-            service.expected.push(kind.expected.map(|BoundedDuration(time)| time));
+            service.expected_times.push(kind.expected.map(|BoundedDuration(time)| time));
         }
         let lowest = service.options.types.iter().map(|kind| kind.class).max().unwrap_or(0);
         // Requests of no type have the lowest priority.
         service.options.other_class = self.other.class.map_or(lowest, |class| class.0 as u8);
-        service.expected.push(self.other.expected.map(|BoundedDuration(time)| time));
-        service.classes = lowest.max(service.options.other_class) + 1;
-        service.options.learn =
-            service.options.policy == Policy::LightestQueue && service.expected.iter().any(Option::is_none);
+        service.expected_times.push(self.other.expected.map(|BoundedDuration(time)| time));
+        service.class_count = lowest.max(service.options.other_class) + 1;
+        service.options.observes_service_times =
+            service.options.policy == Policy::LightestQueue && service.expected_times.iter().any(Option::is_none);
     }
 }
 
 type Bytes = [u8; 8];
 
 /// Returns the bytes of a type, and the mask of the bits that must match.
-fn matched(kind: &TypeTable, field: Option<&FieldTable>) -> Result<(Bytes, Bytes), String> {
+fn match_value_and_mask(kind: &TypeTable, field: Option<&FieldTable>) -> Result<(Bytes, Bytes), String> {
     let (mut value, mut mask) = (Bytes::default(), Bytes::default());
     match (kind.value, &kind.prefix, field) {
         (Some(number), None, Some(field)) => {
@@ -324,7 +324,7 @@ mod tests {
     #[test]
     fn address_alone_is_a_valid_server() {
         let config = parse(DNS).unwrap();
-        assert_eq!(config.pin_directory, Path::new(PIN_DIRECTORY));
+        assert_eq!(config.pin_directory, Path::new(DEFAULT_PIN_DIRECTORY));
         assert_eq!(config.services, [Service::new("0.0.0.0:53".parse().unwrap(), Policy::ShortestQueue)]);
         assert_eq!(config.services[0].bounds(3).for_class(0), [4, 4, 4]);
     }
@@ -356,14 +356,17 @@ class = 1
         )
         .unwrap();
         let [first, second] = &config.services[..] else { panic!("{config:?}") };
-        assert_eq!((first.options.type_offset, first.options.learn), (3, false));
+        assert_eq!((first.options.type_offset, first.options.observes_service_times), (3, false));
         assert_eq!(first.options.types[0].value, [1, 2, 0, 0, 0, 0, 0, 0]);
         assert_eq!(first.options.types[0].mask, [255, 255, 0, 0, 0, 0, 0, 0]);
-        assert_eq!(first.expected, [Some(Duration::from_micros(100)), Some(Duration::from_nanos(7500))]);
+        assert_eq!(first.expected_times, [Some(Duration::from_micros(100)), Some(Duration::from_nanos(7500))]);
         let id = dispatch::RequestId { offset: 0, response_offset: 4, bytes: 2 };
         assert_eq!(first.options.request_id, Some(id));
         assert_eq!(&second.options.types[0].value, b"get \0\0\0\0");
-        assert_eq!((second.options.other_class, second.classes, second.options.learn), (1, 2, false));
+        assert_eq!(
+            (second.options.other_class, second.class_count, second.options.observes_service_times),
+            (1, 2, false)
+        );
         assert_eq!((second.bounds(3).for_class(0), second.bounds(3).for_class(1)), (&[2, 2, 2][..], &[0, 2, 2][..]));
     }
 

@@ -16,17 +16,20 @@ use crate::dispatcher::Dispatcher;
 use crate::{service, status};
 
 /// Interval of checks whether the services' thread runs.
-const ALIVE_INTERVAL: Duration = Duration::from_secs(1);
+const THREAD_CHECK_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Runs until SIGTERM or SIGINT. The pinned programs continue.
 pub fn run(config: &Config) -> anyhow::Result<()> {
     let (sender, signal) = channel();
     ctrlc::set_handler(move || _ = sender.send(())).context("cannot handle SIGTERM and SIGINT")?;
     let dispatcher = Dispatcher::start(config)?;
-    let pins: Vec<PathBuf> =
-        config.services.iter().map(|named| service::pins(&config.pin_directory, named.options.service)).collect();
+    let pins: Vec<PathBuf> = config
+        .services
+        .iter()
+        .map(|named| service::service_pin_directory(&config.pin_directory, named.options.service))
+        .collect();
     metrics_endpoint::serve(config.metrics, || (), move || metrics_snapshot(&pins))?;
-    while signal.recv_timeout(ALIVE_INTERVAL) == Err(RecvTimeoutError::Timeout) {
+    while signal.recv_timeout(THREAD_CHECK_INTERVAL) == Err(RecvTimeoutError::Timeout) {
         ensure!(dispatcher.is_running(), "the thread that maintains the services has ended");
     }
     tracing::info!(
@@ -39,10 +42,10 @@ pub fn run(config: &Config) -> anyhow::Result<()> {
 /// Returns the programs' counts, read from the services' pins, so that no thread waits for another.
 fn metrics_snapshot(pins: &[PathBuf]) -> Snapshot {
     let mut page = component::base_snapshot(Component::Dispatch);
-    match status::pinned(pins) {
+    match status::read_pinned_status(pins) {
         Ok(services) => {
             let services: Vec<_> = services.into_iter().map(v1::DispatchedService::from).collect();
-            component::dispatch(&mut page, "", &services);
+            component::add_dispatch(&mut page, "", &services);
         }
         Err(error) => {
             tracing::warn!(

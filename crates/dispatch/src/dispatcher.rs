@@ -70,7 +70,8 @@ impl Dispatcher {
 
 /// Ends the dispatch of these services: the kernel chooses again. Fails when something cannot be removed.
 pub fn detach(config: &Config) -> anyhow::Result<()> {
-    let pins = |named: &crate::config::Service| service::pins(&config.pin_directory, named.options.service);
+    let pins =
+        |named: &crate::config::Service| service::service_pin_directory(&config.pin_directory, named.options.service);
     config.services.iter().try_for_each(|named| service::detach(&pins(named)))?;
     // Other services may use the directory.
     let _ = std::fs::remove_dir(&config.pin_directory);
@@ -139,7 +140,7 @@ impl Services {
         for service in leaving {
             let listen = service.listen();
             drop(service);
-            outcome = outcome.and(service::detach(&service::pins(&self.pin_directory, listen)));
+            outcome = outcome.and(service::detach(&service::service_pin_directory(&self.pin_directory, listen)));
         }
         self.pin_directory.clone_from(&config.pin_directory);
         for named in &config.services {

@@ -30,20 +30,23 @@ pub struct Service {
     last_death: Option<Instant>,
     /// Inodes of the workers' sockets.
     known_inodes: BTreeSet<Inode>,
-    learned: Vec<LearnedTime>,
-    observed: Vec<(u64, u64)>,
+    learned_times: Vec<LearnedTime>,
+    last_observed_times: Vec<(u64, u64)>,
     /// The last warning, so that it is logged once.
-    warned: Option<String>,
+    last_warning: Option<String>,
 }
 
 impl Service {
     /// Loads the programs, or takes over running ones.
     pub fn start(config: &config::Service, pin_directory: &Path, cgroup: &Path) -> anyhow::Result<Self> {
         let listen = config.options.service;
-        let dispatch = Dispatch::load(&pins(pin_directory, listen), cgroup, &config.options)
+        let dispatch = Dispatch::load(&service_pin_directory(pin_directory, listen), cgroup, &config.options)
             .with_context(|| format!("service {listen}"))?;
-        let learned: Vec<LearnedTime> =
-            config.expected.iter().map(|time| time.map_or_else(LearnedTime::default, LearnedTime::expected)).collect();
+        let learned: Vec<LearnedTime> = config
+            .expected_times
+            .iter()
+            .map(|time| time.map_or_else(LearnedTime::default, LearnedTime::expected))
+            .collect();
         tracing::info!(
             event = "dispatch-started",
             service = %listen,
@@ -59,11 +62,11 @@ impl Service {
             last_search: None,
             last_death: None,
             known_inodes: BTreeSet::new(),
-            learned,
-            observed,
-            warned: None,
+            learned_times: learned,
+            last_observed_times: observed,
+            last_warning: None,
         };
-        service.set_expected();
+        service.write_expected_times();
         Ok(service)
     }
 
@@ -74,8 +77,8 @@ impl Service {
             self.warn(format!("{error:#}"));
             false
         });
-        if self.config.options.learn {
-            self.learn();
+        if self.config.options.observes_service_times {
+            self.learn_service_times();
         }
         if died {
             self.last_death = Some(Instant::now());
@@ -84,8 +87,8 @@ impl Service {
         let soon = self.last_death.is_some_and(|at| at.elapsed() < SEARCH_INTERVAL * 2);
         if soon || self.last_search.is_none_or(|at| at.elapsed() >= SEARCH_INTERVAL) {
             self.last_search = Some(Instant::now());
-            match self.search(died) {
-                Ok(()) => self.warned = None,
+            match self.find_workers(died) {
+                Ok(()) => self.last_warning = None,
                 Err(error) => self.warn(format!("{error:#}")),
             }
         }
@@ -100,11 +103,11 @@ impl Service {
     }
 
     pub fn warning(&self) -> Option<String> {
-        self.warned.as_ref().map(|warning| format!("dispatch of {}: {warning}", self.listen()))
+        self.last_warning.as_ref().map(|warning| format!("dispatch of {}: {warning}", self.listen()))
     }
 
     fn warn(&mut self, warning: String) {
-        if self.warned.as_ref() != Some(&warning) {
+        if self.last_warning.as_ref() != Some(&warning) {
             let service = self.config.options.service;
             tracing::warn!(
                 event = "dispatch-problem",
@@ -112,34 +115,35 @@ impl Service {
                 error = warning,
                 "the dispatcher cannot maintain the service's workers and retries"
             );
-            self.warned = Some(warning);
+            self.last_warning = Some(warning);
         }
     }
 
-    fn learn(&mut self) {
-        let observed = self.dispatch.ledger().observed_times(self.learned.len());
-        let expected = self.config.expected.iter();
+    fn learn_service_times(&mut self) {
+        let observed = self.dispatch.ledger().observed_times(self.learned_times.len());
+        let expected = self.config.expected_times.iter();
         for (((learned, before), now), expected) in
-            self.learned.iter_mut().zip(&self.observed).zip(&observed).zip(expected)
+            self.learned_times.iter_mut().zip(&self.last_observed_times).zip(&observed).zip(expected)
         {
             // A configured time is not learned.
             if expected.is_none() {
                 learned.observe(now.0.wrapping_sub(before.0), now.1.wrapping_sub(before.1));
             }
         }
-        self.observed = observed;
-        self.set_expected();
+        self.last_observed_times = observed;
+        self.write_expected_times();
     }
 
-    fn set_expected(&self) {
-        let known: Vec<Duration> = self.learned.iter().filter_map(|learned| learned.expected_time()).collect();
+    fn write_expected_times(&self) {
+        let known: Vec<Duration> = self.learned_times.iter().filter_map(|learned| learned.expected_time()).collect();
         // A type without a response so far gets the mean of the other types.
         let mean = known.iter().sum::<Duration>().checked_div(known.len() as u32).unwrap_or(Duration::from_micros(10));
-        let times: Vec<Duration> = self.learned.iter().map(|learned| learned.expected_time().unwrap_or(mean)).collect();
+        let times: Vec<Duration> =
+            self.learned_times.iter().map(|learned| learned.expected_time().unwrap_or(mean)).collect();
         self.dispatch.set_expected(&times);
     }
 
-    fn search(&mut self, died: bool) -> anyhow::Result<()> {
+    fn find_workers(&mut self, died: bool) -> anyhow::Result<()> {
         let listen = self.config.options.service;
         let inodes = listeners::receiving(listen)?;
         if inodes == self.known_inodes && !died {
@@ -152,7 +156,7 @@ impl Service {
         let mut problem = None;
         let mut complete = found.len() == inodes.len();
         for listener in &found {
-            match self.add(listener, &steered) {
+            match self.add_if_unsteered(listener, &steered) {
                 Ok(()) => {}
                 Err(error) => {
                     complete = false;
@@ -167,7 +171,7 @@ impl Service {
         problem.map_or(Ok(()), Err)
     }
 
-    fn add(&self, listener: &Listener, steered: &BTreeSet<u64>) -> anyhow::Result<()> {
+    fn add_if_unsteered(&self, listener: &Listener, steered: &BTreeSet<u64>) -> anyhow::Result<()> {
         let socket = listeners::duplicate_socket(listener)?;
         if !steered.contains(&reuseport::socket_cookie(socket.as_fd())?) {
             let slot = self.dispatch.add_worker(socket.as_fd(), listener.pid as u32)?;
@@ -226,12 +230,12 @@ pub fn detach(pins: &Path) -> anyhow::Result<()> {
 }
 
 /// A service's directory; bpffs takes no dots in names.
-pub fn pins(pin_directory: &Path, listen: SocketAddr) -> PathBuf {
+pub fn service_pin_directory(pin_directory: &Path, listen: SocketAddr) -> PathBuf {
     let address = listen.ip().to_string().replace(['.', ':'], "_");
     pin_directory.join(format!("{address}_{}", listen.port()))
 }
 
-pub fn all_pins(pin_directory: &Path) -> Vec<PathBuf> {
+pub fn service_pin_directories(pin_directory: &Path) -> Vec<PathBuf> {
     let entries = std::fs::read_dir(pin_directory).into_iter().flatten().flatten();
     let mut found: Vec<PathBuf> = entries.map(|entry| entry.path()).filter(|path| path.is_dir()).collect();
     found.sort();
@@ -244,7 +248,7 @@ mod tests {
 
     #[test]
     fn pin_names_have_no_dots() {
-        let at = |listen: &str| pins(Path::new("/d"), listen.parse().unwrap());
+        let at = |listen: &str| service_pin_directory(Path::new("/d"), listen.parse().unwrap());
         assert_eq!(at("10.0.0.1:53"), Path::new("/d/10_0_0_1_53"));
         assert_eq!(at("[::]:53"), Path::new("/d/___53"));
     }

@@ -56,12 +56,12 @@ fn worker_message(counts: &WorkerCounts) -> v1::DispatchedWorker {
         completed: counts.completed,
         abandoned: counts.abandoned,
         dropped: counts.dropped.into(),
-        eligible: counts.eligible,
+        eligible: counts.is_eligible,
     }
 }
 
 /// Returns the status of every service with pins in these directories. Fails when one cannot be read.
-pub fn pinned(pins: &[PathBuf]) -> anyhow::Result<Vec<ServiceStatus>> {
+pub fn read_pinned_status(pins: &[PathBuf]) -> anyhow::Result<Vec<ServiceStatus>> {
     pins.iter().map(|directory| Ok(ServiceStatus::from(&dispatch::pinned_ledger(directory)?))).collect()
 }
 
@@ -111,7 +111,7 @@ fn table(workers: &[WorkerCounts]) -> comfy_table::Table {
             worker.completed.to_string(),
             worker.abandoned.to_string(),
             worker.dropped.to_string(),
-            if worker.eligible { "yes" } else { "no" }.to_owned(),
+            if worker.is_eligible { "yes" } else { "no" }.to_owned(),
         ]);
     }
     table
@@ -144,6 +144,6 @@ fn worker_json(worker: &WorkerCounts) -> Value {
         "completed": worker.completed,
         "abandoned": worker.abandoned,
         "dropped": worker.dropped,
-        "eligible": worker.eligible,
+        "eligible": worker.is_eligible,
     })
 }

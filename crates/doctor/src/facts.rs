@@ -9,7 +9,7 @@ use coreward_agent::config::Steer;
 use coreward_agent::load::queues::Interrupt;
 use coreward_agent::rss::ethtool::FlowType;
 use coreward_agent::rss_conflicts::RssConflicts;
-use coreward_dataplane::device::Xdp;
+use coreward_dataplane::device::XdpState;
 use coreward_dataplane::ethtool::Channels;
 use coreward_dataplane::lb::XdpMode;
 use coreward_model::ServiceAddress;
@@ -69,7 +69,7 @@ pub struct Facts {
     /// Missing capabilities.
     pub missing_rights: Vec<&'static str>,
     /// Hard limit of open files, to which a daemon raises its limit.
-    pub open_files: u64,
+    pub open_files_limit: u64,
     /// Sysctls by path below /proc/sys; missing sysctls have no entry.
     pub sysctls: BTreeMap<String, String>,
     /// File system of the pins.
@@ -94,13 +94,13 @@ pub struct Facts {
     /// Servers of these services.
     pub servers: BTreeMap<String, Server>,
     /// Reports rejected as sent in the future.
-    pub reports_ahead: u64,
+    pub future_report_count: u64,
     /// Announcement of VIPs; `None`: coreward announces no VIPs.
     pub announcement: Option<Announcement>,
     /// Facts about a controller.
     pub controller_facts: Option<ControllerFacts>,
     /// Polling threads.
-    pub polling: Vec<PollingThread>,
+    pub polling_threads: Vec<PollingThread>,
     /// Certificates of `[tls]`.
     pub certificates: Vec<CertificateFacts>,
 }
@@ -109,7 +109,7 @@ pub struct Facts {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PollingThread {
     /// Thread id.
-    pub thread: u32,
+    pub thread_id: u32,
     /// Name of the thread.
     pub name: String,
     /// CPU of the thread.
@@ -126,9 +126,9 @@ pub struct CertificateFacts {
     /// Identity, if it is another daemon's.
     pub wrong_owner: Option<String>,
     /// Remaining validity; zero: expired.
-    pub remaining: Duration,
+    pub remaining_validity: Duration,
     /// Whether less than a third of its validity remains.
-    pub is_old: bool,
+    pub is_renewal_due: bool,
 }
 
 /// Requirements of announced VIPs.
@@ -147,7 +147,7 @@ pub struct Kernel {
     /// Kernel release, which `uname -r` prints.
     pub release: String,
     /// Whether /sys/kernel/btf/vmlinux exists.
-    pub type_information: bool,
+    pub has_btf: bool,
     /// Result of loading each program of the role; empty without capabilities.
     pub programs: BTreeMap<&'static str, Result<(), String>>,
 }
@@ -165,9 +165,9 @@ pub struct BpfFileSystem {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Device {
     /// Whether the device is up and has a carrier.
-    pub running: bool,
+    pub is_up: bool,
     /// Whether the device has a MAC address.
-    pub ethernet: bool,
+    pub is_ethernet: bool,
     /// MTU in bytes.
     pub mtu: u32,
     /// Name of the driver.
@@ -175,11 +175,11 @@ pub struct Device {
     /// Channels; `None`: the driver does not report them.
     pub channels: Option<Channels>,
     /// Whether the device merges received packets in hardware.
-    pub lro: bool,
+    pub is_lro_enabled: bool,
     /// Whether RSS hashes packets of this type by their ports; no entry: the driver does not report it.
     pub port_hashing: BTreeMap<FlowType, bool>,
     /// XDP programs on the device.
-    pub xdp: Xdp,
+    pub xdp: XdpState,
     /// Whether the other end has an XDP program; `None`: the device is no veth, or its other end is not visible.
     pub veth_peer_has_xdp: Option<bool>,
     /// Counters above 0 of frames that XDP sent and the driver dropped.
@@ -206,9 +206,9 @@ pub struct Device {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum RssProblem {
     /// The device shows no indirection table.
-    None(String),
+    NoIndirectionTable(String),
     /// The device uses another hash, or reports none.
-    Other(String),
+    UnsupportedHash(String),
 }
 
 /// Address of a device.
@@ -258,9 +258,9 @@ pub struct Service {
     /// VIP, port, protocol.
     pub address: ServiceAddress,
     /// Whether load balancers stamp it (`timestamps = "lb"`).
-    pub stamped_by_lb: bool,
+    pub is_stamped_by_lb: bool,
     /// Whether anything stamps the service's packets.
-    pub stamped: bool,
+    pub is_stamped: bool,
     /// Forwarding of packets to the servers.
     pub forwarding: Forwarding,
     /// Sockets of the service on this machine, or the error; `None`: the machine does not serve it.
@@ -288,9 +288,9 @@ pub struct Sockets {
     /// Number of sockets.
     pub count: usize,
     /// Whether the sockets have SO_REUSEPORT; `None`: unknown.
-    pub reuseport: Option<bool>,
+    pub has_reuseport: Option<bool>,
     /// Allowed CPUs of each process that waits for one of the sockets.
-    pub workers: Vec<BTreeSet<usize>>,
+    pub worker_cpus: Vec<BTreeSet<usize>>,
 }
 
 /// Facts about a controller.
@@ -301,7 +301,7 @@ pub struct ControllerFacts {
     /// Error of binding the address.
     pub listen_problem: Option<String>,
     /// Whether a controller answers at the address.
-    pub running: bool,
+    pub is_running: bool,
     /// Store of the controller's records.
     pub store: StoreFacts,
 }
@@ -349,7 +349,7 @@ impl Facts {
 }
 
 /// Returns the path below /proc/sys of the sysctl that switches IPv6 off at a device.
-pub fn disable_ipv6(device: &str) -> String {
+pub fn disable_ipv6_sysctl(device: &str) -> String {
     format!("net/ipv6/conf/{device}/disable_ipv6")
 }
 

@@ -74,11 +74,11 @@ fn write_drop_in(file: &Path, name: &str, value: &str, check: &str) -> io::Resul
     let is_of_name = |line: &&str| line.split('=').next().is_some_and(|key| key.trim() == name);
     let mut kept: String = text.lines().filter(|line| !is_of_name(line)).map(|line| format!("{line}\n")).collect();
     kept += &format!("# {check}\n{name} = {value}\n");
-    fs::write(file, deduplicated(&kept))
+    fs::write(file, remove_orphan_comments(&kept))
 }
 
 /// Removes comments of replaced lines.
-fn deduplicated(text: &str) -> String {
+fn remove_orphan_comments(text: &str) -> String {
     let lines: Vec<&str> = text.lines().collect();
     let orphan = |at: usize| {
         let comment = |line: &str| line.starts_with("# ") && !DROP_IN_HEADER.contains(line);

@@ -20,7 +20,7 @@ const MAX_OPERATIONS: usize = 100;
 /// Limit of a request in bytes, below the default of etcd's --max-request-bytes, 1.5 MiB.
 const MAX_BYTES: usize = 1_000_000;
 /// Number of chunks per read.
-const PAGE: i64 = 64;
+const CHUNKS_PER_READ: i64 = 64;
 const MAX_ANSWER: usize = 256 << 20;
 const TIMEOUT: Duration = Duration::from_secs(10);
 
@@ -117,7 +117,7 @@ impl ChunkedStore {
         // '0' is the character after '/', so this key ends the range.
         let end = format!("{}/parts0", self.prefix);
         loop {
-            let mut options = GetOptions::new().with_range(end.clone()).with_limit(PAGE).with_revision(at);
+            let mut options = GetOptions::new().with_range(end.clone()).with_limit(CHUNKS_PER_READ).with_revision(at);
             if keys_only {
                 options = options.with_keys_only();
             }
@@ -177,7 +177,7 @@ impl ChunkedStore {
         }
         let later = superseded.split_off(superseded.len().min(MAX_OPERATIONS.saturating_sub(last.len())));
         last.extend(superseded);
-        self.revision = self.switch(&last, &encoded).await?;
+        self.revision = self.write_manifest(&last, &encoded).await?;
         (self.manifest, self.saved) = (next, parts);
         for batch in later.chunks(MAX_OPERATIONS) {
             // The change is in force; the next leader deletes remaining chunks.
@@ -194,7 +194,7 @@ impl ChunkedStore {
     }
 
     /// Writes the manifest and returns its revision.
-    async fn switch(&self, operations: &[TxnOp], manifest: &[u8]) -> Result<i64, EtcdError> {
+    async fn write_manifest(&self, operations: &[TxnOp], manifest: &[u8]) -> Result<i64, EtcdError> {
         let key = self.manifest_key();
         match self.leadership.write_if_leading(Some((&key, self.revision)), operations).await? {
             WriteOutcome::Written { revision } => Ok(revision),

@@ -32,7 +32,7 @@ pub struct Cluster {
     /// Index of the member that answered last.
     preferred: AtomicUsize,
     latencies: Mutex<LatencyHistogram>,
-    /// Leases granted to this process; `None` after [`Cluster::leave`].
+    /// Leases granted to this process; `None` after [`Cluster::revoke_all_leases`].
     leases: Mutex<Option<BTreeSet<i64>>>,
     /// Runtime with a thread of its own, so that a busy controller keeps its lease alive; `None` during the drop.
     runtime: Option<Runtime>,
@@ -80,7 +80,7 @@ impl Cluster {
         self.leases.lock()
     }
 
-    /// Registers a lease granted to this process. Returns false after [`Cluster::leave`].
+    /// Registers a lease granted to this process. Returns false after [`Cluster::revoke_all_leases`].
     pub(crate) fn register_lease(&self, lease: i64) -> bool {
         self.leases().as_mut().is_some_and(|held| held.insert(lease))
     }
@@ -95,7 +95,7 @@ impl Cluster {
 
     /// Revokes this process's leases and blocks new ones. Returns whether there were any. On an error they expire by
     /// themselves.
-    pub async fn leave(&self) -> Result<bool, EtcdError> {
+    pub async fn revoke_all_leases(&self) -> Result<bool, EtcdError> {
         let held = self.leases().take().unwrap_or_default();
         let deadline = Deadline::now() + TIMEOUT;
         for lease in &held {
@@ -143,11 +143,11 @@ impl Cluster {
                 }
                 Ok(Err(error)) if is_final(&error) => return Err(EtcdError::Rejected(error.to_string())),
                 Ok(Err(error)) => {
-                    let silence = Silence::of(&error);
-                    if silence.is_of_tls || !is_of_tls {
+                    let silence = MemberError::of(&error);
+                    if silence.is_tls_error || !is_of_tls {
                         problem = format!("{endpoint}: {}", silence.message);
                     }
-                    is_of_tls |= silence.is_of_tls;
+                    is_of_tls |= silence.is_tls_error;
                 }
                 Err(_) if is_of_tls => {}
                 Err(_) => problem = format!("{endpoint}: no answer within {REQUEST_TIMEOUT:?}"),
@@ -185,13 +185,13 @@ impl Drop for Cluster {
     }
 }
 
-struct Silence {
+struct MemberError {
     message: String,
     /// Whether a certificate is the reason. Often a connection that is rejected after the handshake only breaks.
-    is_of_tls: bool,
+    is_tls_error: bool,
 }
 
-impl Silence {
+impl MemberError {
     fn of(error: &Error) -> Self {
         let first: &dyn std::error::Error = match error {
             Error::GRpcStatus(status) => status,
@@ -200,7 +200,7 @@ impl Silence {
         let causes: Vec<_> = std::iter::successors(Some(first), |cause| cause.source()).collect();
         let mut failures = causes.iter().rev().filter_map(|cause| Some(Failure::of(cause.downcast_ref()?)));
         if let Some(failure) = failures.find(|failure| failure.reason != Reason::Broken) {
-            return Self { message: failure.to_string(), is_of_tls: true };
+            return Self { message: failure.to_string(), is_tls_error: true };
         }
         let words = causes.last().map_or_else(|| error.to_string(), ToString::to_string);
         // The HTTP/2 layer passes on only the error's text.
@@ -210,10 +210,10 @@ impl Silence {
                                 --trusted-ca-file has signed";
                 Self {
                     message: format!("etcd refuses our certificate, or that we show none ({alert}): {expected}"),
-                    is_of_tls: true,
+                    is_tls_error: true,
                 }
             }
-            None => Self { message: words, is_of_tls: false },
+            None => Self { message: words, is_tls_error: false },
         }
     }
 }

@@ -52,11 +52,11 @@ pub enum LeaderState {
 pub struct Leadership {
     cluster: Arc<Cluster>,
     key: String,
-    lease: i64,
+    lease_id: i64,
     term: i64,
     lease_end: Arc<AtomicU64>,
-    ended: watch::Receiver<Option<String>>,
-    renewing: AbortHandle,
+    end_reason: watch::Receiver<Option<String>>,
+    renewal_task: AbortHandle,
 }
 
 impl Candidate {
@@ -193,7 +193,15 @@ impl Candidate {
         let (ending, ended) = watch::channel(None);
         let lease_end = Arc::new(AtomicU64::new(lease_end.since_boot().as_nanos() as u64));
         let renewing = cluster.spawn(renew(cluster.clone(), lease, time, lease_end.clone(), ending)).abort_handle();
-        Leadership { cluster: cluster.clone(), key: self.key(), lease, term, lease_end, ended, renewing }
+        Leadership {
+            cluster: cluster.clone(),
+            key: self.key(),
+            lease_id: lease,
+            term,
+            lease_end,
+            end_reason: ended,
+            renewal_task: renewing,
+        }
     }
 
     /// Waits until the leader's key is no longer at `revision`, at most [`POLL_INTERVAL`].
@@ -284,7 +292,7 @@ impl Leadership {
 
     /// Waits for the end of the lease and returns the reason.
     pub async fn wait_for_end(&self) -> String {
-        let mut ended = self.ended.clone();
+        let mut ended = self.end_reason.clone();
         loop {
             match tokio::time::timeout(CLOCK_POLL_INTERVAL, ended.wait_for(Option::is_some)).await {
                 Ok(Ok(reason)) => return reason.clone().unwrap_or_default(),
@@ -298,9 +306,9 @@ impl Leadership {
 
     /// Revokes the lease, so that other controllers need not wait for its end.
     pub async fn resign(&self) -> Result<(), EtcdError> {
-        self.renewing.abort();
+        self.renewal_task.abort();
         self.lease_end.store(0, Ordering::Relaxed);
-        self.cluster.revoke(self.lease, Deadline::now() + TIMEOUT).await
+        self.cluster.revoke(self.lease_id, Deadline::now() + TIMEOUT).await
     }
 
     /// Executes operations in one transaction while leading. `also`: a key and its expected modification revision.
@@ -353,6 +361,6 @@ pub(crate) enum WriteOutcome {
 
 impl Drop for Leadership {
     fn drop(&mut self) {
-        self.renewing.abort();
+        self.renewal_task.abort();
     }
 }

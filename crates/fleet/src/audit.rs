@@ -125,7 +125,7 @@ mod tests {
         );
         assert_eq!(describe_changes(&["+ a".to_owned(), "- b".to_owned()]), "+ a; - b");
 
-        let mut records = Records::draw(Duration::ZERO, &mut seeded_rng(1, 0));
+        let mut records = Records::generate(Duration::ZERO, &mut seeded_rng(1, 0));
         let note =
             ChangeDescription { action: "apply", target: long.clone(), before: long.clone(), after: line.clone() };
         records.record_change(&Author { actor: long.clone(), from_address: long }, note, Duration::ZERO);
@@ -138,7 +138,7 @@ mod tests {
 
     #[test]
     fn audit_log_is_bounded() {
-        let mut records = Records::draw(Duration::ZERO, &mut seeded_rng(1, 0));
+        let mut records = Records::generate(Duration::ZERO, &mut seeded_rng(1, 0));
         for generation in 1..=MAX_ENTRIES as u64 + 7 {
             let note = ChangeDescription {
                 action: "apply",

@@ -147,7 +147,7 @@ mod tests {
     /// Records after applying a document.
     fn records(config: &FleetConfig) -> Records {
         let random = &mut seeded_rng(1, 0);
-        let mut records = Records::draw(at(0), random);
+        let mut records = Records::generate(at(0), random);
         records.apply(config, at(0), random).unwrap();
         records
     }
@@ -176,7 +176,7 @@ mod tests {
         assert!(records.drain(&request("s1", &["api"]), 2, at(10)));
         let fleet = Fleet::new(&both, &records);
         let id = fleet.id("s1").unwrap();
-        let eligible: Vec<bool> = fleet.services.iter().map(|service| fleet.eligible(service, id)).collect();
+        let eligible: Vec<bool> = fleet.services.iter().map(|service| fleet.is_eligible(service, id)).collect();
         assert_eq!(eligible, [true, false]);
         assert!(fleet.is_draining(id) && !fleet.is_draining(fleet.id("s2").unwrap()));
         assert!(!records.drain(&request("s1", &["api"]), 3, at(20)));
@@ -204,7 +204,7 @@ mod tests {
         let mut records = records(&both);
         let check = |records: &Records, request: DrainRequest| {
             let fleet = Fleet::new(&both, records);
-            let outcome = request.check(&fleet, |service, id| fleet.eligible(service, id));
+            let outcome = request.check(&fleet, |service, id| fleet.is_eligible(service, id));
             outcome.map_err(|refused| refused.to_string())
         };
         assert_eq!(

@@ -32,7 +32,7 @@ pub struct Fleet {
     /// Generation, which grows with every change.
     pub generation: u64,
     pub report_interval: Duration,
-    pub tables: TableTiming,
+    pub table_updates: TableTiming,
     /// Lifetime of load-dependent tables without a leader.
     pub table_lifetime: Duration,
     pub alpha: Alpha,
@@ -104,7 +104,7 @@ pub struct FleetService {
     /// Name from `coreward_model::policy::names()`.
     pub policy: &'static str,
     /// Counters that the policy needs from load balancers.
-    pub traffic: TelemetryLevel,
+    pub telemetry_level: TelemetryLevel,
     /// Health check of the service's servers, if any.
     pub check: Option<Arc<Check>>,
     /// Treatment of new connections when all servers are down.
@@ -132,7 +132,7 @@ impl FleetService {
             name: format!("balancer {}", other.address),
             id: transfer.other_balancer(),
             address: other.address,
-            eligible: false,
+            is_eligible: false,
             // Never checked: packets for the other load balancer have no alternative.
             has_left: true,
             weight: Weight::ONE,
@@ -150,7 +150,7 @@ pub struct ServersByRack<'a> {
 }
 
 impl ServersByRack<'_> {
-    pub fn of(&self, rack: &str) -> u32 {
+    pub fn count_of_rack(&self, rack: &str) -> u32 {
         self.unrestricted_count + self.by_rack.get(rack).copied().unwrap_or(0)
     }
 }
@@ -183,7 +183,7 @@ impl Fleet {
         Self {
             generation: records.generation,
             report_interval: config.report_interval,
-            tables: config.tables,
+            table_updates: config.table_updates,
             table_lifetime: config.table_lifetime,
             alpha: config.alpha,
             key_ring: records.key_ring.clone(),
@@ -233,7 +233,7 @@ impl Fleet {
     }
 
     /// Returns whether the server's administrative state permits new connections of the service.
-    pub fn eligible(&self, service: &FleetService, id: ServerId) -> bool {
+    pub fn is_eligible(&self, service: &FleetService, id: ServerId) -> bool {
         let server = &self.servers[&id];
         service.members.get(&id) == Some(&Membership::Present)
             && server.admin_state == AdminState::Active
@@ -246,7 +246,7 @@ impl Fleet {
     pub fn is_draining(&self, id: ServerId) -> bool {
         let mut services = self.services.iter().filter(|service| service.members.contains_key(&id)).peekable();
         self.servers[&id].drain.is_some()
-            || services.peek().is_some() && !services.any(|service| self.eligible(service, id))
+            || services.peek().is_some() && !services.any(|service| self.is_eligible(service, id))
     }
 
     pub fn has_left(&self, service: &FleetService, id: ServerId) -> bool {
@@ -261,10 +261,19 @@ impl Fleet {
     pub fn for_load_balancers(&self, alive: impl Fn(&str) -> bool) -> FleetConfiguration {
         let server = |service: &FleetService, id: ServerId| {
             let server = &self.servers[&id];
-            let eligible = self.eligible(service, id);
+            let eligible = self.is_eligible(service, id);
             let left = self.has_left(service, id);
             let FleetServer { address, weight, capacity, vlan, .. } = *server;
-            Server { name: server.name.clone(), id, address, eligible, has_left: left, weight, capacity, vlan }
+            Server {
+                name: server.name.clone(),
+                id,
+                address,
+                is_eligible: eligible,
+                has_left: left,
+                weight,
+                capacity,
+                vlan,
+            }
         };
         let service = |service: &FleetService| Service {
             name: service.name.clone(),
@@ -272,7 +281,7 @@ impl Fleet {
             index: service.index,
             mode: service.mode,
             policy: service.policy.to_owned(),
-            traffic: service.traffic,
+            telemetry_level: service.telemetry_level,
             // The controller checks agents itself.
             check: service.check.clone().filter(|check| check.probe != Probe::Agent),
             when_all_down: service.when_all_down,
@@ -288,7 +297,7 @@ impl Fleet {
             name: name.clone(),
             owner: record.owner,
             address: record.address,
-            alive: alive(name),
+            is_alive: alive(name),
         };
         FleetConfiguration {
             generation: self.generation,
@@ -322,7 +331,7 @@ impl Fleet {
             fleet_rss_key: self.rss_key.clone(),
             server_id: id,
             previous_servers: before.iter().filter_map(server_before).chain(others).collect(),
-            draining: self.is_draining(id),
+            is_draining: self.is_draining(id),
             address: self.servers.get(&id).map(|server| server.address),
         }
     }
@@ -392,7 +401,7 @@ fn fleet_service(
         mode: service.mode,
         other_balancer: service.other_balancer,
         policy: service.policy,
-        traffic: policy::telemetry_level(service.policy),
+        telemetry_level: policy::telemetry_level(service.policy),
         check: service.check.clone().map(Arc::new),
         when_all_down: service.when_all_down,
         slow_start: service.slow_start,

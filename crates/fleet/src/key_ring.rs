@@ -52,7 +52,7 @@ impl KeyPhase {
 }
 
 impl KeyRing {
-    pub fn draw(now: Duration, random: &mut impl Rng) -> Self {
+    pub fn generate(now: Duration, random: &mut impl Rng) -> Self {
         let keys = FleetKeys { keys: [CookieKey::random(random), CookieKey::random(random)], current: KeyIndex::First };
         Self { keys, generation: 0, current_since: whole_seconds(now), phase: KeyPhase::Steady }
     }

@@ -107,10 +107,10 @@ pub enum Membership {
 }
 
 impl Records {
-    pub fn draw(now: Duration, random: &mut impl Rng) -> Self {
+    pub fn generate(now: Duration, random: &mut impl Rng) -> Self {
         Self {
             generation: 0,
-            key_ring: KeyRing::draw(now, random),
+            key_ring: KeyRing::generate(now, random),
             rss_key: RssKey::random(random),
             services: BTreeMap::new(),
             servers: BTreeMap::new(),
@@ -205,7 +205,8 @@ impl Records {
         let mut ids = Vec::with_capacity(config.servers.len());
         let mut wrong: Vec<(Span, String)> = Vec::new();
         for (position, server) in config.servers.iter().enumerate() {
-            let room = if lb_stamped.contains(&position) { lb_stamping::SERVER_IDS } else { ServerId::COUNT as u64 };
+            let room =
+                if lb_stamped.contains(&position) { lb_stamping::SERVER_ID_COUNT } else { ServerId::COUNT as u64 };
             let had = had.get(&server.name).filter(|id| u64::from(id.get()) < room);
             let id = match (&server.id, had) {
                 (Some((id, span)), _) => self.chosen_id(&server.name, *id).map_err(|message| (span.clone(), message)),
@@ -350,7 +351,7 @@ mod tests {
     #[test]
     fn ids_stay_with_their_servers() {
         let random = &mut seeded_rng(1, 0);
-        let mut records = Records::draw(at(0), random);
+        let mut records = Records::generate(at(0), random);
         records.apply(&config(&["s1", "s2", "s3=7"], &["s1"]), at(0), random).unwrap();
         let before = ids(&records);
         assert_eq!(before["s3"], 7);
@@ -371,7 +372,7 @@ mod tests {
     #[test]
     fn ids_of_departed_servers_are_reserved_then_free() {
         let random = &mut seeded_rng(1, 0);
-        let mut records = Records::draw(at(0), random);
+        let mut records = Records::generate(at(0), random);
         records.apply(&config(&["s1", "s2=7"], &[]), at(0), random).unwrap();
         records.apply(&config(&["s1"], &[]), at(100), random).unwrap();
         let taken = records.apply(&config(&["s1", "s3=7"], &[]), at(200), random).unwrap_err();
@@ -390,7 +391,7 @@ mod tests {
     #[test]
     fn changed_id_leaves_the_old_one_reserved() {
         let random = &mut seeded_rng(1, 0);
-        let mut records = Records::draw(at(0), random);
+        let mut records = Records::generate(at(0), random);
         records.apply(&config(&["s1=5"], &[]), at(0), random).unwrap();
         records.apply(&config(&["s1=6"], &[]), at(10), random).unwrap();
         let states: Vec<_> = records.servers.iter().map(|(id, s)| (id.get(), s.in_file, s.services["web"])).collect();
@@ -401,7 +402,7 @@ mod tests {
     #[test]
     fn server_leaves_one_service_and_stays_in_another() {
         let random = &mut seeded_rng(1, 0);
-        let mut records = Records::draw(at(0), random);
+        let mut records = Records::generate(at(0), random);
         records.apply(&config(&["s1", "s2"], &["s1", "s2"]), at(0), random).unwrap();
         records.apply(&config(&["s1", "s2"], &["s2"]), at(10), random).unwrap();
         let s1 = records.servers.values().find(|s| s.name == "s1").unwrap();
@@ -412,7 +413,7 @@ mod tests {
     #[test]
     fn ids_fit_the_cookie_of_lb_side_stamping() {
         let random = &mut seeded_rng(1, 0);
-        let mut records = Records::draw(at(0), random);
+        let mut records = Records::generate(at(0), random);
         let plain = config(&["s1", "s2", "s3=9000"], &["s1", "s2"]);
         records.apply(&plain, at(0), random).unwrap();
         let before = ids(&records);
@@ -439,7 +440,7 @@ mod tests {
     #[test]
     fn exhausted_ids_error_names_the_server() {
         let random = &mut seeded_rng(1, 0);
-        let mut records = Records::draw(at(0), random);
+        let mut records = Records::generate(at(0), random);
         for id in 0..ServerId::COUNT as u64 {
             let services = BTreeMap::from([("web".to_owned(), Membership::LeftAt(at(0)))]);
             let gone = ServerRecord {
@@ -459,7 +460,7 @@ mod tests {
 
     #[test]
     fn load_balancers_keep_their_numbers() {
-        let mut records = Records::draw(at(0), &mut seeded_rng(1, 0));
+        let mut records = Records::generate(at(0), &mut seeded_rng(1, 0));
         let owner = |records: &Records, name: &str| records.load_balancers[name].owner.map(OwnerNumber::get);
         assert!(
             records.register_load_balancer("lb1", None)
@@ -491,7 +492,7 @@ mod tests {
             pools in prop::collection::vec(prop::collection::btree_set(1u8..20, 0..10), 1..12),
         ) {
             let random = &mut seeded_rng(seed, 0);
-            let mut records = Records::draw(at(0), random);
+            let mut records = Records::generate(at(0), random);
             let mut owners: HashMap<ServerId, String> = HashMap::new();
             for (step, pool) in pools.iter().enumerate() {
                 let names: Vec<String> = pool.iter().map(|n| format!("s{n}")).collect();

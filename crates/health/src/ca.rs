@@ -10,7 +10,7 @@ use rustls_pki_types::pem::PemObject as _;
 use rustls_pki_types::{CertificateDer, ServerName, UnixTime};
 
 /// Returns the TLS configuration of checks, or the reason why no certificate can be verified.
-pub fn client(verification: &Verification) -> Result<Arc<ClientConfig>, String> {
+pub fn client_config(verification: &Verification) -> Result<Arc<ClientConfig>, String> {
     let provider = Arc::new(ring::default_provider());
     let builder = ClientConfig::builder_with_provider(provider.clone());
     let builder = builder.with_safe_default_protocol_versions().map_err(|error| error.to_string())?;
@@ -19,13 +19,13 @@ pub fn client(verification: &Verification) -> Result<Arc<ClientConfig>, String> 
             let verifier = Arc::new(AnyCertificate { provider });
             builder.dangerous().with_custom_certificate_verifier(verifier)
         }
-        Verification::System => builder.with_root_certificates(system()?),
-        Verification::Authorities(pem) => builder.with_root_certificates(Arc::new(authorities(pem)?)),
+        Verification::System => builder.with_root_certificates(system_roots()?),
+        Verification::Authorities(pem) => builder.with_root_certificates(Arc::new(parse_authorities(pem)?)),
     };
     Ok(Arc::new(builder.with_no_client_auth()))
 }
 
-fn authorities(pem: &str) -> Result<RootCertStore, String> {
+fn parse_authorities(pem: &str) -> Result<RootCertStore, String> {
     let mut roots = RootCertStore::empty();
     for certificate in CertificateDer::pem_slice_iter(pem.as_bytes()) {
         let certificate = certificate.map_err(|error| format!("`ca`: {error}"))?;
@@ -35,7 +35,7 @@ fn authorities(pem: &str) -> Result<RootCertStore, String> {
 }
 
 /// Returns the system's certificates, read once: a change of the system's list needs a restart.
-fn system() -> Result<Arc<RootCertStore>, String> {
+fn system_roots() -> Result<Arc<RootCertStore>, String> {
     static SYSTEM: OnceLock<Arc<RootCertStore>> = OnceLock::new();
     let roots = SYSTEM.get_or_init(|| {
         let loaded = rustls_native_certs::load_native_certs();

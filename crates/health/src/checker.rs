@@ -35,7 +35,7 @@ pub struct Service<K> {
     /// Keys and own addresses of the servers; a key occurs once among all services.
     pub servers: Vec<(K, IpAddr)>,
     /// NAT table; required for checks at the VIP.
-    pub paths: Option<Arc<dyn NatTable>>,
+    pub nat_table: Option<Arc<dyn NatTable>>,
 }
 
 #[derive(Debug, Clone, PartialEq)]
@@ -78,15 +78,15 @@ struct Task {
     server: IpAddr,
 }
 
-struct Running<K> {
+struct Target<K> {
     task: Task,
     prober: Arc<Prober>,
     key: K,
 }
 
-/// Checks of all targets. The thread ends when `desired` is dropped, so `desired` is the first field.
+/// Checks of all targets. The thread ends when `desired_targets` is dropped, so `desired_targets` is the first field.
 pub struct Checker<K> {
-    desired: watch::Sender<Arc<Vec<Running<K>>>>,
+    desired_targets: watch::Sender<Arc<Vec<Target<K>>>>,
     shared: Arc<Shared<K>>,
     _thread: Thread,
 }
@@ -126,20 +126,20 @@ impl<K: Ord + Hash + Copy + Send + Sync + 'static> Checker<K> {
             .name("health".to_owned())
             .spawn(move || runtime.block_on(run(receiver, mine)))
             .context("a thread for health checks")?;
-        Ok(Self { desired, shared, _thread: Thread(Some(thread)) })
+        Ok(Self { desired_targets: desired, shared, _thread: Thread(Some(thread)) })
     }
 
     /// Sets the targets. Unchanged ones keep their results.
     pub fn check(&self, services: Vec<Service<K>>) {
         let mut desired = Vec::new();
         for service in services {
-            let prober = Arc::new(Prober::new(service.check.clone(), service.vip, service.paths));
+            let prober = Arc::new(Prober::new(service.check.clone(), service.vip, service.nat_table));
             for (key, server) in service.servers {
                 let task = Task { check: service.check.clone(), vip: service.vip, server };
-                desired.push(Running { task, prober: prober.clone(), key });
+                desired.push(Target { task, prober: prober.clone(), key });
             }
         }
-        self.desired.send_replace(Arc::new(desired));
+        self.desired_targets.send_replace(Arc::new(desired));
     }
 
     pub fn results(&self) -> Vec<(K, CheckResult)> {
@@ -158,22 +158,22 @@ impl<K> Shared<K> {
 }
 
 /// A target's task, aborted on drop.
-struct Checked {
+struct TargetTask {
     task: Task,
     handle: AbortHandle,
 }
 
-impl Drop for Checked {
+impl Drop for TargetTask {
     fn drop(&mut self) {
         self.handle.abort();
     }
 }
 
 async fn run<K: Ord + Hash + Copy + Send + Sync + 'static>(
-    mut desired: watch::Receiver<Arc<Vec<Running<K>>>>,
+    mut desired: watch::Receiver<Arc<Vec<Target<K>>>>,
     shared: Arc<Shared<K>>,
 ) {
-    let mut checked: HashMap<K, Checked> = HashMap::new();
+    let mut checked: HashMap<K, TargetTask> = HashMap::new();
     while desired.changed().await.is_ok() {
         let targets = desired.borrow_and_update().clone();
         let tasks: HashMap<K, &Task> = targets.iter().map(|target| (target.key, &target.task)).collect();
@@ -183,7 +183,7 @@ async fn run<K: Ord + Hash + Copy + Send + Sync + 'static>(
             checked.entry(target.key).or_insert_with(|| {
                 shared.results().insert(target.key, CheckResult::unchecked());
                 let checks = check_target(target.key, target.task.server, target.prober.clone(), shared.clone());
-                Checked { task: target.task.clone(), handle: tokio::spawn(checks).abort_handle() }
+                TargetTask { task: target.task.clone(), handle: tokio::spawn(checks).abort_handle() }
             });
         }
         shared.changes.send_modify(|count| *count += 1);
@@ -205,11 +205,11 @@ async fn check_target<K: Ord + Copy>(key: K, server: IpAddr, prober: Arc<Prober>
             found.latency = if outcome.is_ok() { latency } else { Duration::ZERO };
             found.error = outcome.as_ref().err().map_or_else(String::new, ToString::to_string);
             let verdict_changed = match &outcome {
-                Err(unwell) if unwell.is_local() => found.tracker.local_fault(check.thresholds),
+                Err(unwell) if unwell.is_local() => found.tracker.record_local_fault(check.thresholds),
                 _ => {
                     found.checks += 1;
                     found.failures += u64::from(outcome.is_err());
-                    found.tracker.observe(outcome.is_ok(), check.thresholds)
+                    found.tracker.record_result(outcome.is_ok(), check.thresholds)
                 }
             };
             if verdict_changed {
@@ -218,6 +218,6 @@ async fn check_target<K: Ord + Copy>(key: K, server: IpAddr, prober: Arc<Prober>
             }
         }
         // Counted from the due time, which keeps the interval. Missed checks are not repeated.
-        due = (due + check.jitter.pause(check.interval, draw())).max(Instant::now());
+        due = (due + check.jitter.jittered_interval(check.interval, draw())).max(Instant::now());
     }
 }

@@ -11,7 +11,7 @@ pub struct Path {
     pub vip: IpAddr,
     pub port: u16,
     /// Source port of the load balancer.
-    pub own_port: u16,
+    pub source_port: u16,
 }
 
 /// Address rewriting of health checks.

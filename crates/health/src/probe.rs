@@ -50,7 +50,7 @@ impl ProbeError {
     }
 
     /// Returns the local error that caused `error`, else `otherwise`.
-    fn of(error: &(dyn std::error::Error + 'static), otherwise: impl FnOnce(String) -> Self) -> Self {
+    fn from_error(error: &(dyn std::error::Error + 'static), otherwise: impl FnOnce(String) -> Self) -> Self {
         let mut causes = std::iter::successors(Some(error), |error| error.source());
         let local = causes.find_map(|error| error.downcast_ref::<std::io::Error>().filter(|error| is_local(error)));
         local.map_or_else(|| otherwise(error.to_string()), |error| Self::Local(error.to_string()))
@@ -80,17 +80,17 @@ pub struct Prober {
     vip: SocketAddr,
     /// Connector for HTTPS, or the error of its setup.
     tls: Option<Result<TlsConnector, String>>,
-    paths: Option<Arc<dyn NatTable>>,
+    nat_table: Option<Arc<dyn NatTable>>,
 }
 
 impl Prober {
     /// Returns the probes of a service. `paths` is required for checks at the VIP.
     pub fn new(check: Arc<Check>, vip: SocketAddr, paths: Option<Arc<dyn NatTable>>) -> Self {
         let tls = match &check.probe {
-            Probe::Https(_, verification) => Some(ca::client(verification).map(TlsConnector::from)),
+            Probe::Https(_, verification) => Some(ca::client_config(verification).map(TlsConnector::from)),
             Probe::Tcp | Probe::Http(_) | Probe::Agent => None,
         };
-        Self { check, vip, tls, paths }
+        Self { check, vip, tls, nat_table: paths }
     }
 
     pub fn check(&self) -> &Check {
@@ -110,9 +110,11 @@ impl Prober {
             (Probe::Tcp | Probe::Agent, _) => Ok(()),
             (Probe::Http(http), _) => self.request(connection, http, server).await,
             (Probe::Https(http, _), Some(Ok(tls))) => {
-                let name = self.name(http, server)?;
-                let connection =
-                    tls.connect(name, connection).await.map_err(|error| ProbeError::of(&error, ProbeError::Tls))?;
+                let name = self.server_name(http, server)?;
+                let connection = tls
+                    .connect(name, connection)
+                    .await
+                    .map_err(|error| ProbeError::from_error(&error, ProbeError::Tls))?;
                 self.request(connection, http, server).await
             }
             (Probe::Https(..), Some(Err(problem))) => Err(ProbeError::Tls(problem.clone())),
@@ -132,8 +134,13 @@ impl Prober {
     }
 
     /// Adds the NAT entry for a check at the VIP from the socket's port.
-    fn path_to_vip(&self, socket: &TcpSocket, server: IpAddr, nat: &Arc<dyn NatTable>) -> Result<OpenPath, ProbeError> {
-        let local = |error: std::io::Error| ProbeError::of(&error, ProbeError::Network);
+    fn add_path_to_vip(
+        &self,
+        socket: &TcpSocket,
+        server: IpAddr,
+        nat: &Arc<dyn NatTable>,
+    ) -> Result<OpenPath, ProbeError> {
+        let local = |error: std::io::Error| ProbeError::from_error(&error, ProbeError::Network);
         let vip = self.vip.ip();
         let any = match (server, vip) {
             (IpAddr::V4(_), IpAddr::V4(_)) => IpAddr::V4(Ipv4Addr::UNSPECIFIED),
@@ -145,11 +152,11 @@ impl Prober {
         };
         socket.bind((any, 0).into()).map_err(local)?;
         let own_port = socket.local_addr().map_err(local)?.port();
-        let path = Path { server, vip, port: self.port(), own_port };
+        let path = Path { server, vip, port: self.port(), source_port: own_port };
         OpenPath::add(path, nat).map_err(|error| ProbeError::Local(format!("{error:#}")))
     }
 
-    fn name(&self, http: &HttpProbe, server: IpAddr) -> Result<ServerName<'static>, ProbeError> {
+    fn server_name(&self, http: &HttpProbe, server: IpAddr) -> Result<ServerName<'static>, ProbeError> {
         let Some(host) = &http.host else {
             return Ok(ServerName::from(self.address(server).ip()));
         };
@@ -164,12 +171,12 @@ impl Prober {
     async fn connect(&self, server: IpAddr) -> Result<ServerConnection, ProbeError> {
         let network = |error: std::io::Error| match error.kind() {
             ErrorKind::ConnectionRefused => ProbeError::ConnectionRefused,
-            _ => ProbeError::of(&error, ProbeError::Network),
+            _ => ProbeError::from_error(&error, ProbeError::Network),
         };
         let socket = if server.is_ipv4() { TcpSocket::new_v4() } else { TcpSocket::new_v6() }.map_err(network)?;
         socket.set_zero_linger().map_err(network)?;
-        let path = match (&self.paths, self.check.probe_address) {
-            (Some(nat), ProbeAddress::Vip) => Some(self.path_to_vip(&socket, server, nat)?),
+        let path = match (&self.nat_table, self.check.probe_address) {
+            (Some(nat), ProbeAddress::Vip) => Some(self.add_path_to_vip(&socket, server, nat)?),
             _ => None,
         };
         ServerConnection::open(socket, SocketAddr::new(server, self.port()), path).await.map_err(network)
@@ -181,7 +188,7 @@ impl Prober {
         http: &HttpProbe,
         server: IpAddr,
     ) -> Result<(), ProbeError> {
-        let unwell = |error: hyper::Error| ProbeError::of(&error, ProbeError::Http);
+        let unwell = |error: hyper::Error| ProbeError::from_error(&error, ProbeError::Http);
         let address = self.address(server);
         let host = http.host.clone().unwrap_or_else(|| match address.port() {
             80 => address.to_string().trim_end_matches(":80").to_owned(),

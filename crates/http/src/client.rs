@@ -215,7 +215,7 @@ impl Client {
         let https = self.https.as_ref().filter(|_| controller.is_https());
         let token = self.token.as_ref().map(|token| token.expose().as_str());
         let unreachable = |error: anyhow::Error| {
-            let expected = match failure(&error) {
+            let expected = match find_tls_failure(&error) {
                 Some(failure) if failure.reason == Reason::WrongName => {
                     "expected the host that its certificate names, or `--controller-name` with its name"
                 }
@@ -233,7 +233,7 @@ impl Client {
 }
 
 /// Returns the TLS failure that caused the error, if any.
-fn failure(error: &anyhow::Error) -> Option<&Failure> {
+fn find_tls_failure(error: &anyhow::Error) -> Option<&Failure> {
     error.root_cause().downcast_ref::<io::Error>()?.get_ref()?.downcast_ref()
 }
 

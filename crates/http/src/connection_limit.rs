@@ -19,7 +19,7 @@ const POLL_INTERVAL: Duration = Duration::from_millis(100);
 
 /// Connection slots of a server.
 pub(crate) struct ConnectionSlots {
-    free: Arc<Semaphore>,
+    free_slots: Arc<Semaphore>,
     connections: Mutex<Connections>,
 }
 
@@ -33,7 +33,7 @@ struct Connections {
 struct Connection {
     network: IpAddr,
     /// Number of active requests.
-    requests: usize,
+    active_requests: usize,
     /// Number of the last answer, or of the connection's arrival.
     idle_since: u64,
     close_signal: Arc<Notify>,
@@ -46,8 +46,8 @@ impl Connections {
     }
 
     /// Returns the longest idle connection of the network with most idle connections.
-    fn idlest(&self) -> Option<&Connection> {
-        let idle = || self.by_number.values().filter(|connection| connection.requests == 0);
+    fn connection_to_close(&self) -> Option<&Connection> {
+        let idle = || self.by_number.values().filter(|connection| connection.active_requests == 0);
         let mut counts: HashMap<IpAddr, usize> = HashMap::new();
         idle().for_each(|connection| *counts.entry(connection.network).or_default() += 1);
         idle().min_by_key(|connection| (std::cmp::Reverse(counts[&connection.network]), connection.idle_since))
@@ -56,7 +56,7 @@ impl Connections {
 
 impl ConnectionSlots {
     pub(crate) fn new(count: usize) -> Arc<Self> {
-        Arc::new(Self { free: Arc::new(Semaphore::new(count)), connections: Mutex::default() })
+        Arc::new(Self { free_slots: Arc::new(Semaphore::new(count)), connections: Mutex::default() })
     }
 
     fn connections(&self) -> MutexGuard<'_, Connections> {
@@ -66,21 +66,25 @@ impl ConnectionSlots {
     /// Waits for a slot for a connection from this address.
     pub(crate) async fn take(self: &Arc<Self>, address: IpAddr) -> Permit {
         let permit = loop {
-            if let Ok(permit) = self.free.clone().try_acquire_owned() {
+            if let Ok(permit) = self.free_slots.clone().try_acquire_owned() {
                 break permit;
             }
-            if let Some(idlest) = self.connections().idlest() {
+            if let Some(idlest) = self.connections().connection_to_close() {
                 idlest.close_signal.notify_one();
             }
-            if let Ok(Ok(permit)) = timeout(POLL_INTERVAL, self.free.clone().acquire_owned()).await {
+            if let Ok(Ok(permit)) = timeout(POLL_INTERVAL, self.free_slots.clone().acquire_owned()).await {
                 break permit;
             }
         };
         let leave = Arc::new(Notify::new());
         let mut connections = self.connections();
         let number = connections.next_number();
-        let connection =
-            Connection { network: network(address), requests: 0, idle_since: number, close_signal: leave.clone() };
+        let connection = Connection {
+            network: network(address),
+            active_requests: 0,
+            idle_since: number,
+            close_signal: leave.clone(),
+        };
         connections.by_number.insert(number, connection);
         drop(connections);
         Permit { slots: self.clone(), number, close_signal: leave, _permit: permit }
@@ -97,7 +101,7 @@ pub(crate) struct Permit {
 impl Permit {
     /// Marks a request as active until the result is dropped.
     pub(crate) fn begin_request(self: &Arc<Self>) -> RequestGuard {
-        self.change(|connection, _| connection.requests += 1);
+        self.update_connection(|connection, _| connection.active_requests += 1);
         RequestGuard(self.clone())
     }
 
@@ -105,13 +109,19 @@ impl Permit {
     pub(crate) async fn wait_until_needed(&self) {
         loop {
             self.close_signal.notified().await;
-            if self.slots.connections().by_number.get(&self.number).is_none_or(|connection| connection.requests == 0) {
+            if self
+                .slots
+                .connections()
+                .by_number
+                .get(&self.number)
+                .is_none_or(|connection| connection.active_requests == 0)
+            {
                 return;
             }
         }
     }
 
-    fn change(&self, change: impl FnOnce(&mut Connection, u64)) {
+    fn update_connection(&self, change: impl FnOnce(&mut Connection, u64)) {
         let mut connections = self.slots.connections();
         let moment = connections.next_number();
         if let Some(connection) = connections.by_number.get_mut(&self.number) {
@@ -131,8 +141,8 @@ pub(crate) struct RequestGuard(Arc<Permit>);
 
 impl Drop for RequestGuard {
     fn drop(&mut self) {
-        self.0.change(|connection, moment| {
-            (connection.requests, connection.idle_since) = (connection.requests - 1, moment)
+        self.0.update_connection(|connection, moment| {
+            (connection.active_requests, connection.idle_since) = (connection.active_requests - 1, moment)
         });
     }
 }

@@ -29,9 +29,9 @@ use crate::{Problem, ProblemKind};
 use coreward_api::{Caller, Role};
 
 /// Default limit of a request's body in bytes.
-pub const SMALL_BODY: usize = 64 << 10;
+pub const DEFAULT_MAX_BODY_BYTES: usize = 64 << 10;
 /// Limit of the body of a fleet document, bytes: 16,384 servers and 1,000 services are about 2 MB.
-pub const DOCUMENT_BODY: usize = 8 << 20;
+pub const MAX_DOCUMENT_BYTES: usize = 8 << 20;
 /// Time from a request's first byte to the first byte of its answer.
 const TIMEOUT: Duration = Duration::from_secs(30);
 /// Name of bearer tokens in the OpenAPI document.
@@ -57,7 +57,7 @@ pub struct Guard {
     tokens: Arc<Tokens>,
     sessions: Sessions,
     /// Revoked certificates.
-    revoked: RevocationList,
+    revocation_list: RevocationList,
     limits: Limits,
     requests: Arc<RequestCounts>,
     /// Number of changes of permissions.
@@ -68,7 +68,7 @@ impl Guard {
     /// Returns a guard that accepts callers with one of these tokens, or a certificate that is not revoked.
     pub fn new(tokens: Arc<Tokens>, revoked: RevocationList, requests: Arc<RequestCounts>) -> Self {
         let (sessions, limits) = (Sessions::default(), Limits::default());
-        Self { tokens, sessions, revoked, limits, requests, permission_changes: watch::Sender::new(0) }
+        Self { tokens, sessions, revocation_list: revoked, limits, requests, permission_changes: watch::Sender::new(0) }
     }
 
     /// Reads the tokens again. If they changed, sessions that a token began end. Sessions that a certificate began
@@ -97,8 +97,11 @@ impl Guard {
     /// Returns the caller, identified by token, certificate or session.
     fn authenticate(&self, request: &Request) -> Result<Caller, Problem> {
         let peer = request.extensions().get::<Peer>().cloned().unwrap_or_default();
-        let session =
-            || self.sessions.has_session(request.headers(), &self.revoked).then(|| (Role::Viewer, "session".into()));
+        let session = || {
+            self.sessions
+                .has_session(request.headers(), &self.revocation_list)
+                .then(|| (Role::Viewer, "session".into()))
+        };
         let proved = match (request.headers().get(header::AUTHORIZATION), &peer.certificate) {
             (Some(authorization), _) => self.role_of(authorization),
             (None, Some(certified)) => Some((certified.role, certified.name.clone())),
@@ -196,7 +199,7 @@ impl<S: Clone + Send + Sync + 'static> Endpoints<S> {
 
     /// Adds an endpoint (`routes!(handler)`) for callers with this role.
     pub fn add(self, needed: Role, routes: UtoipaMethodRouter<S>) -> Self {
-        self.add_with_body(needed, SMALL_BODY, routes)
+        self.add_with_body(needed, DEFAULT_MAX_BODY_BYTES, routes)
     }
 
     /// Like [`Endpoints::add`], with another limit of the body in bytes.

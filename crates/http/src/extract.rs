@@ -10,7 +10,7 @@ use serde::de::{DeserializeOwned, IgnoredAny, MapAccess, Visitor};
 use serde::{Deserialize, Deserializer, Serialize};
 
 use crate::Problem;
-use crate::endpoints::SMALL_BODY;
+use crate::endpoints::DEFAULT_MAX_BODY_BYTES;
 use crate::work::{self, Size};
 
 /// Parameters of the query.
@@ -36,7 +36,7 @@ impl<S: Send + Sync, T: DeserializeOwned + Send + 'static> FromRequest<S> for Js
         let empty = Request::from_parts(head.clone(), Body::from("{}"));
         axum::Json::<JsonObject<IgnoredAny>>::from_request(empty, state).await.map(drop)?;
         let bytes = Bytes::from_request(Request::from_parts(head, body), state).await?;
-        let size = if bytes.len() > SMALL_BODY { Size::Large } else { Size::Small };
+        let size = if bytes.len() > DEFAULT_MAX_BODY_BYTES { Size::Large } else { Size::Small };
         let axum::Json(JsonObject(body)) = work::run(size, move || axum::Json::from_bytes(&bytes)).await??;
         Ok(Self(body))
     }

@@ -20,11 +20,11 @@ type Limiter<K> = RateLimiter<
 >;
 
 /// Reading requests per second, for each role and address: enough for a dashboard and a few scripts.
-const READS: NonZeroU32 = NonZeroU32::new(200).unwrap();
+const MAX_READS_PER_SECOND: NonZeroU32 = NonZeroU32::new(200).unwrap();
 /// Requests per second that only an operator may send, for each address.
-const WRITES: NonZeroU32 = NonZeroU32::new(20).unwrap();
+const MAX_WRITES_PER_SECOND: NonZeroU32 = NonZeroU32::new(20).unwrap();
 /// Requests per second without a valid token, for each address.
-const REFUSALS: NonZeroU32 = NonZeroU32::new(10).unwrap();
+const MAX_REFUSALS_PER_SECOND: NonZeroU32 = NonZeroU32::new(10).unwrap();
 /// Burst as a multiple of the rate.
 const BURST: u32 = 5;
 /// Number of callers above which inactive callers are forgotten.
@@ -43,9 +43,9 @@ impl Default for Limits {
         let clock = MonotonicClock;
         let quota = |rate: NonZeroU32| Quota::per_second(rate).allow_burst(rate.saturating_mul(BURST_FACTOR));
         Self {
-            reads: RateLimiter::new(quota(READS), DashMapStateStore::default(), clock.clone()),
-            writes: RateLimiter::new(quota(WRITES), DashMapStateStore::default(), clock.clone()),
-            refusals: RateLimiter::new(quota(REFUSALS), DashMapStateStore::default(), clock.clone()),
+            reads: RateLimiter::new(quota(MAX_READS_PER_SECOND), DashMapStateStore::default(), clock.clone()),
+            writes: RateLimiter::new(quota(MAX_WRITES_PER_SECOND), DashMapStateStore::default(), clock.clone()),
+            refusals: RateLimiter::new(quota(MAX_REFUSALS_PER_SECOND), DashMapStateStore::default(), clock.clone()),
             clock,
         }
     }
@@ -100,7 +100,10 @@ mod tests {
                 limits.count_request(Role::Operator, address(n), true).err().map(|problem| (u32::from(n), problem))
             })
             .unwrap();
-        let (burst, earned) = (WRITES.get() * BURST, began.elapsed().as_secs_f64() * f64::from(WRITES.get()));
+        let (burst, earned) = (
+            MAX_WRITES_PER_SECOND.get() * BURST,
+            began.elapsed().as_secs_f64() * f64::from(MAX_WRITES_PER_SECOND.get()),
+        );
         assert!((burst..=burst + earned as u32 + 1).contains(&allowed), "{allowed} allowed, {earned} earned meanwhile");
         assert_eq!((problem.status, problem.retry_after_s), (429, Some(1)));
         assert!(limits.count_request(Role::Operator, address(1), false).is_ok());

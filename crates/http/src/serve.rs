@@ -24,23 +24,23 @@ use coreward_api::Role;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ConnectionLimits {
     /// Limit of concurrent connections. At the limit, a new connection replaces an idle one, or waits.
-    pub connections: usize,
+    pub max_connections: usize,
     /// Time limit for a request's head, from the handshake or the last answer on. The time between request and answer
     /// is not limited.
     pub head_timeout: Duration,
     /// Limit of a request's head, bytes.
     pub head_bytes: usize,
     /// Time after which a client that reads nothing of an answer is disconnected.
-    pub write: Duration,
+    pub write_timeout: Duration,
 }
 
 impl Default for ConnectionLimits {
     fn default() -> Self {
         Self {
-            connections: 512,
+            max_connections: 512,
             head_timeout: Duration::from_secs(10),
             head_bytes: 32 << 10,
-            write: Duration::from_secs(20),
+            write_timeout: Duration::from_secs(20),
         }
     }
 }
@@ -53,7 +53,7 @@ pub struct Peer {
     /// Identity of the peer's certificate, if it has one.
     pub certificate: Option<CertificateIdentity>,
     /// Whether the connection is encrypted.
-    pub encrypted: bool,
+    pub is_encrypted: bool,
 }
 
 /// Identity of an operator or a viewer by certificate.
@@ -72,7 +72,7 @@ pub struct CertificateIdentity {
 impl Peer {
     /// Returns a peer without TLS.
     pub fn without_tls(address: IpAddr) -> Self {
-        Self { address, certificate: None, encrypted: false }
+        Self { address, certificate: None, is_encrypted: false }
     }
 }
 
@@ -111,7 +111,7 @@ impl Acceptor for Plain {
 pub struct Listener {
     listener: std::net::TcpListener,
     address: SocketAddr,
-    bounds: ConnectionLimits,
+    connection_limits: ConnectionLimits,
 }
 
 impl Listener {
@@ -122,12 +122,12 @@ impl Listener {
             std::net::TcpListener::bind(address).with_context(|| format!("cannot listen on {address}: {expected}"))?;
         listener.set_nonblocking(true)?;
         let address = listener.local_addr()?;
-        Ok(Self { listener, address, bounds: ConnectionLimits::default() })
+        Ok(Self { listener, address, connection_limits: ConnectionLimits::default() })
     }
 
     /// Replaces the limits of connections.
-    pub fn within(self, bounds: ConnectionLimits) -> Self {
-        Self { bounds, ..self }
+    pub fn with_limits(self, bounds: ConnectionLimits) -> Self {
+        Self { connection_limits: bounds, ..self }
     }
 
     /// Returns the listening address.
@@ -167,7 +167,7 @@ impl Listener {
                 };
                 tokio::select! {
                     _ = &mut dropped => {}
-                    () = accept(listener, self.bounds, acceptor, router) => {}
+                    () = accept(listener, self.connection_limits, acceptor, router) => {}
                     () = background => {}
                 }
             });
@@ -183,7 +183,7 @@ pub struct RunningServer {
 }
 
 async fn accept(listener: tokio::net::TcpListener, bounds: ConnectionLimits, acceptor: impl Acceptor, router: Router) {
-    let slots = ConnectionSlots::new(bounds.connections);
+    let slots = ConnectionSlots::new(bounds.max_connections);
     loop {
         let (stream, address) = match listener.accept().await {
             Ok(accepted) => accepted,
@@ -228,7 +228,7 @@ async fn connection(
     router: Router,
 ) -> Result<(), Box<dyn std::error::Error + Send + Sync>> {
     stream.set_nodelay(true)?;
-    socket2::SockRef::from(&stream).set_tcp_user_timeout(Some(bounds.write))?;
+    socket2::SockRef::from(&stream).set_tcp_user_timeout(Some(bounds.write_timeout))?;
     let (stream, peer) = acceptor.accept(stream, address).await?;
     let answers = TowerToHyperService::new(router.layer(axum::Extension(peer)));
     let service = service_fn(|request| {

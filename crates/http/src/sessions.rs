@@ -14,10 +14,10 @@ use rand::rngs::SysRng;
 use subtle::ConstantTimeEq as _;
 
 /// Lifetime of a session.
-const LIFE: Duration = Duration::from_secs(12 * 3600);
+const SESSION_LIFETIME: Duration = Duration::from_secs(12 * 3600);
 /// Limit of sessions; beyond it the oldest one ends.
 const MAX_SESSIONS: usize = 256;
-const COOKIE: &str = "coreward_session";
+const COOKIE_NAME: &str = "coreward_session";
 
 /// Open sessions.
 #[derive(Default)]
@@ -51,8 +51,8 @@ impl SessionProof {
 
 struct Session {
     id: String,
-    by: SessionProof,
-    expires: Instant,
+    proof: SessionProof,
+    expires_at: Instant,
 }
 
 impl Sessions {
@@ -65,22 +65,22 @@ impl Sessions {
         if sessions.len() >= MAX_SESSIONS {
             sessions.remove(0);
         }
-        let cookie = set_cookie(&id, LIFE, encrypted);
-        sessions.push(Session { id, by, expires: Instant::now() + LIFE });
+        let cookie = set_cookie(&id, SESSION_LIFETIME, encrypted);
+        sessions.push(Session { id, proof: by, expires_at: Instant::now() + SESSION_LIFETIME });
         cookie
     }
 
     /// Returns whether the request belongs to a session. A session that a certificate began ends with the certificate.
     pub fn has_session(&self, headers: &HeaderMap, revoked: &RevocationList) -> bool {
         let mut living = self.live_sessions();
-        living.retain(|session| session.by.is_valid(revoked));
-        ids(headers).any(|id| living.iter().any(|session| session.matches(id)))
+        living.retain(|session| session.proof.is_valid(revoked));
+        session_ids(headers).any(|id| living.iter().any(|session| session.matches(id)))
     }
 
     /// Ends the request's session and returns the `Set-Cookie` that clears it. `encrypted`: whether the request came by
     /// TLS.
     pub fn end(&self, headers: &HeaderMap, encrypted: bool) -> String {
-        for id in ids(headers) {
+        for id in session_ids(headers) {
             self.live_sessions().retain(|session| !session.matches(id));
         }
         set_cookie("", Duration::ZERO, encrypted)
@@ -88,18 +88,18 @@ impl Sessions {
 
     /// Ends all sessions that were begun by a token.
     pub fn end_sessions_of_tokens(&self) {
-        self.live_sessions().retain(|session| session.by != SessionProof::Token);
+        self.live_sessions().retain(|session| session.proof != SessionProof::Token);
     }
 
     /// Ends all sessions that were begun by a certificate.
     pub fn end_sessions_of_certificates(&self) {
-        self.live_sessions().retain(|session| session.by == SessionProof::Token);
+        self.live_sessions().retain(|session| session.proof == SessionProof::Token);
     }
 
     fn live_sessions(&self) -> MutexGuard<'_, Vec<Session>> {
         let mut sessions = self.0.lock();
         let now = Instant::now();
-        sessions.retain(|session| session.expires > now);
+        sessions.retain(|session| session.expires_at > now);
         sessions
     }
 }
@@ -114,15 +114,15 @@ impl Session {
 /// text.
 fn set_cookie(id: &str, life: Duration, encrypted: bool) -> String {
     let secure = if encrypted { "; Secure" } else { "" };
-    format!("{COOKIE}={id}; Path=/; HttpOnly; SameSite=Strict; Max-Age={}{secure}", life.as_secs())
+    format!("{COOKIE_NAME}={id}; Path=/; HttpOnly; SameSite=Strict; Max-Age={}{secure}", life.as_secs())
 }
 
-fn ids(headers: &HeaderMap) -> impl Iterator<Item = &str> {
+fn session_ids(headers: &HeaderMap) -> impl Iterator<Item = &str> {
     let pairs = headers.get_all(header::COOKIE).iter().filter_map(|cookies| cookies.to_str().ok());
     pairs
         .flat_map(|cookies| cookies.split(';'))
         .filter_map(|pair| pair.trim().split_once('='))
-        .filter_map(|(name, value)| (name == COOKIE).then_some(value))
+        .filter_map(|(name, value)| (name == COOKIE_NAME).then_some(value))
 }
 
 #[cfg(test)]

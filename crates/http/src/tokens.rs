@@ -20,7 +20,7 @@ const TOKEN_BYTES: usize = 32;
 /// Number of random bytes in the name of a temporary file.
 const TEMPORARY_NAME_BYTES: usize = 9;
 /// Minimum length of an operator's own token, in characters.
-const MIN_LENGTH: usize = 32;
+const MIN_TOKEN_LENGTH: usize = 32;
 
 /// Returns the path of a role's token.
 pub fn token_file(directory: &Path, role: Role) -> PathBuf {
@@ -46,7 +46,7 @@ impl Tokens {
     /// Reads the files again, and returns whether a token has changed. On an error, as in [`open`](Self::open), the
     /// previous tokens stay valid.
     pub fn reload(&self) -> anyhow::Result<bool> {
-        let read = |role| read_or_draw(&token_file(&self.directory, role)).map(|token| (role, token));
+        let read = |role| read_or_create_token(&token_file(&self.directory, role)).map(|token| (role, token));
         let tokens = Role::ALL.into_iter().map(read).collect::<anyhow::Result<Vec<_>>>()?;
         ensure!(
             tokens[0].1.expose() != tokens[1].1.expose(),
@@ -68,7 +68,7 @@ impl Tokens {
     }
 }
 
-fn read_or_draw(path: &Path) -> anyhow::Result<Secret<String>> {
+fn read_or_create_token(path: &Path) -> anyhow::Result<Secret<String>> {
     if !path.exists() {
         write_new(path, &random_text::<TOKEN_BYTES>())
             .with_context(|| format!("{}: the token cannot be written", path.display()))?;
@@ -88,10 +88,9 @@ pub fn read_token(path: &Path) -> anyhow::Result<Secret<String>> {
     // RFC 6750, Sect. 2.1.
     let allowed = |c: char| c.is_ascii_alphanumeric() || "-._~+/=".contains(c);
     ensure!(
-        text.len() >= MIN_LENGTH && text.chars().all(allowed),
-        "{} holds no token: expected at least {MIN_LENGTH} characters out of A-Z a-z 0-9 - . _ ~ + / = (without the \
-         file a new \
-         one is drawn)",
+        text.len() >= MIN_TOKEN_LENGTH && text.chars().all(allowed),
+        "{} holds no token: expected at least {MIN_TOKEN_LENGTH} characters out of A-Z a-z 0-9 - . _ ~ + / = \
+         (without the file a new one is drawn)",
         path.display()
     );
     Ok(Secret::new(text))

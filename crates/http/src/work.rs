@@ -24,7 +24,7 @@ pub enum Size {
     Large,
 }
 
-static LARGE: Semaphore = Semaphore::const_new(LARGE_THREADS);
+static LARGE_WORK_SLOTS: Semaphore = Semaphore::const_new(LARGE_THREADS);
 static LARGE_ANSWER_SLOTS: Semaphore = Semaphore::const_new(LARGE_THREADS + LARGE_WAITING);
 
 /// An encoded answer in JSON.
@@ -74,6 +74,6 @@ async fn acquire_permits(size: Size) -> Result<Option<(SemaphorePermit<'static>,
         let detail = format!("{LARGE_WAITING} requests with large bodies wait already: expected fewer");
         Problem::new(ProblemKind::TooManyRequests, detail).retry_after(1)
     })?;
-    let turn = LARGE.acquire().await.map_err(|error| internal(&error))?;
+    let turn = LARGE_WORK_SLOTS.acquire().await.map_err(|error| internal(&error))?;
     Ok(Some((place, turn)))
 }

@@ -38,7 +38,7 @@ pub struct AnnounceState {
     /// VIPs whose packets can be forwarded.
     pub announceable: BTreeSet<IpAddr>,
     /// Reasons why the other VIPs are not announced.
-    pub blocked: Vec<String>,
+    pub blocked_reasons: Vec<String>,
 }
 
 impl Announcer {

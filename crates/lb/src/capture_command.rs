@@ -73,7 +73,7 @@ pub fn run(args: &CaptureArgs) -> anyhow::Result<()> {
         capture.poll(POLL_INTERVAL, &mut |packet| {
             if failure.is_none() && args.count.is_none_or(|count| packets < count) {
                 packets += 1;
-                failure = sink.take(since_epoch + packet.time, &packet).err();
+                failure = sink.write_packet(since_epoch + packet.time, &packet).err();
             }
         })?;
     }
@@ -121,7 +121,7 @@ enum Sink {
 }
 
 impl Sink {
-    fn take(&mut self, time: Duration, packet: &CapturedPacket) -> anyhow::Result<()> {
+    fn write_packet(&mut self, time: Duration, packet: &CapturedPacket) -> anyhow::Result<()> {
         match self {
             Sink::Text => {
                 let verdict = DecisionComment(packet);

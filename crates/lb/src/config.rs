@@ -10,7 +10,7 @@ use coreward_config::{
 };
 use coreward_daemon::Controllers;
 use coreward_dataplane::lb::{MAX_FLOW_TABLE_ENTRIES, Options, XdpMode};
-use coreward_model::connection_table::{TableSize, Timers};
+use coreward_model::connection_table::{TableSize, Timeouts};
 use coreward_model::vlan::Vlan;
 
 /// Treatment of announced VIPs when the daemon stops.
@@ -52,7 +52,7 @@ config_struct! {
         /// Own certificate, and the trusted ones; without it connections are neither encrypted nor authenticated.
         pub tls: Option<coreward_tls::CredentialFiles>,
         /// Times without packets after which connections of stateful services are checked.
-        pub connection_timers: Timers as ConnectionTimers = ConnectionTimers { idle: None, closing: None },
+        pub connection_timers: Timeouts as ConnectionTimers = ConnectionTimers { idle: None, closing: None },
         /// Announcement of servable VIPs by a routing daemon; without it the operator routes them.
         pub announce: Option<Announce>,
     }
@@ -93,12 +93,12 @@ config_struct! {
     }
 }
 
-impl From<ConnectionTimers> for Timers {
+impl From<ConnectionTimers> for Timeouts {
     fn from(written: ConnectionTimers) -> Self {
         let or = |timer: Option<Timer>, default| timer.map_or(default, Duration::from);
-        let default = Timers::default();
+        let default = Timeouts::default();
         let (idle, closing) = (or(written.idle, default.idle), or(written.closing, default.closing));
-        Timers { idle, closing, ..default }
+        Timeouts { idle, closing, ..default }
     }
 }
 
@@ -145,10 +145,10 @@ pin_directory = "/sys/fs/bpf/coreward/lb1"
     fn tables_and_addresses_have_defaults() {
         let config = parse(GOOD).unwrap();
         assert_eq!((config.address, config.flow_table), (None, 1_048_576));
-        assert_eq!(config.connection_table.entries(), 262_144);
-        assert_eq!(config.connection_timers, Timers::default());
+        assert_eq!(config.connection_table.entry_count(), 262_144);
+        assert_eq!(config.connection_timers, Timeouts::default());
         let timers = parse(&format!("{GOOD}[connection_timers]\nidle = \"7s\"\n")).unwrap().connection_timers;
-        assert_eq!(timers, Timers { idle: Duration::from_secs(7), ..Timers::default() });
+        assert_eq!(timers, Timeouts { idle: Duration::from_secs(7), ..Timeouts::default() });
         assert_eq!(config.vlan, None);
         assert_eq!(parse(&format!("{GOOD}vlan = 20\n")).unwrap().vlan, Vlan::new(20).ok());
         let config = parse(&format!("{GOOD}address = \"10.2.0.1\"\nflow_table = 1000\n")).unwrap();

@@ -7,7 +7,7 @@ use std::time::Duration;
 use anyhow::{Context as _, bail};
 use comfy_table::{CellAlignment, Table, presets};
 use coreward_dataplane::lb::connections::PinnedConnections;
-use coreward_model::connection_table::{Clock, Connection, heaviest};
+use coreward_model::connection_table::{ClockTicks, Connection, heaviest};
 
 use crate::capture_command::find_service;
 
@@ -59,7 +59,7 @@ pub fn run(args: &ConnectionsArgs) -> anyhow::Result<String> {
     let mut count = 0;
     let counted = pinned.connections(service).inspect(|_| count += 1);
     let top = heaviest(counted, args.top, |connection| args.by.weight(connection));
-    let entries = pinned.size().entries();
+    let entries = pinned.size().entry_count();
     let head = format!("{service}: {count} connections in a table of {entries} entries");
     Ok(format!("{head}\n{}", table(&top, pinned.clock())))
 }
@@ -79,7 +79,7 @@ fn only_load_balancer(root: &Path) -> anyhow::Result<PathBuf> {
     }
 }
 
-fn table(connections: &[Connection], now: Clock) -> Table {
+fn table(connections: &[Connection], now: ClockTicks) -> Table {
     let mut table = Table::new();
     table.load_style(presets::NOTHING);
     table.set_header(["client", "server", "packets", "bytes", "age, s", "idle, s", "state"]);
@@ -89,7 +89,7 @@ fn table(connections: &[Connection], now: Clock) -> Table {
             connection.identity.server.to_string(),
             connection.packets.to_string(),
             connection.bytes.to_string(),
-            seconds(now.since(connection.opened)),
+            seconds(now.since(connection.opened_at)),
             seconds(now.since(connection.last_seen)),
             state(connection).to_owned(),
         ]);
@@ -107,7 +107,7 @@ fn seconds(time: Duration) -> String {
 fn state(connection: &Connection) -> &'static str {
     match connection {
         Connection { packets: 0..=1, .. } => "half-open",
-        Connection { closing: true, .. } => "closing",
+        Connection { is_closing: true, .. } => "closing",
         _ => "open",
     }
 }
@@ -128,12 +128,12 @@ mod tests {
             client: "10.1.0.7:40312".parse().unwrap(),
             packets: 12,
             bytes: 3456,
-            opened: Clock(100),
-            last_seen: Clock(225),
-            closing: true,
+            opened_at: ClockTicks(100),
+            last_seen: ClockTicks(225),
+            is_closing: true,
         };
         let half_open = Connection { packets: 1, ..connection };
-        let shown = table(&[connection, half_open], Clock(230)).to_string();
+        let shown = table(&[connection, half_open], ClockTicks(230)).to_string();
         let words: Vec<Vec<&str>> = shown.lines().skip(1).map(|line| line.split_whitespace().collect()).collect();
         assert_eq!(words[0], ["10.1.0.7:40312", "77", "12", "3456", "13.0", "0.5", "closing"]);
         assert_eq!(words[1][6], "half-open");

@@ -28,7 +28,7 @@ use tokio_stream::wrappers::ReceiverStream;
 
 use crate::announce::{AnnounceState, Announcer};
 use crate::config::{Announce, Config, OnStop};
-use crate::forwarder::{Forwarder, PROGRAM_LIMIT};
+use crate::forwarder::{Forwarder, PROGRAM_LOAD_TIMEOUT};
 use crate::health::Health;
 use crate::last_configuration::LastConfiguration;
 use crate::resolvers::{Resolution, Resolvers};
@@ -98,7 +98,7 @@ fn options(config: &Config) -> lb::Options {
     lb::Options {
         pin_directory: Some(config.pin_directory.clone()),
         flow_table_entries: config.flow_table,
-        connection_table: config.connection_table,
+        connection_table_size: config.connection_table,
         packets_read_clock: true,
         vlan: config.vlan.unwrap_or_default(),
         ..Default::default()
@@ -124,10 +124,10 @@ async fn serve(
     if !forwarder.is_upgrade_pending() {
         last.restore(&mut forwarder);
     }
-    let mut tasks = BackgroundTasks { neighbours, ticker, scrapes, announcer, sweeper, last };
+    let mut tasks = BackgroundTasks { neighbours, ticker, scrapes, announcer, sweeper, last_configuration: last };
     let work = run_sessions(&config, &mut connection, &mut forwarder, &mut tasks);
     let outcome = coreward_daemon::run_until_shutdown(work).await;
-    tasks.last.save(&mut forwarder);
+    tasks.last_configuration.save(&mut forwarder);
     if let Some(announce) = config.announce.filter(|announce| announce.on_stop == OnStop::Withdraw)
         && let Some(mut announcer) = tasks.announcer.take()
     {
@@ -156,7 +156,7 @@ struct BackgroundTasks {
     scrapes: Scrapes,
     announcer: Option<Announcer>,
     sweeper: Sweeper,
-    last: LastConfiguration,
+    last_configuration: LastConfiguration,
 }
 
 impl BackgroundTasks {
@@ -170,13 +170,13 @@ impl BackgroundTasks {
 
     async fn maintain(&mut self, forwarder: &mut Forwarder, interface: &str) -> anyhow::Result<()> {
         forwarder.maintain()?;
-        self.last.save(forwarder);
+        self.last_configuration.save(forwarder);
         let Some(announcer) = &mut self.announcer else { return Ok(()) };
         // Without a configuration, the announcements of an earlier process stay.
         let Some(mut state) = forwarder.announce_state() else { return Ok(()) };
         if !announcer.is_up(interface).await? {
             state = AnnounceState {
-                blocked: vec![format!("no VIP is announced: {interface} is down")],
+                blocked_reasons: vec![format!("no VIP is announced: {interface} is down")],
                 ..AnnounceState::default()
             };
         }
@@ -187,9 +187,9 @@ impl BackgroundTasks {
                 error = format!("{error:#}"),
                 "the load balancer cannot change the routes that announce its VIPs and retries every second"
             );
-            state.blocked.push(format!("{error:#}"));
+            state.blocked_reasons.push(format!("{error:#}"));
         }
-        forwarder.set_announced_vips(announcer.count(), state.blocked);
+        forwarder.set_announced_vips(announcer.count(), state.blocked_reasons);
         Ok(())
     }
 
@@ -197,7 +197,7 @@ impl BackgroundTasks {
     fn state(&self, forwarder: &Forwarder, connection: &Connection) -> v1::LoadBalancerState {
         let mut state = forwarder.state();
         state.warnings.extend(connection.warnings());
-        state.warnings.extend(self.last.problem().map(str::to_owned));
+        state.warnings.extend(self.last_configuration.problem().map(str::to_owned));
         state
     }
 
@@ -218,7 +218,7 @@ impl BackgroundTasks {
         loop {
             tokio::select! {
                 outcome = &mut other => return Ok(outcome),
-                change = self.neighbours.recv() => forwarder.neighbour(change.context(UNRESOLVED)?),
+                change = self.neighbours.recv() => forwarder.apply_resolution(change.context(UNRESOLVED)?),
                 // Without a controller the queries time out, and agents count as absent.
                 _ = self.ticker.tick() => drop(self.tick(forwarder, usize::MAX)?),
                 scrape = self.scrapes.next() => drop(scrape.send(self.metrics(forwarder, connection))),
@@ -285,13 +285,13 @@ async fn run_session(
                 if traffic.period() != forwarder.report_interval() {
                     traffic = every(forwarder.report_interval());
                 }
-                reported != (forwarder.tables(), forwarder.confirmed_generation())
+                reported != (forwarder.table_count(), forwarder.confirmed_generation())
             }
             change = tasks.neighbours.recv() => {
-                forwarder.neighbour(change.context(UNRESOLVED)?);
+                forwarder.apply_resolution(change.context(UNRESOLVED)?);
                 // With one message per change, ten thousand servers would cause ten thousand states.
                 while let Ok(change) = tasks.neighbours.try_recv() {
-                    forwarder.neighbour(change);
+                    forwarder.apply_resolution(change);
                 }
                 true
             }
@@ -324,7 +324,7 @@ async fn run_session(
         };
         state_is_due |= due;
         if state_is_due && tokio::time::Instant::now() >= next_state {
-            reported = (forwarder.tables(), forwarder.confirmed_generation());
+            reported = (forwarder.table_count(), forwarder.confirmed_generation());
             (state_is_due, next_state) = (false, tokio::time::Instant::now() + MIN_STATE_INTERVAL);
             // The next state replaces a lost one.
             let _ = messages.try_send(message(Message::State(tasks.state(forwarder, connection))));
@@ -366,9 +366,11 @@ fn apply(forwarder: &mut Forwarder, sweeper: &mut Sweeper, update: v1::Dataplane
     match update.update {
         Some(Update::Configuration(configuration)) => {
             let taken = match FleetConfiguration::decode(configuration) {
-                Ok((number, configuration, refused)) => coreward_daemon::block_within(PROGRAM_LIMIT, || {
-                    forwarder.apply_configuration(number, configuration, &refused)
-                }),
+                Ok((number, configuration, refused)) => {
+                    coreward_daemon::run_with_watchdog_limit(PROGRAM_LOAD_TIMEOUT, || {
+                        forwarder.apply_configuration(number, configuration, &refused)
+                    })
+                }
                 Err(error) => {
                     let error = anyhow::Error::from(error);
                     forwarder.refuse_all(0, &error);
@@ -379,9 +381,9 @@ fn apply(forwarder: &mut Forwarder, sweeper: &mut Sweeper, update: v1::Dataplane
         }
         Some(Update::Change(change)) => {
             let taken = match FleetChange::decode(change) {
-                Ok((change, refused)) => {
-                    coreward_daemon::block_within(PROGRAM_LIMIT, || forwarder.apply_change(change, &refused))
-                }
+                Ok((change, refused)) => coreward_daemon::run_with_watchdog_limit(PROGRAM_LOAD_TIMEOUT, || {
+                    forwarder.apply_change(change, &refused)
+                }),
                 Err(error) => {
                     let error = anyhow::Error::from(error);
                     forwarder.refuse_all(0, &error);
@@ -398,7 +400,7 @@ fn apply(forwarder: &mut Forwarder, sweeper: &mut Sweeper, update: v1::Dataplane
         Some(Update::SocketAnswer(answer)) => {
             let freed = SocketAnswer::try_from(answer)
                 .map_err(anyhow::Error::from)
-                .and_then(|answer| forwarder.free(&sweeper.answer(&answer, uptime())));
+                .and_then(|answer| forwarder.free(&sweeper.handle_answer(&answer, uptime())));
             log_rejection("socket-answer", freed);
         }
         None => tracing::warn!(

@@ -18,7 +18,7 @@ use coreward_dataplane::lb::{self, COUNTER_NAMES, Counters, EVENT_NAMES, LoadBal
 use coreward_dataplane::mac::MacAddress;
 use coreward_dataplane::routes::Routes;
 use coreward_metrics::latency::LatencyHistogram;
-use coreward_model::connection_table::{Connection, Timers};
+use coreward_model::connection_table::{Connection, Timeouts};
 use coreward_model::consistency::{Consistency, Timestamps};
 use coreward_model::cookie::FleetKeys;
 use coreward_model::health::WhenAllDown;
@@ -45,7 +45,7 @@ const MAX_SWEPT_ENTRIES: u32 = 131_072;
 /// Time after which servers that do not answer ARP no longer delay an upgrade.
 const UPGRADE_TIMEOUT: Duration = Duration::from_secs(5);
 /// Time limit of a change that loads another program, which takes 10 s on a loaded, emulated machine.
-pub const PROGRAM_LIMIT: Duration = Duration::from_secs(60);
+pub const PROGRAM_LOAD_TIMEOUT: Duration = Duration::from_secs(60);
 /// Time after the start within which a controller should have sent a configuration.
 const CONFIGURATION_TIMEOUT: Duration = Duration::from_secs(5);
 /// Interval of counts of connections, which read the whole table.
@@ -74,13 +74,13 @@ pub struct Forwarder {
     /// Lifetime of a table that depends on loads, without a controller.
     table_lifetime: Duration,
     table_ages: TableAges,
-    timers: Timers,
+    timers: Timeouts,
     /// Time of the last count of connections.
     last_count: Duration,
     /// Newest generation that was confirmed in this stream; 0: none yet.
     confirmed_generation: u64,
     /// Number of the configuration; `None`: no configuration yet, or it could not be applied.
-    number: Option<u64>,
+    configuration_number: Option<u64>,
     /// Generation in force, of any controller; 0: none.
     applied_generation: u64,
     /// Cookie keys in force; `None`: no configuration yet.
@@ -98,11 +98,11 @@ pub struct Forwarder {
     vlan_problems: BTreeSet<String>,
     /// Faults of this machine and of servers with LB-side stamping, as last logged.
     problems: BTreeSet<String>,
-    table_to_kernel: LatencyHistogram,
+    table_install_latency: LatencyHistogram,
     /// Number of announced VIPs; `None`: this daemon announces none.
     announced_vips: Option<usize>,
     /// Reasons for which VIPs are not announced.
-    blocked: Vec<String>,
+    blocked_reasons: Vec<String>,
     health: Health,
     /// Servers that are down by this load balancer's checks.
     down: BTreeSet<Target>,
@@ -122,7 +122,7 @@ impl Forwarder {
         balancer: LoadBalancer,
         attachment: lb::Attachment,
         (resolvers, routes): (Resolvers, Routes),
-        timers: Timers,
+        timers: Timeouts,
         health: Health,
     ) -> Self {
         Self {
@@ -144,7 +144,7 @@ impl Forwarder {
             timers,
             last_count: monotonic(),
             confirmed_generation: 0,
-            number: None,
+            configuration_number: None,
             applied_generation: 0,
             keys: None,
             is_unsaved: false,
@@ -153,9 +153,9 @@ impl Forwarder {
             vlan,
             vlan_problems: BTreeSet::new(),
             problems: BTreeSet::new(),
-            table_to_kernel: LatencyHistogram::default(),
+            table_install_latency: LatencyHistogram::default(),
             announced_vips: None,
-            blocked: Vec::new(),
+            blocked_reasons: Vec::new(),
             health,
             down: BTreeSet::new(),
             masked: BTreeSet::new(),
@@ -168,7 +168,7 @@ impl Forwarder {
     /// Starts a stream. Confirmations of earlier streams do not count, because they may be of another controller.
     pub fn begin_stream(&mut self) {
         self.confirmed_generation = 0;
-        self.number = None;
+        self.configuration_number = None;
         self.needs_configuration = false;
         self.refusals.clear();
         self.health.begin_stream();
@@ -216,7 +216,7 @@ impl Forwarder {
                     "no packets go to the other load balancer, which does not answer ARP or neighbour discovery"
                 ),
             }
-            if let Some(owner) = peer.owner.filter(|_| peer.alive) {
+            if let Some(owner) = peer.owner.filter(|_| peer.is_alive) {
                 self.balancer.set_owner_mac(owner, change.mac);
             }
         }
@@ -225,8 +225,8 @@ impl Forwarder {
     /// Sets the packets' clock and applies check results; called ten times a second, also without a controller.
     pub fn tick(&mut self) {
         self.balancer.tick(monotonic());
-        self.balancer.guard_connection_table();
-        if self.routes.changed() {
+        self.balancer.update_source_limit();
+        if self.routes.has_changed() {
             self.follow_routes();
         }
         if let Some(down) = self.health.servers_down_if_changed() {
@@ -242,10 +242,11 @@ impl Forwarder {
     /// Masks the servers of a service that are down by this load balancer's own checks, at once and also without a
     /// controller. If it reaches none of the eligible servers, `when_all_down` decides: with "fail-open" it masks none,
     /// because its own network may have failed.
-    fn mask(&mut self, index: ServiceIndex) {
+    fn mask_down_servers(&mut self, index: ServiceIndex) {
         let Some((service, place)) = self.services.get(&index) else { return };
         let is_down = |server: &&coreward_wire::Server| self.down.contains(&(index, server.id));
-        let (down, up): (Vec<_>, Vec<_>) = service.servers.iter().filter(|server| server.eligible).partition(is_down);
+        let (down, up): (Vec<_>, Vec<_>) =
+            service.servers.iter().filter(|server| server.is_eligible).partition(is_down);
         let fails_open = up.is_empty() && service.when_all_down == WhenAllDown::FailOpen;
         let masked: BTreeSet<Target> =
             if fails_open { BTreeSet::new() } else { down.iter().map(|server| (index, server.id)).collect() };
@@ -274,7 +275,7 @@ impl Forwarder {
 
     /// Returns whether a server gets new connections from this load balancer.
     fn is_eligible(&self, service: ServiceIndex, server: &coreward_wire::Server) -> bool {
-        server.eligible && !self.masked.contains(&(service, server.id))
+        server.is_eligible && !self.masked.contains(&(service, server.id))
     }
 
     /// Sweeps the next section of the connection table: frees entries that need no query, and returns entries that may
@@ -285,7 +286,7 @@ impl Forwarder {
         if self.configured_at.is_some() && !self.services.values().any(is_stateful) {
             return Ok(Vec::new());
         }
-        let entries = self.balancer.connection_table_size().entries().div_ceil(SWEEP_CALLS).min(MAX_SWEPT_ENTRIES);
+        let entries = self.balancer.connection_table_size().entry_count().div_ceil(SWEEP_CALLS).min(MAX_SWEPT_ENTRIES);
         let due = self.balancer.due_connections(&self.timers, entries);
         let (ask, free): (Vec<_>, Vec<_>) = due.into_iter().partition(|(_, due)| due.needs_server_query());
         self.free(&free.into_iter().map(|(connection, _)| connection).collect::<Vec<_>>())?;
@@ -317,20 +318,23 @@ impl Forwarder {
     /// Returns the traffic to servers; `None`: no policy needs it. A server's counts are sums over services, so all
     /// services are in the message.
     pub fn traffic(&self) -> Option<TrafficMessage> {
-        if self.services.values().all(|(service, _)| service.traffic == TelemetryLevel::Nothing) {
+        if self.services.values().all(|(service, _)| service.telemetry_level == TelemetryLevel::Nothing) {
             return None;
         }
         let services = self.services.values();
-        let opened = services.clone().map(|(service, index)| (service.index, self.balancer.opened(*index))).collect();
+        let opened = services
+            .clone()
+            .map(|(service, index)| (service.index, self.balancer.opened_connections(*index)))
+            .collect();
         let ids: BTreeSet<ServerId> =
             services.flat_map(|(service, _)| service.servers.iter().map(|server| server.id)).collect();
         let ids: Vec<ServerId> = ids.into_iter().collect();
         let traffic = self.balancer.traffic_of(&ids);
-        Some(TrafficMessage { servers: ids.into_iter().zip(traffic).collect(), opened })
+        Some(TrafficMessage { servers: ids.into_iter().zip(traffic).collect(), opened_connections: opened })
     }
 
     /// Applies a change of a neighbour's MAC address.
-    pub fn neighbour(&mut self, change: Resolution) {
+    pub fn apply_resolution(&mut self, change: Resolution) {
         match change.mac {
             Some(mac) => self.macs.insert(change.neighbour, mac),
             None => self.macs.remove(&change.neighbour),
@@ -358,7 +362,7 @@ impl Forwarder {
                     "the server, or the router to it, does not answer ARP or neighbour discovery: check both addresses"
                 ),
             }
-            let server_now = lb::Server { mac: change.mac, eligible: self.is_eligible(*service_index, server) };
+            let server_now = lb::Server { mac: change.mac, is_eligible: self.is_eligible(*service_index, server) };
             self.balancer.set_server(*index, server.id, server_now);
         }
     }
@@ -374,7 +378,9 @@ impl Forwarder {
         };
         let index = *index;
         if self.balancer.changes_rule(index, table) {
-            coreward_daemon::block_within(PROGRAM_LIMIT, || self.balancer.install_table(index, table))?;
+            coreward_daemon::run_with_watchdog_limit(PROGRAM_LOAD_TIMEOUT, || {
+                self.balancer.install_table(index, table)
+            })?;
         } else {
             self.balancer.install_table(index, table)?;
         }
@@ -393,7 +399,7 @@ impl Forwarder {
     fn switch_when_ready(&mut self) -> anyhow::Result<()> {
         let Some(configured) = self.configured_at.filter(|_| self.balancer.is_upgrade_pending()) else { return Ok(()) };
         let waited = monotonic().saturating_sub(configured);
-        let ready = self.tables() == self.services.len() && self.unresolved().is_empty();
+        let ready = self.table_count() == self.services.len() && self.unresolved().is_empty();
         if ready || waited > UPGRADE_TIMEOUT {
             self.balancer.commit_upgrade()?;
             tracing::info!(
@@ -438,7 +444,7 @@ impl Forwarder {
     /// Returns faults of this machine.
     fn problems(&self) -> Vec<String> {
         let mut problems = self.routing_problems();
-        problems.extend(self.blocked.iter().cloned());
+        problems.extend(self.blocked_reasons.iter().cloned());
         problems.extend(self.health.problem().map(str::to_owned));
         problems.extend(self.symptoms.list().cloned());
         problems.extend(self.encapsulation_warnings());
@@ -489,7 +495,7 @@ impl Forwarder {
                 state: clock.state().name().to_owned(),
                 syn_acks: clock.syn_acks,
                 with_timestamps: clock.with_timestamps,
-                disagreed: clock.disagreed,
+                disagreed: clock.disagreeing_replies,
                 problem: clock.problem().unwrap_or_default(),
             })
         };
@@ -497,7 +503,7 @@ impl Forwarder {
     }
 
     /// Returns the number of services with a table.
-    pub fn tables(&self) -> usize {
+    pub fn table_count(&self) -> usize {
         self.services.values().filter(|(_, index)| self.balancer.table_generation(*index).is_some()).count()
     }
 
@@ -508,12 +514,12 @@ impl Forwarder {
             return None;
         }
         let program = nix::net::if_::if_nametoindex(self.interface.as_str()).ok().and_then(|index| {
-            let xdp = device::xdp(index).ok()?;
-            xdp.native.or(xdp.generic)
+            let xdp = device::query_xdp_state(index).ok()?;
+            xdp.native_program_id.or(xdp.generic_program_id)
         });
         if program.is_none() {
             let blocked = vec![format!("no VIP is announced: no XDP program is at {}", self.interface)];
-            return Some(AnnounceState { blocked, ..AnnounceState::default() });
+            return Some(AnnounceState { blocked_reasons: blocked, ..AnnounceState::default() });
         }
         let mut state = AnnounceState::default();
         let mut blocked = BTreeMap::new();
@@ -528,13 +534,13 @@ impl Forwarder {
             }
         }
         let blocked = blocked.into_iter().filter(|(vip, _)| !state.announceable.contains(vip));
-        state.blocked = blocked.map(|(vip, reason)| format!("VIP {vip} is not announced: {reason}")).collect();
+        state.blocked_reasons = blocked.map(|(vip, reason)| format!("VIP {vip} is not announced: {reason}")).collect();
         Some(state)
     }
 
     /// Records the number of announced VIPs, and the reasons why others are blocked, for display.
     pub fn set_announced_vips(&mut self, count: usize, blocked: Vec<String>) {
-        (self.announced_vips, self.blocked) = (Some(count), blocked);
+        (self.announced_vips, self.blocked_reasons) = (Some(count), blocked);
     }
 
     fn unresolved(&self) -> BTreeSet<String> {

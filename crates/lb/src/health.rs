@@ -26,10 +26,10 @@ pub struct Health {
     /// Counter of reported_changes, for [`Health::servers_down_if_changed`].
     mask_changes: watch::Receiver<u64>,
     /// Time of the last message; `None`: no message in this stream.
-    reported: Option<Instant>,
+    last_message_at: Option<Instant>,
     interface: String,
     /// NAT for checks at the VIP. Created for the first such check, and kept: a removed check may be in progress.
-    paths: Option<NatPrograms>,
+    nat_programs: Option<NatPrograms>,
     /// Reason why checks at the VIP are impossible; `None`: they are possible.
     problem: Option<String>,
 }
@@ -37,7 +37,7 @@ pub struct Health {
 struct DataPlane(Arc<health_check_nat::NatTable>);
 
 fn nat_entry(path: &Path) -> NatEntry {
-    let Path { server, vip, port, own_port } = *path;
+    let Path { server, vip, port, source_port: own_port } = *path;
     NatEntry { server, vip, port, own_port }
 }
 
@@ -57,7 +57,15 @@ impl Health {
         let checker = Checker::start()?;
         let reported_changes = checker.changes();
         let mask_changes = checker.changes();
-        Ok(Self { checker, reported_changes, mask_changes, reported: None, interface, paths: None, problem: None })
+        Ok(Self {
+            checker,
+            reported_changes,
+            mask_changes,
+            last_message_at: None,
+            interface,
+            nat_programs: None,
+            problem: None,
+        })
     }
 
     /// Replaces the checks by those of these services.
@@ -73,11 +81,11 @@ impl Health {
     }
 
     fn open_paths(&mut self) {
-        if self.paths.is_some() {
+        if self.nat_programs.is_some() {
             return;
         }
         match NatPrograms::attach(&self.interface) {
-            Ok(paths) => (self.paths, self.problem) = (Some(paths), None),
+            Ok(paths) => (self.nat_programs, self.problem) = (Some(paths), None),
             Err(error) => {
                 let problem = format!("servers cannot be checked at the VIP, and are not: {error:#}");
                 if self.problem.as_ref() != Some(&problem) {
@@ -96,27 +104,28 @@ impl Health {
     /// Returns the service's check; `None`: not configured, or impossible.
     fn checker_service(&self, service: &Service) -> Option<checker::Service<Target>> {
         let check = service.check.clone()?;
-        let paths = self.paths.as_ref().map(|held| Arc::new(DataPlane(held.paths().clone())) as Arc<dyn NatTable>);
+        let paths =
+            self.nat_programs.as_ref().map(|held| Arc::new(DataPlane(held.nat_table().clone())) as Arc<dyn NatTable>);
         if check.probe_address == ProbeAddress::Vip && paths.is_none() {
             return None;
         }
         let servers = service.servers.iter().filter(|server| !server.has_left);
         let servers = servers.map(|server| ((service.index, server.id), server.address)).collect();
-        Some(checker::Service { check, vip: service.address.socket, servers, paths })
+        Some(checker::Service { check, vip: service.address.socket, servers, nat_table: paths })
     }
 
     pub fn begin_stream(&mut self) {
-        self.reported = None;
+        self.last_message_at = None;
     }
 
     /// Returns the next message: at once after a change, and every two seconds.
     pub fn next_message(&mut self) -> Option<HealthMessage> {
         let changed = self.reported_changes.has_changed().unwrap_or(false);
-        if !changed && self.reported.is_some_and(|reported| reported.elapsed() < MESSAGE_INTERVAL) {
+        if !changed && self.last_message_at.is_some_and(|reported| reported.elapsed() < MESSAGE_INTERVAL) {
             return None;
         }
         self.reported_changes.mark_unchanged();
-        self.reported = Some(Instant::now());
+        self.last_message_at = Some(Instant::now());
         let servers: Vec<_> = self.results().collect();
         // The end of all checks is a change, too.
         (changed || !servers.is_empty()).then_some(HealthMessage { servers })
@@ -136,7 +145,7 @@ impl Health {
         self.checker.results().into_iter().map(|((service, server), found)| {
             let checked = CheckedServer {
                 verdict: found.verdict(),
-                since: found.since.elapsed(),
+                verdict_duration: found.since.elapsed(),
                 error: found.error,
                 latency: found.latency,
                 checks: found.checks,

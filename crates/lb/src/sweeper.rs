@@ -9,7 +9,7 @@
 use std::collections::{BTreeMap, HashMap};
 use std::time::Duration;
 
-use coreward_model::connection_table::{Connection, ConnectionIndex, Timers};
+use coreward_model::connection_table::{Connection, ConnectionIndex, Timeouts};
 use coreward_model::{ServerId, ServiceAddress};
 use coreward_wire::sockets::MAX_CLIENTS;
 use coreward_wire::{SocketAnswer, SocketQuery};
@@ -30,20 +30,20 @@ const MAX_AGENT_ABSENCE: Duration = Duration::from_secs(60);
 const PRUNE_INTERVAL: Duration = Duration::from_secs(10);
 
 /// Key of a queue: server and service, because a query is about one service of an agent.
-type Queue = (ServerId, ServiceAddress);
+type QueueKey = (ServerId, ServiceAddress);
 
 /// Waiting and open queries.
 #[derive(Debug)]
 pub struct Sweeper {
     requery_interval: Duration,
-    number: u64,
-    waiting: BTreeMap<Queue, Vec<Connection>>,
+    last_query_number: u64,
+    waiting: BTreeMap<QueueKey, Vec<Connection>>,
     open_queries: BTreeMap<u64, OpenQuery>,
-    open_queries_at: HashMap<ServerId, usize>,
+    open_query_counts: HashMap<ServerId, usize>,
     /// Time before which a connection is not queued again.
     not_before: HashMap<ConnectionIndex, Duration>,
     absent_agents: HashMap<ServerId, AbsentAgent>,
-    cursor: Option<Queue>,
+    cursor: Option<QueueKey>,
     last_prune: Duration,
 }
 
@@ -51,7 +51,7 @@ pub struct Sweeper {
 struct OpenQuery {
     server: ServerId,
     connections: Vec<Connection>,
-    forgotten: Duration,
+    expires_at: Duration,
 }
 
 #[derive(Debug)]
@@ -61,13 +61,13 @@ struct AbsentAgent {
 }
 
 impl Sweeper {
-    pub fn new(timers: &Timers) -> Self {
+    pub fn new(timers: &Timeouts) -> Self {
         Self {
             requery_interval: RECHECK_INTERVAL.min(timers.idle),
-            number: 0,
+            last_query_number: 0,
             waiting: BTreeMap::new(),
             open_queries: BTreeMap::new(),
-            open_queries_at: HashMap::new(),
+            open_query_counts: HashMap::new(),
             not_before: HashMap::new(),
             absent_agents: HashMap::new(),
             cursor: None,
@@ -105,7 +105,7 @@ impl Sweeper {
             Some(_) => 1,
             None => MAX_OPEN_QUERIES_PER_SERVER,
         };
-        self.open_queries_at.get(&server).copied().unwrap_or(0) < most
+        self.open_query_counts.get(&server).copied().unwrap_or(0) < most
     }
 
     /// Returns up to `most` queries, from all queues by rotation.
@@ -127,14 +127,14 @@ impl Sweeper {
     }
 
     /// Returns all queues, starting after the queue of the last query.
-    fn queue_order(&self) -> Vec<Queue> {
+    fn queue_order(&self) -> Vec<QueueKey> {
         let queues = self.waiting.keys().copied();
         let Some(cursor) = self.cursor else { return queues.collect() };
         let (before, behind): (Vec<_>, Vec<_>) = queues.partition(|queue| *queue <= cursor);
         behind.into_iter().chain(before).collect()
     }
 
-    fn next_query_of(&mut self, queue: Queue, now: Duration) -> Option<SocketQuery> {
+    fn next_query_of(&mut self, queue: QueueKey, now: Duration) -> Option<SocketQuery> {
         let waiting = self.waiting.get_mut(&queue)?;
         let connections: Vec<Connection> = waiting.drain(..waiting.len().min(MAX_CLIENTS)).collect();
         if waiting.is_empty() {
@@ -142,13 +142,13 @@ impl Sweeper {
         }
         let (server, service) = queue;
         let clients = connections.iter().map(|connection| connection.client).collect();
-        self.number += 1;
-        *self.open_queries_at.entry(server).or_default() += 1;
-        self.open_queries.insert(self.number, OpenQuery { server, connections, forgotten: now + TIMEOUT });
-        Some(SocketQuery { number: self.number, load_balancer_session: 0, server, service, clients })
+        self.last_query_number += 1;
+        *self.open_query_counts.entry(server).or_default() += 1;
+        self.open_queries.insert(self.last_query_number, OpenQuery { server, connections, expires_at: now + TIMEOUT });
+        Some(SocketQuery { number: self.last_query_number, load_balancer_session: 0, server, service, clients })
     }
 
-    pub fn answer(&mut self, answer: &SocketAnswer, now: Duration) -> Vec<Connection> {
+    pub fn handle_answer(&mut self, answer: &SocketAnswer, now: Duration) -> Vec<Connection> {
         let Some(asked) = self.take(answer.number) else { return Vec::new() };
         if answer.is_absent() {
             return self.mark_agent_absent(asked, now);
@@ -172,10 +172,10 @@ impl Sweeper {
 
     fn take(&mut self, number: u64) -> Option<OpenQuery> {
         let asked = self.open_queries.remove(&number)?;
-        if let Some(count) = self.open_queries_at.get_mut(&asked.server) {
+        if let Some(count) = self.open_query_counts.get_mut(&asked.server) {
             *count -= 1;
             if *count == 0 {
-                self.open_queries_at.remove(&asked.server);
+                self.open_query_counts.remove(&asked.server);
             }
         }
         Some(asked)
@@ -198,7 +198,7 @@ impl Sweeper {
     /// Removes queries that timed out: the next sweep queues their connections again.
     fn forget_unanswered(&mut self, now: Duration) {
         let over: Vec<u64> =
-            self.open_queries.iter().filter(|(_, asked)| asked.forgotten <= now).map(|(number, _)| *number).collect();
+            self.open_queries.iter().filter(|(_, asked)| asked.expires_at <= now).map(|(number, _)| *number).collect();
         for asked in over.into_iter().filter_map(|number| self.take(number)).collect::<Vec<_>>() {
             self.mark_agent_absent(asked, now);
         }
@@ -214,7 +214,7 @@ impl Sweeper {
 
 #[cfg(test)]
 mod tests {
-    use coreward_model::connection_table::{Clock, Identity};
+    use coreward_model::connection_table::{ClockTicks, Identity};
     use coreward_model::tuple::Protocol;
 
     use super::*;
@@ -227,9 +227,9 @@ mod tests {
             client: format!("10.1.0.7:{}", 1000 + slot % 1024).parse().unwrap(),
             packets: 2,
             bytes: 200,
-            opened: Clock(0),
-            last_seen: Clock(0),
-            closing: false,
+            opened_at: ClockTicks(0),
+            last_seen: ClockTicks(0),
+            is_closing: false,
         };
         let service = ServiceAddress { socket: "10.200.0.1:80".parse().unwrap(), protocol: Protocol::Tcp };
         (connection, service)
@@ -245,14 +245,14 @@ mod tests {
 
     #[test]
     fn connection_with_a_socket_is_checked_again() {
-        let mut sweeper = Sweeper::new(&Timers::default());
+        let mut sweeper = Sweeper::new(&Timeouts::default());
         let all = [due(1, 7), due(2, 8), due(3, 7)];
         assert_eq!(sweeper.queue(&all, at(0)), []);
         let queries = sweeper.next_queries(at(0), 10);
         assert_eq!(servers(&queries), [(7, 2), (8, 1)]);
         sweeper.queue(&all, at(1));
         assert_eq!(sweeper.next_queries(at(1), 10), [], "they are under way");
-        assert_eq!(sweeper.answer(&queries[0].answer(vec![true, false]), at(1)), [all[2].0]);
+        assert_eq!(sweeper.handle_answer(&queries[0].answer(vec![true, false]), at(1)), [all[2].0]);
         sweeper.next_queries(at(6), 10);
         sweeper.queue(&all[..2], at(6));
         assert_eq!(servers(&sweeper.next_queries(at(11), 10)), [(8, 1)]);
@@ -262,7 +262,7 @@ mod tests {
 
     #[test]
     fn outstanding_socket_queries_are_bounded() {
-        let mut sweeper = Sweeper::new(&Timers::default());
+        let mut sweeper = Sweeper::new(&Timeouts::default());
         let all: Vec<_> = (0..2000).map(|slot| due(slot, u64::from(slot % 2))).collect();
         sweeper.queue(&all, at(0));
         assert_eq!(servers(&sweeper.next_queries(at(0), 100)), [(0, 256), (1, 256)]);
@@ -277,7 +277,7 @@ mod tests {
 
     #[test]
     fn servers_are_asked_in_turn() {
-        let mut sweeper = Sweeper::new(&Timers::default());
+        let mut sweeper = Sweeper::new(&Timeouts::default());
         let all: Vec<_> = (0..90).map(|slot| due(slot, u64::from(slot % 9))).collect();
         sweeper.queue(&all, at(0));
         let mut asked = Vec::new();
@@ -290,26 +290,26 @@ mod tests {
 
     #[test]
     fn unexpected_socket_answer_frees_no_entry() {
-        let mut sweeper = Sweeper::new(&Timers::default());
+        let mut sweeper = Sweeper::new(&Timeouts::default());
         sweeper.queue(&[due(1, 7)], at(0));
         let query = sweeper.next_queries(at(0), 10).remove(0);
         assert_eq!(
-            sweeper.answer(&SocketAnswer { number: 99, load_balancer_session: 0, is_open: vec![false] }, at(0)),
+            sweeper.handle_answer(&SocketAnswer { number: 99, load_balancer_session: 0, is_open: vec![false] }, at(0)),
             []
         );
-        assert_eq!(sweeper.answer(&query.answer(vec![false, false]), at(0)), []);
-        assert_eq!(sweeper.answer(&query.answer(vec![false]), at(0)), [], "it is answered");
+        assert_eq!(sweeper.handle_answer(&query.answer(vec![false, false]), at(0)), []);
+        assert_eq!(sweeper.handle_answer(&query.answer(vec![false]), at(0)), [], "it is answered");
     }
 
     #[test]
     fn connections_of_an_agent_that_stays_away_are_freed_after_a_minute() {
-        let mut sweeper = Sweeper::new(&Timers::default());
+        let mut sweeper = Sweeper::new(&Timeouts::default());
         let all: Vec<_> = (0..1000).map(|slot| due(slot, 7)).collect();
         let mut freed = Vec::new();
         for second in 0..100 {
             let mut now = sweeper.queue(&all, at(second));
             for query in sweeper.next_queries(at(second), 10) {
-                now.extend(sweeper.answer(&query.absent_answer(), at(second)));
+                now.extend(sweeper.handle_answer(&query.absent_answer(), at(second)));
             }
             assert!(second >= 60 || now.is_empty(), "after {second} s");
             freed.extend(now);
@@ -318,7 +318,7 @@ mod tests {
         sweeper.queue(&all, at(100));
         let query = sweeper.next_queries(at(100), 10).remove(0);
         let open = vec![true; query.clients.len()];
-        assert_eq!(sweeper.answer(&query.answer(open), at(100)), []);
+        assert_eq!(sweeper.handle_answer(&query.answer(open), at(100)), []);
         assert_eq!(sweeper.queue(&all, at(200)), []);
     }
 
@@ -340,7 +340,7 @@ mod tests {
     impl Simulation {
         fn new(entries: usize) -> Self {
             Self {
-                sweeper: Sweeper::new(&Timers::default()),
+                sweeper: Sweeper::new(&Timeouts::default()),
                 entries: vec![None; entries],
                 free: (0..entries).rev().collect(),
                 open_until: vec![0; entries],
@@ -351,9 +351,9 @@ mod tests {
         fn open(&mut self, server: u64, beat: u32) -> bool {
             let Some(position) = self.free.pop() else { return false };
             let (mut connection, _) = due(position as u32, server);
-            connection.closing = true;
+            connection.is_closing = true;
             // The connection ends, with its last packet, after a minute; TIME-WAIT follows.
-            connection.last_seen = Clock(beat + CONNECTION_CALLS);
+            connection.last_seen = ClockTicks(beat + CONNECTION_CALLS);
             self.entries[position] = Some(connection);
             self.open_until[position] = beat + 2 * CONNECTION_CALLS;
             true
@@ -389,8 +389,8 @@ mod tests {
                 let asked = &self.sweeper.open_queries[&query.number].connections;
                 let open = asked.iter().map(|connection| self.open_until[Self::position(connection)] > beat).collect();
                 let gone = match answers(query.server.get().into()) {
-                    Agent::Responsive => self.sweeper.answer(&query.answer(open), now),
-                    Agent::Absent => self.sweeper.answer(&query.absent_answer(), now),
+                    Agent::Responsive => self.sweeper.handle_answer(&query.answer(open), now),
+                    Agent::Absent => self.sweeper.handle_answer(&query.absent_answer(), now),
                     Agent::Silent => Vec::new(),
                 };
                 self.release(gone);

@@ -66,9 +66,9 @@ impl Security {
         match &self.tls {
             Some(tls) => {
                 let (required, revoked) = (ClientCertificates::Required, self.revoked.clone());
-                ConnectionAcceptor::guarded(tls.clone(), accepted, required, &["h2"], revoked, limits, failures)
+                ConnectionAcceptor::with_tls(tls.clone(), accepted, required, &["h2"], revoked, limits, failures)
             }
-            None => ConnectionAcceptor::open(limits, failures),
+            None => ConnectionAcceptor::without_tls(limits, failures),
         }
     }
 
@@ -79,7 +79,7 @@ impl Security {
         let gate = match self.tls.clone().filter(|_| !address.ip().is_loopback()) {
             Some(tls) => {
                 let (accepted, revoked) = (ClientCertificates::Accepted, self.revoked.clone());
-                ConnectionAcceptor::guarded(
+                ConnectionAcceptor::with_tls(
                     tls,
                     &Role::ALL,
                     accepted,
@@ -89,7 +89,7 @@ impl Security {
                     failures,
                 )
             }
-            None => ConnectionAcceptor::open(Limits::default(), failures),
+            None => ConnectionAcceptor::without_tls(Limits::default(), failures),
         };
         ApiAcceptor(gate)
     }
@@ -135,7 +135,7 @@ impl Acceptor for ApiAcceptor {
             let (fingerprint, not_after) = certificate;
             Some(CertificateIdentity { role, name: identity.to_string().into(), fingerprint, not_after })
         });
-        let peer = Peer { address: address.ip(), certificate: certified, encrypted: caller.is_protected };
+        let peer = Peer { address: address.ip(), certificate: certified, is_encrypted: caller.is_protected };
         Ok((admitted, peer))
     }
 }
@@ -154,14 +154,14 @@ impl AuthenticatedPeer {
 
     /// Requires one of these roles. Fails with PERMISSION_DENIED, which names the peer and the expectation.
     pub fn require(&self, roles: &[Role]) -> Result<(), Status> {
-        self.caller.require(roles).inspect_err(|status| self.refused(Reason::WrongRole, status))
+        self.caller.require(roles).inspect_err(|status| self.count_failure(Reason::WrongRole, status))
     }
 
     pub fn require_name(&self, role: Role, name: &str) -> Result<(), Status> {
-        self.caller.require_name(role, name).inspect_err(|status| self.refused(Reason::WrongName, status))
+        self.caller.require_name(role, name).inspect_err(|status| self.count_failure(Reason::WrongName, status))
     }
 
-    fn refused(&self, reason: Reason, status: &Status) {
+    fn count_failure(&self, reason: Reason, status: &Status) {
         self.security.failures.count(&self.caller, &Failure { reason, message: status.message().to_owned() });
     }
 }

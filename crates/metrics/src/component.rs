@@ -8,7 +8,7 @@ use crate::table::Kind::{Counter, Gauge, MaxGauge};
 use crate::table::{Component, Family, family};
 
 /// Daemons that report the requests of UDP services.
-const DISPATCHING: &[Component] = &[Component::Controller, Component::Agent, Component::Dispatch];
+const DISPATCH_COMPONENTS: &[Component] = &[Component::Controller, Component::Agent, Component::Dispatch];
 
 metrics! {
     BUILD_INFO: Family<2> = family(Gauge, "coreward_build_info", &["part", "version"], Component::ALL, "1");
@@ -69,27 +69,27 @@ metrics! {
         "Duration of the slowest server's newest health check",
     );
     DISPATCH_OUTSTANDING_REQUESTS: Family<3> = family(
-        Gauge, "coreward_dispatch_outstanding_requests", &["server", "service", "worker"], DISPATCHING,
+        Gauge, "coreward_dispatch_outstanding_requests", &["server", "service", "worker"], DISPATCH_COMPONENTS,
         "Requests without a response",
     );
     DISPATCH_QUEUED_DATAGRAMS: Family<3> = family(
-        Gauge, "coreward_dispatch_queued_datagrams", &["server", "service", "worker"], DISPATCHING,
+        Gauge, "coreward_dispatch_queued_datagrams", &["server", "service", "worker"], DISPATCH_COMPONENTS,
         "Datagrams in a worker's socket queue at the last poll",
     );
     DISPATCH_DISPATCHED_TOTAL: Family<3> = family(
-        Counter, "coreward_dispatch_dispatched_total", &["server", "service", "worker"], DISPATCHING,
+        Counter, "coreward_dispatch_dispatched_total", &["server", "service", "worker"], DISPATCH_COMPONENTS,
         "Requests given to a worker",
     );
     DISPATCH_COMPLETED_TOTAL: Family<3> = family(
-        Counter, "coreward_dispatch_completed_total", &["server", "service", "worker"], DISPATCHING,
+        Counter, "coreward_dispatch_completed_total", &["server", "service", "worker"], DISPATCH_COMPONENTS,
         "Requests that a worker answered",
     );
     DISPATCH_ABANDONED_TOTAL: Family<3> = family(
-        Counter, "coreward_dispatch_abandoned_total", &["server", "service", "worker"], DISPATCHING,
+        Counter, "coreward_dispatch_abandoned_total", &["server", "service", "worker"], DISPATCH_COMPONENTS,
         "Requests given up: without a response, dropped, or their worker died",
     );
     DISPATCH_DROPPED_TOTAL: Family<3> = family(
-        Counter, "coreward_dispatch_dropped_total", &["server", "service", "worker"], DISPATCHING,
+        Counter, "coreward_dispatch_dropped_total", &["server", "service", "worker"], DISPATCH_COMPONENTS,
         "Datagrams that a worker's full receive buffer dropped",
     );
 }
@@ -102,7 +102,7 @@ pub fn base_snapshot(part: Component) -> Snapshot {
 }
 
 /// Adds a server's counters. `syns`: SYNs on the predicted receive queue, and on others.
-pub fn server_counters<'a>(
+pub fn add_server_counters<'a>(
     page: &mut Snapshot,
     server: &str,
     syns: (u64, u64),
@@ -117,7 +117,7 @@ pub fn server_counters<'a>(
 }
 
 /// Adds a load balancer's counters of all services.
-pub fn load_balancer(page: &mut Snapshot, name: &str, state: &v1::LoadBalancerState) {
+pub fn add_load_balancer(page: &mut Snapshot, name: &str, state: &v1::LoadBalancerState) {
     for (counter, count) in &state.counters {
         match counter.strip_prefix("drop_") {
             Some(reason) => page.add(&LB_DROPS_TOTAL, [name, reason], *count as f64),
@@ -133,7 +133,7 @@ pub fn load_balancer(page: &mut Snapshot, name: &str, state: &v1::LoadBalancerSt
 }
 
 /// Adds a service's health checks: number, failures, and verdicts of its servers.
-pub fn health_checks<'a>(
+pub fn add_health_checks<'a>(
     page: &mut Snapshot,
     service: &str,
     servers: impl Iterator<Item = &'a v1::ServerHealth> + Clone,
@@ -151,7 +151,7 @@ pub fn health_checks<'a>(
 }
 
 /// Adds the requests of UDP services.
-pub fn dispatch(page: &mut Snapshot, server: &str, services: &[v1::DispatchedService]) {
+pub fn add_dispatch(page: &mut Snapshot, server: &str, services: &[v1::DispatchedService]) {
     for service in services {
         for worker in &service.workers {
             let number = worker.worker.to_string();
@@ -179,8 +179,8 @@ mod tests {
         let service =
             v1::DispatchedService { listen: "0.0.0.0:53".to_owned(), workers: vec![worker], ..Default::default() };
         let mut page = base_snapshot(Component::Dispatch);
-        dispatch(&mut page, "", &[service]);
-        let served = METRICS.iter().filter(|metric| metric.parts.contains(&Component::Dispatch));
+        add_dispatch(&mut page, "", &[service]);
+        let served = METRICS.iter().filter(|metric| metric.components.contains(&Component::Dispatch));
         let expected: BTreeSet<&str> = served.map(|metric| metric.name).collect();
         assert_eq!(page.names().collect::<BTreeSet<_>>(), expected);
         let line = "coreward_dispatch_dispatched_total{server=\"\",service=\"0.0.0.0:53\",worker=\"3\"} 7.0\n";

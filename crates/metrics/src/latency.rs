@@ -3,19 +3,20 @@
 use std::time::Duration;
 
 /// Upper bounds of the buckets (s); a further bucket counts longer durations.
-pub const BOUNDS: [f64; 13] = [0.0001, 0.000_25, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0];
+pub const BUCKET_BOUNDS_S: [f64; 13] =
+    [0.0001, 0.000_25, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0];
 
 /// Durations since the start of the process.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct LatencyHistogram {
-    counts: [u64; BOUNDS.len() + 1],
+    counts: [u64; BUCKET_BOUNDS_S.len() + 1],
     sum: f64,
 }
 
 impl LatencyHistogram {
     pub fn observe(&mut self, took: Duration) {
         let seconds = took.as_secs_f64();
-        let class = BOUNDS.iter().position(|bound| seconds <= *bound).unwrap_or(BOUNDS.len());
+        let class = BUCKET_BOUNDS_S.iter().position(|bound| seconds <= *bound).unwrap_or(BUCKET_BOUNDS_S.len());
         self.counts[class] += 1;
         self.sum += seconds;
     }
@@ -31,8 +32,8 @@ impl LatencyHistogram {
     }
 
     /// Returns each bucket's count, not cumulative, with the bucket's upper bound (s).
-    pub fn buckets(&self) -> [(f64, u64); BOUNDS.len() + 1] {
-        std::array::from_fn(|class| (BOUNDS.get(class).copied().unwrap_or(f64::MAX), self.counts[class]))
+    pub fn buckets(&self) -> [(f64, u64); BUCKET_BOUNDS_S.len() + 1] {
+        std::array::from_fn(|class| (BUCKET_BOUNDS_S.get(class).copied().unwrap_or(f64::MAX), self.counts[class]))
     }
 }
 

@@ -59,7 +59,7 @@ pub struct Metric {
     pub kind: Kind,
     pub labels: &'static [&'static str],
     /// Daemons that serve the metric.
-    pub parts: &'static [Component],
+    pub components: &'static [Component],
     pub help: &'static str,
 }
 
@@ -79,12 +79,12 @@ pub const fn family<const LABELS: usize>(
     parts: &'static [Component],
     help: &'static str,
 ) -> Family<LABELS> {
-    Family(Metric { name, kind, labels, parts, help })
+    Family(Metric { name, kind, labels, components: parts, help })
 }
 
 /// Declares a [`Histogram`].
 pub const fn histogram(name: &'static str, parts: &'static [Component], help: &'static str) -> Histogram {
-    Histogram(Metric { name, kind: Kind::Histogram, labels: &[], parts, help })
+    Histogram(Metric { name, kind: Kind::Histogram, labels: &[], components: parts, help })
 }
 
 impl<const LABELS: usize> Family<LABELS> {

@@ -37,12 +37,12 @@ const DEMO_VIP: Ipv4Addr = Ipv4Addr::new(10, 200, 0, 1);
 pub struct Arrival {
     /// Start of the connection and of its first request (us after the log's start).
     pub start_us: u64,
-    /// Index of the client's address (0 .. [`ArrivalLog::source_addresses`]).
+    /// Index of the client's address (0 .. [`ArrivalLog::source_address_count`]).
     pub source_address: u16,
     /// Source port (1..=65535). The pair of address and port is unique in the log.
     pub source_port: u16,
     /// Number of requests, at least 1. The client closes after the last answer.
-    pub requests: u32,
+    pub request_count: u32,
     /// Interval of the requests (us).
     pub interval_us: u32,
     /// Service time of each request (us), at least 1.
@@ -57,7 +57,7 @@ impl Arrival {
 
     /// Returns the time of the last request (us after the log's start).
     pub fn last_due_us(&self) -> u64 {
-        self.due_us(self.requests - 1)
+        self.due_us(self.request_count - 1)
     }
 
     /// Returns the 4-tuple in the demo's network, where a log needs addresses without a network.
@@ -68,7 +68,7 @@ impl Arrival {
 
     /// Returns the connection's work (us of one core).
     pub fn work_us(&self) -> u64 {
-        u64::from(self.requests) * u64::from(self.service_us)
+        u64::from(self.request_count) * u64::from(self.service_us)
     }
 }
 
@@ -80,7 +80,7 @@ pub struct ArrivalLog {
     /// Requests are due within this time (us).
     pub duration_us: u64,
     /// Number of the client's addresses.
-    pub source_addresses: u16,
+    pub source_address_count: u16,
     /// Connections in the order of their starts.
     pub arrivals: Vec<Arrival>,
 }
@@ -91,7 +91,7 @@ pub struct Workload {
     /// Requests are due within this time (us).
     pub duration_us: u64,
     /// Cores of the whole pool.
-    pub cores: u32,
+    pub core_count: u32,
     /// Load of a core averaged over the pool, in thousandths of its capacity.
     pub mean_load_permille: u32,
     /// Service time of each request (us), at least 1.
@@ -109,7 +109,7 @@ pub struct Workload {
     /// Time within which the elephants of a long-running pool start (us). After the ramp the load is stationary.
     pub ramp_us: u64,
     /// Number of the client's addresses.
-    pub source_addresses: u16,
+    pub source_address_count: u16,
 }
 
 impl Default for Workload {
@@ -119,7 +119,7 @@ impl Default for Workload {
     fn default() -> Self {
         Self {
             duration_us: 38_000_000,
-            cores: 16,
+            core_count: 16,
             mean_load_permille: 600,
             service_us: 7_500,
             elephant_work_permille: 800,
@@ -128,7 +128,7 @@ impl Default for Workload {
             mouse_requests: (1, 2),
             mouse_interval_us: 10_000,
             ramp_us: 4_000_000,
-            source_addresses: 2,
+            source_address_count: 2,
         }
     }
 }
@@ -149,7 +149,7 @@ impl Workload {
     pub fn generate(&self, seed: u64) -> ArrivalLog {
         let mut draw =
             ArrivalGenerator { rng: seeded_rng(seed, RNG_STREAM_ARRIVALS), used: HashSet::new(), workload: *self };
-        let work_us_per_s = u64::from(self.cores) * u64::from(self.mean_load_permille) * 1_000;
+        let work_us_per_s = u64::from(self.core_count) * u64::from(self.mean_load_permille) * 1_000;
         let elephant_work_us_per_s = work_us_per_s * u64::from(self.elephant_work_permille) / 1_000;
         let mouse_work_us_per_s = work_us_per_s - elephant_work_us_per_s;
         let interval_us = self.elephant_interval_us();
@@ -163,29 +163,29 @@ impl Workload {
             // Elephants that live at a random time have longer lifetimes than the average: drawn in proportion to the
             // length.
             let life_us = loop {
-                let life_us = draw.between(life_min, life_max);
-                if draw.below(life_max) < life_us {
+                let life_us = draw.random_between(life_min, life_max);
+                if draw.random_below(life_max) < life_us {
                     break life_us;
                 }
             };
-            let (end_us, start_us) = (draw.below(life_us), draw.below(self.ramp_us));
+            let (end_us, start_us) = (draw.random_below(life_us), draw.random_below(self.ramp_us));
             if start_us < end_us {
                 arrivals.extend(draw.elephant_arrival(start_us, end_us - start_us));
             }
         }
         for _ in 0..alive * self.duration_us / mean_life_us.max(1) {
-            let (start_us, life_us) = (draw.below(self.duration_us), draw.between(life_min, life_max));
+            let (start_us, life_us) = (draw.random_below(self.duration_us), draw.random_between(life_min, life_max));
             arrivals.extend(draw.elephant_arrival(start_us, life_us));
         }
         let (fewest, most) = self.mouse_requests;
         let mouse_work_us = u64::from(fewest + most) * u64::from(self.service_us) / 2;
         for _ in 0..mouse_work_us_per_s * (self.duration_us / 1_000) / 1_000 / mouse_work_us.max(1) {
-            let start_us = draw.below(self.duration_us);
-            let requests = draw.between(u64::from(fewest), u64::from(most)) as u32;
+            let start_us = draw.random_below(self.duration_us);
+            let requests = draw.random_between(u64::from(fewest), u64::from(most)) as u32;
             arrivals.extend(draw.connection(start_us, requests, self.mouse_interval_us));
         }
         arrivals.sort_by_key(|arrival| (arrival.start_us, arrival.source_address, arrival.source_port));
-        ArrivalLog { seed, duration_us: self.duration_us, source_addresses: self.source_addresses, arrivals }
+        ArrivalLog { seed, duration_us: self.duration_us, source_address_count: self.source_address_count, arrivals }
     }
 }
 
@@ -197,13 +197,13 @@ struct ArrivalGenerator {
 
 impl ArrivalGenerator {
     /// Returns a uniform number below `bound` (0 for a bound of 0). The bias of a 64-bit remainder is below 2^-30 here.
-    fn below(&mut self, bound: u64) -> u64 {
+    fn random_below(&mut self, bound: u64) -> u64 {
         self.rng.next_u64() % bound.max(1)
     }
 
     /// Returns a uniform number, both ends included.
-    fn between(&mut self, low: u64, high: u64) -> u64 {
-        low + self.below(high - low + 1)
+    fn random_between(&mut self, low: u64, high: u64) -> u64 {
+        low + self.random_below(high - low + 1)
     }
 
     fn elephant_arrival(&mut self, start_us: u64, life_us: u64) -> Option<Arrival> {
@@ -215,19 +215,19 @@ impl ArrivalGenerator {
     fn connection(&mut self, start_us: u64, requests: u32, interval_us: u32) -> Option<Arrival> {
         let left_us = self.workload.duration_us.checked_sub(start_us + 1)?;
         let requests = u64::from(requests).min(left_us / u64::from(interval_us.max(1)) + 1) as u32;
-        let (source_address, source_port) = self.source();
+        let (source_address, source_port) = self.draw_source();
         let service_us = self.workload.service_us;
-        Some(Arrival { start_us, source_address, source_port, requests, interval_us, service_us })
+        Some(Arrival { start_us, source_address, source_port, request_count: requests, interval_us, service_us })
     }
 
-    fn source(&mut self) -> (u16, u16) {
+    fn draw_source(&mut self) -> (u16, u16) {
         let (first, last) = (*SOURCE_PORTS.start(), *SOURCE_PORTS.end());
         let ports = u32::from(last - first) + 1;
-        let all = ports as usize * usize::from(self.workload.source_addresses);
+        let all = ports as usize * usize::from(self.workload.source_address_count);
         // The search for a free pair of address and port is slow when most are used; no log needs that many.
         assert!(self.used.len() < all / 2, "{} source addresses are too few for this log", all / ports as usize);
         loop {
-            let address = uniform_below(&mut self.rng, u32::from(self.workload.source_addresses)) as u16;
+            let address = uniform_below(&mut self.rng, u32::from(self.workload.source_address_count)) as u16;
             let port = first + uniform_below(&mut self.rng, ports) as u16;
             if self.used.insert((address, port)) {
                 return (address, port);
@@ -241,10 +241,10 @@ const COLUMNS: &str = "start_us source_address source_port requests interval_us 
 
 impl fmt::Display for ArrivalLog {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { seed, duration_us, source_addresses, arrivals } = self;
+        let Self { seed, duration_us, source_address_count: source_addresses, arrivals } = self;
         writeln!(f, "{MAGIC} seed={seed} duration_us={duration_us} source_addresses={source_addresses}\n{COLUMNS}")?;
         for a in arrivals {
-            let Arrival { start_us, source_address, source_port, requests, interval_us, service_us } = a;
+            let Arrival { start_us, source_address, source_port, request_count: requests, interval_us, service_us } = a;
             writeln!(f, "{start_us} {source_address} {source_port} {requests} {interval_us} {service_us}")?;
         }
         Ok(())
@@ -282,9 +282,9 @@ impl FromStr for ArrivalLog {
             let rules = [
                 (arrival.start_us >= earliest_us, "connections in the order of their starts"),
                 (arrival.start_us < log.duration_us, "a start before the end of the log"),
-                (arrival.source_address < log.source_addresses, "a source address below source_addresses"),
+                (arrival.source_address < log.source_address_count, "a source address below source_addresses"),
                 (arrival.source_port > 0, "a source port from 1 to 65535"),
-                (arrival.requests > 0, "at least one request"),
+                (arrival.request_count > 0, "at least one request"),
                 (arrival.service_us > 0, "a service time of at least 1 us"),
                 (sources.insert((arrival.source_address, arrival.source_port)), "a source that no other line has"),
             ];
@@ -308,7 +308,7 @@ fn parse_header(line: &str) -> Result<ArrivalLog, ArrivalLogError> {
         let log = ArrivalLog {
             seed: words.next()?.strip_prefix("seed=")?.parse().ok()?,
             duration_us: words.next()?.strip_prefix("duration_us=")?.parse().ok()?,
-            source_addresses: words.next()?.strip_prefix("source_addresses=")?.parse().ok()?,
+            source_address_count: words.next()?.strip_prefix("source_addresses=")?.parse().ok()?,
             arrivals: Vec::new(),
         };
         words.next().is_none().then_some(log)
@@ -322,7 +322,7 @@ fn parse_arrival(line: &str) -> Option<Arrival> {
         start_us: words.next()?.parse().ok()?,
         source_address: words.next()?.parse().ok()?,
         source_port: words.next()?.parse().ok()?,
-        requests: words.next()?.parse().ok()?,
+        request_count: words.next()?.parse().ok()?,
         interval_us: words.next()?.parse().ok()?,
         service_us: words.next()?.parse().ok()?,
     };
@@ -348,7 +348,7 @@ mod tests {
         let log = workload.generate(1);
         let mut work_us = vec![0u64; (log.duration_us / 1_000_000) as usize];
         for arrival in &log.arrivals {
-            for index in 0..arrival.requests {
+            for index in 0..arrival.request_count {
                 work_us[(arrival.due_us(index) / 1_000_000) as usize] += u64::from(arrival.service_us);
             }
         }
@@ -368,7 +368,7 @@ mod tests {
         let workload = Workload::default();
         let core_work_us_per_s = u64::from(workload.mean_load_permille) * 1_000;
         assert_eq!(workload.elephant_interval_us(), 125_000);
-        for arrival in workload.generate(3).arrivals.iter().filter(|arrival| arrival.requests > 2) {
+        for arrival in workload.generate(3).arrivals.iter().filter(|arrival| arrival.request_count > 2) {
             let work_us_per_s = u64::from(arrival.service_us) * 1_000_000 / u64::from(arrival.interval_us);
             assert!(work_us_per_s * 10 <= core_work_us_per_s, "{arrival:?}");
         }

@@ -18,7 +18,7 @@ pub struct BucketHistory {
 
 impl BucketHistory {
     /// Returns a stored history; `None` when the two lists do not fit each other.
-    pub fn restored(now: Vec<ServerId>, before: Vec<Option<ServerId>>) -> Option<Self> {
+    pub fn from_stored(now: Vec<ServerId>, before: Vec<Option<ServerId>>) -> Option<Self> {
         (now.len() == before.len()).then_some(Self { current: now, previous: before })
     }
 
@@ -99,6 +99,6 @@ mod tests {
         assert_eq!(history.previous(), [Some(ids(&[1])[0]), None]);
         assert!(history.update(&ids(&[2, 2, 2, 2])));
         assert_eq!((history.previous_consistent(), history.previous().len()), (Vec::new(), 4));
-        assert_eq!(BucketHistory::restored(ids(&[1]), vec![]), None);
+        assert_eq!(BucketHistory::from_stored(ids(&[1]), vec![]), None);
     }
 }

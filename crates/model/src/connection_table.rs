@@ -17,7 +17,7 @@ use coreward_intf as intf;
 
 use crate::ServerId;
 use crate::cookie::CookieKey;
-use crate::tuple::address_of;
+use crate::tuple::address_from_words;
 
 /// Number of entries of a connection table: a power of two from 1,024 to 4,194,304.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -30,16 +30,16 @@ pub struct TableSize(u32);
     min = intf::CONNECTIONS_PER_PARTITION,
     max = intf::MAX_CONNECTION_TABLE_ENTRIES
 )]
-pub struct BadTableSize(pub u64);
+pub struct InvalidTableSize(pub u64);
 
 impl TableSize {
     /// Returns the number of entries.
-    pub fn entries(self) -> u32 {
+    pub fn entry_count(self) -> u32 {
         self.0
     }
 
     /// Returns the number of partitions (of 1,024 entries), a power of two.
-    pub fn partitions(self) -> u32 {
+    pub fn partition_count(self) -> u32 {
         self.0 / intf::CONNECTIONS_PER_PARTITION
     }
 
@@ -54,7 +54,7 @@ impl TableSize {
     /// pages. 16,384 connections in a table of 2 million entries are on 256 pages. With each partition's slots side by
     /// side they would be on 2,048 pages, more than the CPU's second TLB holds.
     pub fn index_at(self, position: u32) -> ConnectionIndex {
-        ConnectionIndex::new(position % self.partitions(), position / self.partitions())
+        ConnectionIndex::new(position % self.partition_count(), position / self.partition_count())
     }
 }
 
@@ -65,12 +65,12 @@ impl Default for TableSize {
 }
 
 impl TryFrom<u64> for TableSize {
-    type Error = BadTableSize;
+    type Error = InvalidTableSize;
 
     fn try_from(entries: u64) -> Result<Self, Self::Error> {
         let range = u64::from(intf::CONNECTIONS_PER_PARTITION)..=u64::from(intf::MAX_CONNECTION_TABLE_ENTRIES);
         let fits = entries.is_power_of_two() && range.contains(&entries);
-        if fits { Ok(Self(entries as u32)) } else { Err(BadTableSize(entries)) }
+        if fits { Ok(Self(entries as u32)) } else { Err(InvalidTableSize(entries)) }
     }
 }
 
@@ -86,7 +86,7 @@ impl ConnectionIndex {
 
     /// Returns the entry's position in the memory of a table of that size.
     pub fn position(self, size: TableSize) -> u32 {
-        self.slot() * size.partitions() + self.partition()
+        self.slot() * size.partition_count() + self.partition()
     }
 
     /// Returns the partition.
@@ -169,7 +169,7 @@ impl ConnectionHash {
 
     /// Returns the connection's partition: the low bits.
     pub fn partition(self, size: TableSize) -> u32 {
-        self.0 as u32 & (size.partitions() - 1)
+        self.0 as u32 & (size.partition_count() - 1)
     }
 
     /// Returns the tag, which distinguishes connections of a partition: the upper half.
@@ -178,7 +178,7 @@ impl ConnectionHash {
     }
 
     /// Returns the lower half, which selects a set of the flow table, or a token bucket.
-    pub fn low(self) -> u32 {
+    pub fn low_half(self) -> u32 {
         self.0 as u32
     }
 
@@ -205,7 +205,7 @@ pub fn source_shard(key: &CookieKey, client: IpAddr) -> usize {
         IpAddr::V4(address) => Ipv4Addr::from_bits(address.to_bits() & !0xff).into(),
         IpAddr::V6(address) => Ipv6Addr::from_bits(address.to_bits() & !u128::from(u64::MAX)).into(),
     };
-    (ConnectionHash::new(key, 0, SocketAddr::new(prefix, 0)).low() % intf::SOURCE_SHARDS) as usize
+    (ConnectionHash::new(key, 0, SocketAddr::new(prefix, 0)).low_half() % intf::SOURCE_SHARDS) as usize
 }
 
 /// Number of free entries that each entry of a source prefix needs.
@@ -215,8 +215,8 @@ const FREE_PER_SOURCE: u32 = 4;
 /// holds at most a quarter of the table, and `n` prefixes leave 4 / (n + 4) of the table to others. Each prefix may
 /// always hold an equal share of the table.
 pub fn entries_per_source(size: TableSize, in_use: u32) -> u32 {
-    let free = size.entries().saturating_sub(in_use);
-    (free / FREE_PER_SOURCE).max(size.entries() / intf::SOURCE_SHARDS).max(1)
+    let free = size.entry_count().saturating_sub(in_use);
+    (free / FREE_PER_SOURCE).max(size.entry_count() / intf::SOURCE_SHARDS).max(1)
 }
 
 /// Identity of an entry in use, in one word: everything that a decision depends on.
@@ -257,16 +257,16 @@ impl Identity {
 
 /// Time at the load balancer as packets see it: tenths of a second, modulo 2^32 (13.6 years).
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct Clock(pub u32);
+pub struct ClockTicks(pub u32);
 
-impl Clock {
+impl ClockTicks {
     /// Returns the reading at `monotonic` on the machine's monotonic clock.
     pub fn at(monotonic: Duration) -> Self {
         Self((monotonic.as_millis() / 100) as u32)
     }
 
     /// Returns the time since `earlier`; 0 if `earlier` is later than `self` (a packet came after the clock was read).
-    pub fn since(self, earlier: Clock) -> Duration {
+    pub fn since(self, earlier: ClockTicks) -> Duration {
         let tenths = self.0.wrapping_sub(earlier.0);
         if tenths > u32::MAX / 2 { Duration::ZERO } else { Duration::from_millis(u64::from(tenths) * 100) }
     }
@@ -286,11 +286,11 @@ pub struct Connection {
     /// Bytes of the counted packets' frames.
     pub bytes: u64,
     /// Time of the SYN.
-    pub opened: Clock,
+    pub opened_at: ClockTicks,
     /// Time of the last packet.
-    pub last_seen: Clock,
+    pub last_seen: ClockTicks,
     /// Whether a FIN or RST has arrived, and no later SYN.
-    pub closing: bool,
+    pub is_closing: bool,
 }
 
 impl Connection {
@@ -299,12 +299,12 @@ impl Connection {
         Some(Self {
             index,
             identity: Identity::from_word(entry.identity)?,
-            client: SocketAddr::new(address_of(entry.client_address), u16::from_be(entry.client_port)),
+            client: SocketAddr::new(address_from_words(entry.client_address), u16::from_be(entry.client_port)),
             packets: entry.packets,
             bytes: entry.bytes,
-            opened: Clock(entry.opened),
-            last_seen: Clock(entry.last_seen),
-            closing: u32::from(entry.flags) & intf::CONNECTION_CLOSING != 0,
+            opened_at: ClockTicks(entry.opened),
+            last_seen: ClockTicks(entry.last_seen),
+            is_closing: u32::from(entry.flags) & intf::CONNECTION_CLOSING != 0,
         })
     }
 
@@ -342,7 +342,7 @@ pub fn heaviest(
 /// follows. So an expired entry is freed only when the server's agent has no such socket, or the server is gone.
 /// Entries without a second packet are the exception ([`Due::HalfOpen`]).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Timers {
+pub struct Timeouts {
     /// Time from the SYN to the second packet.
     pub half_open: Duration,
     /// Time after the last packet of a connection with a FIN or RST.
@@ -351,7 +351,7 @@ pub struct Timers {
     pub idle: Duration,
 }
 
-impl Default for Timers {
+impl Default for Timeouts {
     fn default() -> Self {
         // A client sends its SYN again after 1, 3 and 7 s (RFC 6298, Sect. 2: doubling from 1 s); TIME-WAIT lasts 60 s
         // in Linux (include/net/tcp.h, TCP_TIMEWAIT_LEN).
@@ -361,7 +361,7 @@ impl Default for Timers {
 
 /// Reason for which an entry may be freed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Due {
+pub enum ExpiryReason {
     /// The server left the fleet.
     ServerGone,
     /// Only the SYN came, most likely of a flood. Freed without a query: if the client sends after all, the packet is
@@ -373,16 +373,16 @@ pub enum Due {
     Idle,
 }
 
-impl Due {
+impl ExpiryReason {
     /// Returns whether the server must be queried first.
     pub fn needs_server_query(self) -> bool {
-        matches!(self, Due::Closing | Due::Idle)
+        matches!(self, ExpiryReason::Closing | ExpiryReason::Idle)
     }
 }
 
-impl Timers {
+impl Timeouts {
     /// Returns the timers in the layout of the BPF program, with the time of user space's last sweep.
-    pub fn layout(&self, swept: Clock) -> intf::connection_timers {
+    pub fn layout(&self, swept: ClockTicks) -> intf::connection_timers {
         let ticks = |time: Duration| i32::try_from(time.as_millis() / 100).unwrap_or(i32::MAX) as u32;
         intf::connection_timers {
             half_open: ticks(self.half_open),
@@ -393,20 +393,20 @@ impl Timers {
     }
 
     /// Returns whether a packet may reuse the entry at `now`: `is_expired()` of `bpf/lb/stateful.h`.
-    pub fn is_expired(&self, connection: &Connection, server_known: bool, swept: Clock, now: Clock) -> bool {
-        let unswept = now.0.wrapping_sub(swept.0) as i32 >= intf::CONNECTION_UNSWEPT as i32;
-        self.due(connection, server_known, now).is_some_and(|due| !due.needs_server_query() || unswept)
+    pub fn is_expired(&self, connection: &Connection, server_known: bool, swept: ClockTicks, now: ClockTicks) -> bool {
+        let unswept = now.0.wrapping_sub(swept.0) as i32 >= intf::CONNECTION_UNSWEPT_TICKS as i32;
+        self.expiry_reason(connection, server_known, now).is_some_and(|due| !due.needs_server_query() || unswept)
     }
 
     /// Returns the reason to free the connection at `now`, if any. `server_known`: the server is in the fleet.
-    pub fn due(&self, connection: &Connection, server_known: bool, now: Clock) -> Option<Due> {
+    pub fn expiry_reason(&self, connection: &Connection, server_known: bool, now: ClockTicks) -> Option<ExpiryReason> {
         if !server_known {
-            return Some(Due::ServerGone);
+            return Some(ExpiryReason::ServerGone);
         }
         let (after, due) = match connection {
-            Connection { packets: 0..=1, .. } => (self.half_open, Due::HalfOpen),
-            Connection { closing: true, .. } => (self.closing, Due::Closing),
-            _ => (self.idle, Due::Idle),
+            Connection { packets: 0..=1, .. } => (self.half_open, ExpiryReason::HalfOpen),
+            Connection { is_closing: true, .. } => (self.closing, ExpiryReason::Closing),
+            _ => (self.idle, ExpiryReason::Idle),
         };
         (now.since(connection.last_seen) >= after).then_some(due)
     }
@@ -426,9 +426,9 @@ mod tests {
             client: SocketAddr::new(Ipv4Addr::LOCALHOST.into(), 1),
             packets,
             bytes: 0,
-            opened: Clock(0),
-            last_seen: Clock(last_seen),
-            closing,
+            opened_at: ClockTicks(0),
+            last_seen: ClockTicks(last_seen),
+            is_closing: closing,
         }
     }
 
@@ -464,8 +464,8 @@ mod tests {
 
     #[test]
     fn sizes_are_powers_of_two_in_range() {
-        assert_eq!(TableSize::try_from(1024).unwrap().partitions(), 1);
-        assert_eq!(TableSize::try_from(4_194_304).unwrap().partitions(), 4096);
+        assert_eq!(TableSize::try_from(1024).unwrap().partition_count(), 1);
+        assert_eq!(TableSize::try_from(4_194_304).unwrap().partition_count(), 4096);
         for bad in [0, 512, 1025, 3000, 8_388_608, 1 << 40] {
             let error = TableSize::try_from(bad).unwrap_err().to_string();
             let expected =
@@ -488,22 +488,26 @@ mod tests {
 
     #[test]
     fn connection_expires_by_its_state() {
-        let timers = Timers::default();
-        let due = |connection, now| timers.due(&connection, true, Clock(now));
+        let timers = Timeouts::default();
+        let due = |connection, now| timers.expiry_reason(&connection, true, ClockTicks(now));
         let start = u32::MAX - 50;
         for (connection, tenths, why) in [
-            (connection(1, false, start), 100, Due::HalfOpen),
-            (connection(1, true, start), 100, Due::HalfOpen),
-            (connection(2, true, start), 600, Due::Closing),
-            (connection(2, false, start), 3000, Due::Idle),
+            (connection(1, false, start), 100, ExpiryReason::HalfOpen),
+            (connection(1, true, start), 100, ExpiryReason::HalfOpen),
+            (connection(2, true, start), 600, ExpiryReason::Closing),
+            (connection(2, false, start), 3000, ExpiryReason::Idle),
         ] {
             assert_eq!(due(connection, start.wrapping_add(tenths - 1)), None);
             assert_eq!(due(connection, start.wrapping_add(tenths)), Some(why));
             // The packet came after the clock was read.
             assert_eq!(due(connection, start.wrapping_sub(5)), None);
         }
-        assert_eq!(timers.due(&connection(9, false, start), false, Clock(start)), Some(Due::ServerGone));
-        let asked = [Due::ServerGone, Due::HalfOpen, Due::Closing, Due::Idle].map(Due::needs_server_query);
+        assert_eq!(
+            timers.expiry_reason(&connection(9, false, start), false, ClockTicks(start)),
+            Some(ExpiryReason::ServerGone)
+        );
+        let asked = [ExpiryReason::ServerGone, ExpiryReason::HalfOpen, ExpiryReason::Closing, ExpiryReason::Idle]
+            .map(ExpiryReason::needs_server_query);
         assert_eq!(asked, [false, false, true, true]);
     }
 }

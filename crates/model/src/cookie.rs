@@ -98,7 +98,7 @@ impl FleetKeys {
     /// Returns the keys for a server's TSval `milliseconds`, if `current` stamps from TSval `switch_ms` on, and the
     /// other key before. The TSval decides, not the time at which the packet passes, so that TSval never decreases
     /// (PAWS). The two times are less than 2^31 ms apart.
-    pub fn at(&self, milliseconds: u32, switch_ms: u32) -> FleetKeys {
+    pub fn at_tsval(&self, milliseconds: u32, switch_ms: u32) -> FleetKeys {
         let switched = milliseconds.wrapping_sub(switch_ms) as i32 >= 0;
         FleetKeys { current: if switched { self.current } else { self.current.other() }, ..*self }
     }
@@ -106,15 +106,15 @@ impl FleetKeys {
 
 /// Returns SipHash-1-3 (Aumasson and Bernstein, INDOCRYPT'12) of the client's address and port, combined with the VIP
 /// and its port: `bpf/include/cookie.h` gives the reasons.
-pub fn hash(key: &CookieKey, tuple: &FourTuple) -> u64 {
+pub fn cookie_hash(key: &CookieKey, tuple: &FourTuple) -> u64 {
     let mut hasher = SipHasher13::new_with_keys(key.k0, key.k1);
     match (tuple.client(), tuple.vip()) {
         (SocketAddr::V4(client), SocketAddr::V4(vip)) => {
-            let word = word(client) ^ word(vip).wrapping_mul(key.vip_factor()) >> 8;
+            let word = socket_word(client) ^ socket_word(vip).wrapping_mul(key.vip_factor()) >> 8;
             hasher.write(&word.to_le_bytes()[..7]);
         }
         (SocketAddr::V6(client), SocketAddr::V6(vip)) => {
-            let word = u64::from(client.port().to_be()) ^ folded(key, vip) >> 8;
+            let word = u64::from(client.port().to_be()) ^ fold_vip(key, vip) >> 8;
             hasher.write(&client.ip().octets());
             hasher.write(&word.to_le_bytes()[..7]);
         }
@@ -124,12 +124,12 @@ pub fn hash(key: &CookieKey, tuple: &FourTuple) -> u64 {
 }
 
 /// Packs address and port in packet byte order into one word.
-fn word(of: SocketAddrV4) -> u64 {
+fn socket_word(of: SocketAddrV4) -> u64 {
     u64::from(u32::from_le_bytes(of.ip().octets())) | u64::from(of.port().to_be()) << 32
 }
 
 /// Folds a VIP and its port into one word by a factor that clients do not know.
-fn folded(key: &CookieKey, vip: SocketAddrV6) -> u64 {
+fn fold_vip(key: &CookieKey, vip: SocketAddrV6) -> u64 {
     let (both, factor) = (u128::from_le_bytes(vip.ip().octets()), key.vip_factor());
     let [high, low] = [both as u64, (both >> 64) as u64];
     let mixed = |word: u64| word ^ word >> 32;
@@ -140,7 +140,7 @@ fn folded(key: &CookieKey, vip: SocketAddrV6) -> u64 {
 /// Returns the addend of the time part, modulo 2^16, from the server's own time key. It does not depend on the fleet's
 /// keys, so a change of keys does not interrupt a connection's time.
 pub fn time_mask(time_key: &CookieKey, tuple: &FourTuple) -> u16 {
-    hash(time_key, tuple) as u16
+    cookie_hash(time_key, tuple) as u16
 }
 
 /// Returns the client's TSval, stamped with the current key. `milliseconds` is the server's own TSval (its clock in ms,
@@ -153,7 +153,7 @@ pub fn stamp(keys: &FleetKeys, time_key: &CookieKey, tuple: &FourTuple, cookie: 
         Cookie::TableIndex(index) => index & intf::COOKIE_ID_MASK as u16 | intf::COOKIE_KIND_BIT as u16,
     };
     let key_bit = if keys.current == KeyIndex::Second { intf::COOKIE_KEY_BIT } else { 0 };
-    let hash = hash(&keys.keys[keys.current.get()], tuple);
+    let hash = cookie_hash(&keys.keys[keys.current.get()], tuple);
     let low = Permutation::COOKIE.hide(hash, plain.into()) | key_bit;
     let high = (milliseconds as u16).wrapping_add(time_mask(time_key, tuple));
     let stamped = u32::from(high) << intf::COOKIE_TIME_SHIFT | low;
@@ -161,9 +161,9 @@ pub fn stamp(keys: &FleetKeys, time_key: &CookieKey, tuple: &FourTuple, cookie: 
 }
 
 /// Returns the cookie in the client's TSecr.
-pub fn recognise(keys: &FleetKeys, tuple: &FourTuple, tsecr: u32) -> Cookie {
+pub fn decode_cookie(keys: &FleetKeys, tuple: &FourTuple, tsecr: u32) -> Cookie {
     let key = &keys.keys[usize::from(tsecr & intf::COOKIE_KEY_BIT != 0)];
-    let plain = Permutation::COOKIE.reveal(hash(key, tuple), tsecr & intf::COOKIE_HIDDEN_MASK) as u16;
+    let plain = Permutation::COOKIE.reveal(cookie_hash(key, tuple), tsecr & intf::COOKIE_HIDDEN_MASK) as u16;
     let number = plain & intf::COOKIE_ID_MASK as u16;
     if plain & intf::COOKIE_KIND_BIT as u16 == 0 {
         Cookie::Server(ServerId::try_from(u64::from(number)).expect("14 bits"))
@@ -204,16 +204,16 @@ mod tests {
     fn every_part_of_an_ipv6_tuple_changes_its_hash() {
         let key = CookieKey { k0: 1, k1: 2 };
         let (client, vip) = (Ipv6Addr::from(0x2001_0db8 << 96 | 7), Ipv6Addr::from(0x2001_0db8 << 96 | 1));
-        let plain = hash(&key, &FourTuple::ipv6((client, 1024), (vip, 80)));
+        let plain = cookie_hash(&key, &FourTuple::ipv6((client, 1024), (vip, 80)));
         let mut seen = std::collections::HashSet::from([plain]);
         for bit in 0..128 {
             let flipped = |address: Ipv6Addr| Ipv6Addr::from(u128::from(address) ^ 1 << bit);
-            assert!(seen.insert(hash(&key, &FourTuple::ipv6((flipped(client), 1024), (vip, 80)))));
-            assert!(seen.insert(hash(&key, &FourTuple::ipv6((client, 1024), (flipped(vip), 80)))));
+            assert!(seen.insert(cookie_hash(&key, &FourTuple::ipv6((flipped(client), 1024), (vip, 80)))));
+            assert!(seen.insert(cookie_hash(&key, &FourTuple::ipv6((client, 1024), (flipped(vip), 80)))));
         }
         for bit in 0..16 {
-            assert!(seen.insert(hash(&key, &FourTuple::ipv6((client, 1024 ^ 1 << bit), (vip, 80)))));
-            assert!(seen.insert(hash(&key, &FourTuple::ipv6((client, 1024), (vip, 80 ^ 1 << bit)))));
+            assert!(seen.insert(cookie_hash(&key, &FourTuple::ipv6((client, 1024 ^ 1 << bit), (vip, 80)))));
+            assert!(seen.insert(cookie_hash(&key, &FourTuple::ipv6((client, 1024), (vip, 80 ^ 1 << bit)))));
         }
     }
 
@@ -237,7 +237,7 @@ mod tests {
             prop_assert_ne!(stamped, 0);
             // The key that stamps may have changed meanwhile; the key bit of TSecr names the right one.
             let rotated = FleetKeys { current: KeyIndex::First, ..keys };
-            prop_assert_eq!(recognise(&rotated, &tuple, stamped), Cookie::Server(server));
+            prop_assert_eq!(decode_cookie(&rotated, &tuple, stamped), Cookie::Server(server));
             let restored = restore(stamped_time(&time_key, &tuple, stamped), sent.wrapping_add(age));
             prop_assert!(restored == sent || restored == sent.wrapping_add(1));
         }
@@ -249,7 +249,7 @@ mod tests {
         let keys = keys([1, 2, 3, 4], false);
         let tuple = tuple(0x0a01_0007, 40312);
         let time_key = CookieKey { k0: 5, k1: 6 };
-        let cookie = recognise(&keys, &tuple, 0);
+        let cookie = decode_cookie(&keys, &tuple, 0);
         let milliseconds = u32::from(time_mask(&time_key, &tuple).wrapping_neg());
         assert_eq!(stamp(&keys, &time_key, &tuple, cookie, milliseconds), 1 << 16);
     }

@@ -74,7 +74,7 @@ pub struct Racks {
 #[derive(Debug, Clone, Copy)]
 pub struct FleetShape {
     /// Number of servers.
-    pub servers: u16,
+    pub server_count: u16,
     /// See [`FleetPlan::cores`].
     pub cores: u16,
     /// See [`FleetPlan::buckets`].
@@ -88,8 +88,8 @@ pub struct FleetShape {
 impl FleetShape {
     /// Returns a plan whose ids and RSS key are drawn as by the controller. Ids are sparse, so each draw has different
     /// indirection tables.
-    pub fn drawn(self, rng: &mut impl rand::Rng) -> FleetPlan {
-        let Self { servers, cores, buckets, alpha, tables } = self;
+    pub fn draw_plan(self, rng: &mut impl rand::Rng) -> FleetPlan {
+        let Self { server_count: servers, cores, buckets, alpha, tables } = self;
         let servers = draw_server_ids(servers, rng);
         FleetPlan { servers, cores, buckets, alpha, key: RssKey::random(rng), tables }
     }
@@ -155,7 +155,7 @@ impl SimulatedCluster {
 
     /// Sets the counter with which round-robin policies continue.
     pub fn set_round_robin_turn(&mut self, turn: u64) {
-        self.state.round_robin = turn;
+        self.state.round_robin_counter = turn;
     }
 
     /// Makes every agent report, computes a table by `policy`, and installs it. `busy_ns` is the absolute busy time of
@@ -214,17 +214,18 @@ impl SimulatedCluster {
         });
         let servers: Vec<PoolServer> = servers.collect();
         let pool = match &mut self.racks {
-            Some(racks) => racks.pool(servers, self.plan.buckets),
+            Some(racks) => racks.build_pool(servers, self.plan.buckets),
             None => Pool::new(servers, 1),
         };
         let pool = pool.with_opened_connections(std::mem::take(&mut self.opened_connections));
         let pool = if self.counts_requests { pool.counting_requests() } else { pool };
-        policy.place(&pool, self.plan.buckets, self.sequence)
+        policy.compute_table(&pool, self.plan.buckets, self.sequence)
     }
 
     /// Puts a table in force as the data plane does: counts of assignments restart, the round-robin counter continues.
     pub fn install_table(&mut self, table: PlacementTable) {
-        self.state = PlacementState { round_robin: self.state.round_robin, ..PlacementState::for_table(&table) };
+        self.state =
+            PlacementState { round_robin_counter: self.state.round_robin_counter, ..PlacementState::for_table(&table) };
         self.hasher_of_group.clear();
         for key in &table.groups {
             let known = self.hashers.iter().position(|(known, _)| known == key);
@@ -272,7 +273,7 @@ impl SimulatedCluster {
 
 impl Racks {
     /// Returns the controller's pool.
-    fn pool(&mut self, servers: Vec<PoolServer>, buckets: BucketCount) -> Pool {
+    fn build_pool(&mut self, servers: Vec<PoolServer>, buckets: BucketCount) -> Pool {
         let count = self.policies.len();
         let start = |rack: usize| rack * servers.len() / count;
         let summaries = self.policies.iter_mut().enumerate().map(|(rack, policy)| {
@@ -290,7 +291,7 @@ mod tests {
     use std::net::Ipv4Addr;
 
     use super::*;
-    use crate::policy::named;
+    use crate::policy::policy_by_name;
     use crate::rss::seeded_rng;
 
     fn fleet(tables: TableDraw) -> SimulatedCluster {
@@ -307,7 +308,7 @@ mod tests {
     #[test]
     fn connections_follow_the_table_and_rss() {
         for name in ["hash", "rr", "pow2", "crossrss", "crossrss-plus"] {
-            let (mut fleet, mut policy) = (fleet(TableDraw::Independent), named(name, 1).unwrap());
+            let (mut fleet, mut policy) = (fleet(TableDraw::Independent), policy_by_name(name, 1).unwrap());
             for (report, busy_ms) in [0u64, 50].into_iter().enumerate() {
                 let busy_ns: Vec<u64> = (0..12).map(|core| busy_ms * core * 1_000_000).collect();
                 fleet.report(report as u64 * 100_000_000, &busy_ns, &[5, 5, 5], policy.as_mut());
@@ -324,7 +325,7 @@ mod tests {
 
     #[test]
     fn loaded_cores_are_avoided() {
-        let (mut fleet, mut policy) = (fleet(TableDraw::Balanced), named("crossrss", 1).unwrap());
+        let (mut fleet, mut policy) = (fleet(TableDraw::Balanced), policy_by_name("crossrss", 1).unwrap());
         let mut busy_ns = vec![100_000_000; 12];
         fleet.report(0, &[0; 12], &[0; 3], policy.as_mut());
         busy_ns[4..8].fill(0);

@@ -76,7 +76,7 @@ impl StatusRange {
     const ALL: RangeInclusive<u16> = 100..=599;
 
     /// Returns success and redirection: 200 to 399.
-    pub const fn good() -> Self {
+    pub const fn success_or_redirect() -> Self {
         Self(200..=399)
     }
 
@@ -201,7 +201,7 @@ impl Jitter {
     }
 
     /// Returns the time to the next check: a tenth of `interval` to all of it. `draw`: random number from 0 to 1.
-    pub fn pause(self, interval: Duration, draw: f64) -> Duration {
+    pub fn jittered_interval(self, interval: Duration, draw: f64) -> Duration {
         interval.mul_f64((1.0 - self.0 * draw.clamp(0.0, 1.0)).max(0.1))
     }
 }
@@ -233,7 +233,7 @@ impl HealthTracker {
 
     /// Records a result and returns whether it changes the verdict. A server without verdict is up after one success,
     /// and down after `fall` failures.
-    pub fn observe(&mut self, passed: bool, thresholds: Thresholds) -> bool {
+    pub fn record_result(&mut self, passed: bool, thresholds: Thresholds) -> bool {
         self.failed_checks = 0;
         let (contrary, needed, then) = match self.verdict {
             None if passed => (true, 1, Verdict::Up),
@@ -251,7 +251,7 @@ impl HealthTracker {
 
     /// Records that the observer could not check because of a fault of its own. After `fall` such faults in a row,
     /// withdraws the verdict and returns true.
-    pub fn local_fault(&mut self, thresholds: Thresholds) -> bool {
+    pub fn record_local_fault(&mut self, thresholds: Thresholds) -> bool {
         self.failed_checks += 1;
         if self.verdict.is_none() || self.failed_checks < thresholds.fall {
             return false;

@@ -19,12 +19,12 @@ pub fn switch_ms((known, switch_ms): &(FleetKeys, u32), new: &FleetKeys, now_ms:
     } else if stamping(known) != stamping(new) {
         now_ms.wrapping_add(SWITCH_AFTER_MS)
     } else {
-        renewed(*switch_ms, now_ms)
+        renew_switch_ms(*switch_ms, now_ms)
     }
 }
 
 /// Returns `switch_ms`, moved on if it is so old that it would soon seem to be in the future.
-pub fn renewed(switch_ms: u32, now_ms: u32) -> u32 {
+pub fn renew_switch_ms(switch_ms: u32, now_ms: u32) -> u32 {
     let past = now_ms.wrapping_sub(switch_ms);
     // From an age of 2^31 ms on, a time seems to be in the future.
     if (OLDEST_MS..1 << 31).contains(&past) { now_ms.wrapping_sub(LONG_AGO_MS) } else { switch_ms }
@@ -57,10 +57,10 @@ mod tests {
         let current = keys(1, 2, KeyIndex::First);
         let (mut now, mut switch) = (5u32, 1005);
         for step in 0..100_000 {
-            let at = current.at(now, switch).current;
+            let at = current.at_tsval(now, switch).current;
             assert_eq!(at == current.current, step > 0, "{now} {switch}");
             now = now.wrapping_add(123_456);
-            switch = renewed(switch, now);
+            switch = renew_switch_ms(switch, now);
         }
     }
 }

@@ -40,7 +40,7 @@ pub fn time_key(seed: u64) -> CookieKey {
 }
 
 fn time_mask(time_key: &CookieKey, tuple: &FourTuple) -> u32 {
-    cookie::hash(time_key, tuple) as u32 & intf::LB_STAMPING_TIME_MASK
+    cookie::cookie_hash(time_key, tuple) as u32 & intf::LB_STAMPING_TIME_MASK
 }
 
 /// Returns the TSval for the client, stamped with the current key. `milliseconds` is the server's own TSval. Never 0
@@ -48,16 +48,16 @@ fn time_mask(time_key: &CookieKey, tuple: &FourTuple) -> u32 {
 pub fn stamp(keys: &FleetKeys, time_key: &CookieKey, tuple: &FourTuple, id: ServerId, milliseconds: u32) -> u32 {
     let key_bit = if keys.current == KeyIndex::Second { intf::LB_STAMPING_KEY_BIT } else { 0 };
     let time = milliseconds.wrapping_add(time_mask(time_key, tuple)) & intf::LB_STAMPING_TIME_MASK;
-    let hash = cookie::hash(&keys.keys[keys.current.get()], tuple);
+    let hash = cookie::cookie_hash(&keys.keys[keys.current.get()], tuple);
     let id = Permutation::LB_STAMPED.hide(hash, u32::from(id.get()) & intf::LB_STAMPING_ID_MASK);
     let value = time << intf::LB_STAMPING_TIME_SHIFT | key_bit | id;
     if value == 0 { 1 << intf::LB_STAMPING_TIME_SHIFT } else { value }
 }
 
 /// Returns the server that the client's TSecr names, if it was stamped.
-pub fn recognise(keys: &FleetKeys, tuple: &FourTuple, tsecr: u32) -> ServerId {
+pub fn decode_server_id(keys: &FleetKeys, tuple: &FourTuple, tsecr: u32) -> ServerId {
     let key = &keys.keys[usize::from(tsecr & intf::LB_STAMPING_KEY_BIT != 0)];
-    let id = Permutation::LB_STAMPED.reveal(cookie::hash(key, tuple), tsecr & intf::LB_STAMPING_ID_MASK);
+    let id = Permutation::LB_STAMPED.reveal(cookie::cookie_hash(key, tuple), tsecr & intf::LB_STAMPING_ID_MASK);
     ServerId::try_from(u64::from(id)).expect("11 bits")
 }
 
@@ -71,74 +71,75 @@ pub fn restore(time_key: &CookieKey, tuple: &FourTuple, tsecr: u32, clock_ms: u3
 
 /// Clock of a server: `struct lb_stamped_server` of `bpf/include/server_clock.h`, without the id.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct Clock {
+pub struct ServerClock {
     /// TSval minus the load balancer's clock in ms, modulo 2^32, that all connections share. `None`: unknown.
     pub offset_ms: Option<u32>,
     newest_ms: u32,
     newest_client: u32,
     /// Consecutive SYN-ACKs of one clock, the newest included; at most [`AGREEING`].
-    pub agreeing: u16,
+    pub agreeing_count: u16,
     /// [`connection_word`] of the sampled connection; 0: none.
     sampled_client: u32,
     sampled_ms: u32,
     sampled_at_ms: u32,
     /// Samples whose clock ticked in ms, at most 8; a sample whose clock did not halves the count.
-    pub steady: u16,
+    pub steady_samples: u16,
     /// Whether the newest sample's clock did not tick in ms.
     pub is_unsteady: bool,
     /// SYN-ACKs, with timestamps or without.
     pub syn_acks: u64,
     /// SYN-ACKs with timestamps.
-    pub with_timestamps: u64,
+    pub syn_acks_with_timestamps: u64,
     /// Answers whose offset differed from that of another connection.
-    pub disagreed: u64,
+    pub disagreements: u64,
 }
 
-impl Clock {
+impl ServerClock {
     /// Whether the server's connections share one clock.
     pub fn is_verified(&self) -> bool {
-        self.agreeing >= AGREEING
+        self.agreeing_count >= AGREEING
     }
 
     /// Whether the server's new connections are stamped.
     pub fn can_be_stamped(&self) -> bool {
-        self.is_verified() || self.steady >= AGREEING
+        self.is_verified() || self.steady_samples >= AGREEING
     }
 
     /// Whether the server's connections are known to have different offsets.
     pub fn has_own_offsets(&self) -> bool {
-        self.disagreed > 0
+        self.disagreements > 0
     }
 
     /// Records a SYN-ACK of the connection with this [`connection_word`] at `now_ms`, with its TSval, if it has one.
-    pub fn syn_ack(&mut self, connection: u32, milliseconds: Option<u32>, now_ms: u32) {
+    pub fn record_syn_ack(&mut self, connection: u32, milliseconds: Option<u32>, now_ms: u32) {
         self.syn_acks += 1;
         let Some(milliseconds) = milliseconds else { return };
-        self.with_timestamps += 1;
+        self.syn_acks_with_timestamps += 1;
         let offset_ms = milliseconds.wrapping_sub(now_ms);
-        if self.agreeing == 0 || !agree(offset_ms, self.newest_ms, intf::LB_STAMPING_TOLERANCE_MS) {
-            self.disagreed += u64::from(self.agreeing > 0);
-            self.agreeing = 1;
+        if self.agreeing_count == 0 || !do_offsets_agree(offset_ms, self.newest_ms, intf::LB_STAMPING_TOLERANCE_MS) {
+            self.disagreements += u64::from(self.agreeing_count > 0);
+            self.agreeing_count = 1;
         } else if !self.is_verified() && connection != self.newest_client {
-            self.agreeing += 1;
+            self.agreeing_count += 1;
         }
         (self.newest_ms, self.newest_client) = (offset_ms, connection);
-        let near = |known| agree(offset_ms, known, intf::LB_STAMPING_TOLERANCE_MS / 2);
+        let near = |known| do_offsets_agree(offset_ms, known, intf::LB_STAMPING_TOLERANCE_MS / 2);
         if self.is_verified() && !self.offset_ms.is_some_and(near) {
             self.offset_ms = Some(offset_ms);
         }
     }
 
     /// Records an answer other than a reset: two answers of one connection show whether the clock ticks in ms.
-    pub fn sample(&mut self, connection: u32, milliseconds: u32, now_ms: u32) {
+    pub fn record_sample(&mut self, connection: u32, milliseconds: u32, now_ms: u32) {
         let offset_ms = milliseconds.wrapping_sub(now_ms);
         let elapsed_ms = now_ms.wrapping_sub(self.sampled_at_ms);
         if self.sampled_client != 0 && connection == self.sampled_client {
             if elapsed_ms < intf::LB_STAMPING_SAMPLE_MS {
                 return;
             }
-            self.is_unsteady = !agree(offset_ms, self.sampled_ms, elapsed_ms / 2);
-            self.steady = if self.is_unsteady { self.steady / 2 } else { MAX_STEADY.min(self.steady + 1) };
+            self.is_unsteady = !do_offsets_agree(offset_ms, self.sampled_ms, elapsed_ms / 2);
+            self.steady_samples =
+                if self.is_unsteady { self.steady_samples / 2 } else { MAX_STEADY.min(self.steady_samples + 1) };
             self.sampled_client = 0;
         } else if self.sampled_client == 0 || elapsed_ms > intf::LB_STAMPING_SAMPLE_EXPIRES_MS {
             (self.sampled_client, self.sampled_ms, self.sampled_at_ms) = (connection, offset_ms, now_ms);
@@ -150,10 +151,10 @@ impl Clock {
         let offset_ms = milliseconds.wrapping_sub(now_ms);
         if !self.has_own_offsets() {
             let shared = *self.offset_ms.get_or_insert(offset_ms);
-            if agree(offset_ms, shared, intf::LB_STAMPING_TOLERANCE_MS) {
+            if do_offsets_agree(offset_ms, shared, intf::LB_STAMPING_TOLERANCE_MS) {
                 return shared;
             }
-            self.disagreed = 1;
+            self.disagreements = 1;
         }
         own.learn(hash, offset_ms)
     }
@@ -173,7 +174,7 @@ pub struct OwnOffsets {
 
 impl OwnOffsets {
     fn index(hash: ConnectionHash) -> u32 {
-        hash.low() % intf::LB_STAMPED_OFFSETS
+        hash.low_half() % intf::LB_STAMPED_OFFSETS
     }
 
     fn find(&self, hash: ConnectionHash) -> Option<u32> {
@@ -182,7 +183,7 @@ impl OwnOffsets {
 
     /// Stores an offset if it is new, and returns the stored offset.
     fn learn(&mut self, hash: ConnectionHash, offset_ms: u32) -> u32 {
-        let near = |known: &u32| agree(offset_ms, *known, intf::LB_STAMPING_TOLERANCE_MS / 2);
+        let near = |known: &u32| do_offsets_agree(offset_ms, *known, intf::LB_STAMPING_TOLERANCE_MS / 2);
         self.find(hash).filter(near).unwrap_or_else(|| {
             self.words.insert(Self::index(hash), (hash.tag() | 1, offset_ms));
             offset_ms
@@ -191,12 +192,12 @@ impl OwnOffsets {
 }
 
 /// Whether two offsets may be of the same clock.
-fn agree(offset_ms: u32, other_ms: u32, tolerance_ms: u32) -> bool {
+fn do_offsets_agree(offset_ms: u32, other_ms: u32, tolerance_ms: u32) -> bool {
     offset_ms.wrapping_sub(other_ms).wrapping_add(tolerance_ms) <= 2 * tolerance_ms
 }
 
-/// Returns the word that identifies a connection in [`Clock`]: the keyed hash of the client's address, XOR the ports in
-/// network byte order.
+/// Returns the word that identifies a connection in [`ServerClock`]: the keyed hash of the client's address, XOR the
+/// ports in network byte order.
 pub fn connection_word(key: &CookieKey, tuple: &FourTuple) -> u32 {
     let bytes = tuple.bytes();
     let ports = u32::from_ne_bytes(bytes[bytes.len() - 4..].try_into().expect("four bytes"));
@@ -228,7 +229,7 @@ mod tests {
             let id = ServerId::try_from(id).unwrap();
             let stamped = stamp(&keys, &time_key, &tuple, id, sent);
             prop_assert_ne!(stamped, 0);
-            prop_assert_eq!(recognise(&FleetKeys { current: KeyIndex::First, ..keys }, &tuple, stamped), id);
+            prop_assert_eq!(decode_server_id(&FleetKeys { current: KeyIndex::First, ..keys }, &tuple, stamped), id);
             // The load balancer's estimate of the clock may be behind the server's clock.
             let clock = sent.wrapping_add(age).wrapping_sub(early);
             let restored = restore(&time_key, &tuple, stamped, clock);
@@ -250,23 +251,23 @@ mod tests {
 
     #[test]
     fn clock_is_known_after_several_agreeing_connections() {
-        let mut clock = Clock::default();
+        let mut clock = ServerClock::default();
         for second in 0..10u32 {
-            clock.syn_ack(1, Some(5_000_000 + second * 1000), 7 + second * 1000);
+            clock.record_syn_ack(1, Some(5_000_000 + second * 1000), 7 + second * 1000);
         }
-        assert_eq!((clock.agreeing, clock.is_verified(), clock.offset_ms), (1, false, None));
+        assert_eq!((clock.agreeing_count, clock.is_verified(), clock.offset_ms), (1, false, None));
         for port in 2..5 {
-            clock.syn_ack(port, Some(5_010_100), 10_000);
+            clock.record_syn_ack(port, Some(5_010_100), 10_000);
         }
-        assert!(clock.is_verified() && clock.disagreed == 0);
+        assert!(clock.is_verified() && clock.disagreements == 0);
         assert_eq!(clock.offset_ms, Some(5_000_100));
         // Small deviations keep the clock. A new clock ends stamping for new connections only.
-        clock.syn_ack(9, Some(5_010_000), 10_200);
+        clock.record_syn_ack(9, Some(5_010_000), 10_200);
         assert_eq!((clock.offset_ms, clock.is_verified()), (Some(5_000_100), true));
-        clock.syn_ack(10, Some(77), 10_200);
-        assert_eq!((clock.offset_ms, clock.is_verified(), clock.disagreed), (Some(5_000_100), false, 1));
-        clock.syn_ack(11, None, 10_200);
-        assert_eq!((clock.syn_acks, clock.with_timestamps), (16, 15));
+        clock.record_syn_ack(10, Some(77), 10_200);
+        assert_eq!((clock.offset_ms, clock.is_verified(), clock.disagreements), (Some(5_000_100), false, 1));
+        clock.record_syn_ack(11, None, 10_200);
+        assert_eq!((clock.syn_acks, clock.syn_acks_with_timestamps), (16, 15));
     }
 
     fn hash(port: u16) -> ConnectionHash {
@@ -275,7 +276,7 @@ mod tests {
 
     #[test]
     fn restarted_load_balancer_learns_the_clock_from_any_reply() {
-        let (mut clock, mut own) = (Clock::default(), OwnOffsets::default());
+        let (mut clock, mut own) = (ServerClock::default(), OwnOffsets::default());
         assert_eq!(clock.offset_of(&own, hash(1)), None);
         assert_eq!(clock.learn_offset(&mut own, hash(1), 1_000, 400), 600);
         assert_eq!(clock.offset_of(&own, hash(2)), Some(600));
@@ -291,12 +292,12 @@ mod tests {
     }
 
     /// Returns a clock after samples of that many connections, whose TSval grows by `tick` in each millisecond.
-    fn sampled(connections: u32, tick: f64) -> Clock {
-        let mut clock = Clock::default();
+    fn sampled(connections: u32, tick: f64) -> ServerClock {
+        let mut clock = ServerClock::default();
         for connection in 1..=connections {
             for elapsed in [0, 20, 120] {
                 let (own_ms, now_ms) = (connection << 20, connection * 1_000 + elapsed);
-                clock.sample(connection, own_ms + (f64::from(elapsed) * tick) as u32, now_ms);
+                clock.record_sample(connection, own_ms + (f64::from(elapsed) * tick) as u32, now_ms);
             }
         }
         clock
@@ -310,26 +311,26 @@ mod tests {
         assert!(sampled(4, 1.4).can_be_stamped());
         // Ticks of 1 us, 4 ms and 10 ms.
         for tick in [1000.0, 0.25, 0.1] {
-            assert!(sampled(9, tick).is_unsteady && sampled(9, tick).steady == 0, "{tick}");
+            assert!(sampled(9, tick).is_unsteady && sampled(9, tick).steady_samples == 0, "{tick}");
         }
         // One delay changes nothing; several delays do.
         let mut clock = sampled(9, 1.0);
         for (now_ms, can_be_stamped) in [(20_000, true), (40_000, false)] {
-            clock.sample(1, 0, now_ms);
-            clock.sample(1, 120_000, now_ms + 120);
+            clock.record_sample(1, 0, now_ms);
+            clock.record_sample(1, 120_000, now_ms + 120);
             assert_eq!(clock.can_be_stamped(), can_be_stamped, "{clock:?}");
         }
     }
 
     #[test]
     fn silent_connection_does_not_stay_sampled() {
-        let mut clock = Clock::default();
-        clock.sample(1, 0, 0);
-        clock.sample(2, 0, 2_000);
-        clock.sample(2, 160, 2_160);
-        assert_eq!(clock.steady, 0);
-        clock.sample(2, 260, 2_260);
-        assert_eq!(clock.steady, 1);
+        let mut clock = ServerClock::default();
+        clock.record_sample(1, 0, 0);
+        clock.record_sample(2, 0, 2_000);
+        clock.record_sample(2, 160, 2_160);
+        assert_eq!(clock.steady_samples, 0);
+        clock.record_sample(2, 260, 2_260);
+        assert_eq!(clock.steady_samples, 1);
     }
 
     #[test]

@@ -62,7 +62,7 @@ pub enum ReadingsRejection {
     NoCores,
     /// A core reports more work than it can do in the time between two reports.
     #[error("core {core} was busy for {load:.1} times the time that passed: expected at most {MAX_LOAD}")]
-    Impossible {
+    ImpossibleLoad {
         /// Number of the core.
         core: usize,
         /// Load in fractions of the core's capacity.
@@ -123,7 +123,7 @@ pub struct LoadTracker {
     newest: Option<CoreReadings>,
     loads: Option<CoreLoads>,
     /// Whether the previous readings may be from another stream.
-    new_stream: bool,
+    is_new_stream: bool,
 }
 
 impl LoadTracker {
@@ -137,21 +137,21 @@ impl LoadTracker {
             return Err(ReadingsRejection::NoCores);
         }
         if let Some(newest) = &self.newest {
-            match rates_since(newest, &readings, self.new_stream) {
+            match rates_since(newest, &readings, self.is_new_stream) {
                 Ok(Some(rates)) => self.smooth(rates, alpha),
                 Ok(None) => self.loads = None,
-                Err(_) if self.new_stream => self.loads = None,
+                Err(_) if self.is_new_stream => self.loads = None,
                 Err(refused) => return Err(refused),
             }
         }
-        self.new_stream = false;
+        self.is_new_stream = false;
         self.newest = Some(readings);
         Ok(())
     }
 
     /// Starts the stream of a restarted agent, with new sequence numbers; the loads continue.
-    pub fn new_stream(&mut self) {
-        self.new_stream = true;
+    pub fn start_stream(&mut self) {
+        self.is_new_stream = true;
     }
 
     /// Returns the smoothed load of each core in fractions of the core's capacity; `None` before the second report.
@@ -171,7 +171,7 @@ impl LoadTracker {
 }
 
 /// Whether the server was restarted since `newest`: other cores, or a counter that went back.
-fn restarted(newest: &CoreReadings, readings: &CoreReadings) -> bool {
+fn was_restarted(newest: &CoreReadings, readings: &CoreReadings) -> bool {
     newest.busy_ns.len() != readings.busy_ns.len()
         || newest.busy_ns.iter().zip(&readings.busy_ns).any(|(old, new)| new < old)
 }
@@ -185,22 +185,22 @@ fn rates_since(
     if !new_stream && readings.sequence <= newest.sequence {
         return Err(ReadingsRejection::OutOfOrder { sequence: readings.sequence, newest: newest.sequence });
     }
-    if restarted(newest, readings) {
+    if was_restarted(newest, readings) {
         return Ok(None);
     }
     if readings.measured_ns <= newest.measured_ns {
         let (measured_ns, newest_ns) = (readings.measured_ns, newest.measured_ns);
         return Err(ReadingsRejection::ClockStalled { measured_ns, newest_ns });
     }
-    let rates = rates(newest, readings);
+    let rates = busy_fractions(newest, readings);
     match rates.iter().copied().enumerate().find(|(_, load)| *load > MAX_LOAD) {
-        Some((core, load)) => Err(ReadingsRejection::Impossible { core, load }),
+        Some((core, load)) => Err(ReadingsRejection::ImpossibleLoad { core, load }),
         None => Ok(Some(rates)),
     }
 }
 
 /// Returns the busy fraction of each core between two readings of the same run.
-fn rates(newest: &CoreReadings, readings: &CoreReadings) -> Vec<f64> {
+fn busy_fractions(newest: &CoreReadings, readings: &CoreReadings) -> Vec<f64> {
     let elapsed = (readings.measured_ns - newest.measured_ns) as f64;
     newest.busy_ns.iter().zip(&readings.busy_ns).map(|(old, new)| (new - old) as f64 / elapsed).collect()
 }
@@ -263,12 +263,12 @@ mod tests {
         let end_of_time = CoreReadings { sequence: u64::MAX, measured_ns: u64::MAX, busy_ns: vec![0] };
         tracker.report(end_of_time, Alpha::PUBLISHED).unwrap();
         assert!(tracker.report(readings(2, 100, &[10]), Alpha::PUBLISHED).is_err());
-        tracker.new_stream();
+        tracker.start_stream();
         tracker.report(readings(1, 200, &[20]), Alpha::PUBLISHED).unwrap();
         assert_eq!(tracker.loads(), None);
         tracker.report(readings(2, 300, &[70]), Alpha::PUBLISHED).unwrap();
         assert_eq!(tracker.loads(), Some(&[0.5].into_iter().collect()));
-        tracker.new_stream();
+        tracker.start_stream();
         tracker.report(readings(1, 400, &[120]), Alpha::PUBLISHED).unwrap();
         assert_eq!(tracker.loads(), Some(&[0.5].into_iter().collect()));
     }
@@ -278,7 +278,7 @@ mod tests {
         let mut tracker = LoadTracker::default();
         tracker.report(readings(1, 0, &[1000]), Alpha::PUBLISHED).unwrap();
         tracker.report(readings(2, 100, &[1100]), Alpha::PUBLISHED).unwrap();
-        tracker.new_stream();
+        tracker.start_stream();
         tracker.report(readings(1, 5, &[5]), Alpha::PUBLISHED).unwrap();
         assert_eq!(tracker.loads(), None);
     }

@@ -79,7 +79,7 @@ impl Rule {
     }
 
     /// Returns the rule with that name; `None`: no rule has it.
-    pub fn named(name: &str) -> Option<Self> {
+    pub fn from_name(name: &str) -> Option<Self> {
         Self::ALL.into_iter().find(|rule| rule.name() == name)
     }
 }
@@ -137,12 +137,12 @@ pub struct PlacementTable {
     /// per turn.
     pub members: Vec<Member>,
     /// Server of each bucket for connections that cannot carry a cookie. It changes only with the pool.
-    pub consistent: Vec<ServerId>,
+    pub consistent_servers: Vec<ServerId>,
     /// Previous server of each bucket, which may still have connections of the bucket (Beamer, NSDI'18, Sect. 4.2:
     /// daisy chaining). Empty: no bucket has moved.
-    pub previous_consistent: Vec<Option<ServerId>>,
+    pub previous_consistent_servers: Vec<Option<ServerId>>,
     /// Servers that are down, by id: connections leave them where a move is harmless.
-    pub down: Vec<ServerId>,
+    pub down_servers: Vec<ServerId>,
     /// Age of the load of each of [`PlacementTable::core_slots`], in tables. An old load does not include connections
     /// assigned since. Empty: all loads are new.
     pub core_slot_ages: Vec<u32>,
@@ -179,15 +179,15 @@ impl CoreSlotIndex {
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct PlacementState {
     /// Connections assigned since the table was switched in, per core slot.
-    pub assigned: Vec<u32>,
+    pub assigned_counts: Vec<u32>,
     /// The counter of [`Rule::RoundRobin`].
-    pub round_robin: u64,
+    pub round_robin_counter: u64,
 }
 
 impl PlacementState {
     /// Returns the initial state of a new table.
     pub fn for_table(table: &PlacementTable) -> Self {
-        Self { assigned: vec![0; table.core_slots.len()], round_robin: 0 }
+        Self { assigned_counts: vec![0; table.core_slots.len()], round_robin_counter: 0 }
     }
 }
 
@@ -221,9 +221,9 @@ impl PlacementTable {
             assignment_cost: 0,
             core_slots: Vec::new(),
             members: Vec::new(),
-            consistent: Vec::new(),
-            previous_consistent: Vec::new(),
-            down: Vec::new(),
+            consistent_servers: Vec::new(),
+            previous_consistent_servers: Vec::new(),
+            down_servers: Vec::new(),
             core_slot_ages: Vec::new(),
         }
     }
@@ -255,8 +255,8 @@ impl PlacementTable {
             Rule::Table => self.least_candidate(hash, |candidate| u64::from(candidate.load)).map(|c| c.server),
             Rule::LeastAssigned => self.choose_least_assigned(state, hash, takes),
             Rule::RoundRobin => {
-                let turn = state.round_robin;
-                state.round_robin += 1;
+                let turn = state.round_robin_counter;
+                state.round_robin_counter += 1;
                 Some(self.members[(turn % self.members.len() as u64) as usize].server)
             }
             Rule::PowerOfTwo => {
@@ -269,7 +269,7 @@ impl PlacementTable {
     /// Returns the server for a connection without timestamps, whatever the loads.
     pub fn choose_consistent(&self, tuple: &FourTuple) -> Option<ServerId> {
         let key = self.groups.first()?;
-        self.consistent.get(self.bucket_count.bucket(key.toeplitz(&tuple.bytes())) as usize).copied()
+        self.consistent_servers.get(self.bucket_count.bucket(key.toeplitz(&tuple.bytes())) as usize).copied()
     }
 
     /// Returns the candidates of a group's bucket, the best first.
@@ -286,11 +286,13 @@ impl PlacementTable {
         takes: impl Fn(ServerId) -> bool,
     ) -> Option<ServerId> {
         let cost = |candidate: &Candidate| {
-            let assigned = state.assigned.get(usize::from(candidate.core_slot)).copied().unwrap_or(0);
+            let assigned = state.assigned_counts.get(usize::from(candidate.core_slot)).copied().unwrap_or(0);
             u64::from(candidate.load) + u64::from(assigned) * u64::from(self.assignment_cost)
         };
         let chosen = self.least_candidate(hash, cost)?;
-        if let Some(assigned) = state.assigned.get_mut(usize::from(chosen.core_slot)).filter(|_| takes(chosen.server)) {
+        if let Some(assigned) =
+            state.assigned_counts.get_mut(usize::from(chosen.core_slot)).filter(|_| takes(chosen.server))
+        {
             *assigned += 1;
         }
         Some(chosen.server)
@@ -369,9 +371,9 @@ mod tests {
             assignment_cost: 10,
             core_slots: servers.iter().map(|server| Core { server: *server, core: 0 }).collect(),
             members: servers.iter().zip(loads).map(|(server, load)| Member { server: *server, load: *load }).collect(),
-            consistent: rendezvous(&servers, bucket_count),
-            previous_consistent: Vec::new(),
-            down: Vec::new(),
+            consistent_servers: rendezvous(&servers, bucket_count),
+            previous_consistent_servers: Vec::new(),
+            down_servers: Vec::new(),
             core_slot_ages: Vec::new(),
         }
     }
@@ -391,7 +393,7 @@ mod tests {
         let mut state = PlacementState::for_table(&table);
         let chosen: Vec<u16> = (0..5).map(|port| table.choose(&mut state, &tuple(port)).unwrap().get()).collect();
         assert_eq!(chosen, [1, 1, 1, 2, 1]);
-        assert_eq!(state.assigned, [4, 1, 0]);
+        assert_eq!(state.assigned_counts, [4, 1, 0]);
     }
 
     #[test]

@@ -10,20 +10,20 @@ const MIN_SYNS: u64 = 20;
 
 /// Counters of the last [`WINDOW`].
 #[derive(Debug, Clone)]
-pub struct Recent<const N: usize> {
+pub struct RecentCounters<const N: usize> {
     samples: VecDeque<(Duration, [u64; N])>,
 }
 
-impl<const N: usize> Default for Recent<N> {
+impl<const N: usize> Default for RecentCounters<N> {
     fn default() -> Self {
         Self { samples: VecDeque::new() }
     }
 }
 
-impl<const N: usize> Recent<N> {
+impl<const N: usize> RecentCounters<N> {
     /// Records the counters as of `now` and returns how much each counter has grown in the last [`WINDOW`], or since
     /// the first call. A counter that shrinks begins a new window.
-    pub fn increase(&mut self, now: Duration, counts: [u64; N]) -> [u64; N] {
+    pub fn record_counters(&mut self, now: Duration, counts: [u64; N]) -> [u64; N] {
         let is_less = |(_, newest): &(Duration, [u64; N])| newest.iter().zip(&counts).any(|(old, new)| new < old);
         if self.samples.back().is_some_and(is_less) {
             self.samples.clear();
@@ -50,8 +50,8 @@ mod tests {
 
     #[test]
     fn growth_covers_the_window_only() {
-        let mut recent = Recent::default();
-        let mut at = |second, count| recent.increase(Duration::from_secs(second), [count])[0];
+        let mut recent = RecentCounters::default();
+        let mut at = |second, count| recent.record_counters(Duration::from_secs(second), [count])[0];
         assert_eq!(at(1, 1000), 0, "what was counted before the first call is not recent");
         assert_eq!(at(2, 1010), 10);
         assert_eq!(at(11, 1030), 30);

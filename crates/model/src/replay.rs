@@ -12,11 +12,11 @@ use crate::statistics::{mean, variance_pct};
 
 /// Settings of a replay.
 #[derive(Debug, Clone, Copy)]
-pub struct Pools {
+pub struct ReplaySettings {
     /// Servers, ids 1 to n.
-    pub servers: u16,
+    pub server_count: u16,
     /// Cores of each server.
-    pub cores: u16,
+    pub core_count: u16,
     /// Buckets of the placement table and entries of the indirection tables.
     pub buckets: BucketCount,
     /// Time between two reports, and between two tables (us).
@@ -24,23 +24,23 @@ pub struct Pools {
     /// Weight of the newest report.
     pub alpha: Alpha,
     /// Phase of reports and of round-robin turns.
-    pub circumstances: ReportPhase,
+    pub report_phase: ReportPhase,
     /// Windows that start before this are omitted (us).
     pub warm_up_us: u64,
     /// Seed from which the fleet's RSS key is drawn.
     pub seed: u64,
 }
 
-impl Default for Pools {
+impl Default for ReplaySettings {
     /// Returns the paper's pool: 4 servers of 4 cores, 128 buckets, reports at 10 Hz (CrossRSS, CoNEXT'20, Sect. 3).
     fn default() -> Self {
         Self {
-            servers: 4,
-            cores: 4,
+            server_count: 4,
+            core_count: 4,
             buckets: BucketCount::PUBLISHED,
             report_interval_us: 100_000,
             alpha: Alpha::PUBLISHED,
-            circumstances: ReportPhase::Aligned,
+            report_phase: ReportPhase::Aligned,
             warm_up_us: 5_000_000,
             seed: 1,
         }
@@ -66,7 +66,7 @@ pub struct Variances {
     pub core_pct: f64,
 }
 
-impl Pools {
+impl ReplaySettings {
     fn bin_us(&self) -> u64 {
         self.report_interval_us / BINS_PER_REPORT
     }
@@ -99,40 +99,40 @@ pub struct PoolChange {
 }
 
 /// Replays `log` and measures the work served.
-pub fn replay(log: &ArrivalLog, pools: Pools, placer: Placer<'_>) -> Variances {
+pub fn replay(log: &ArrivalLog, pools: ReplaySettings, placer: Placer<'_>) -> Variances {
     let id = |number: u16| ServerId::try_from(u64::from(number)).expect("few servers");
     let plan = FleetPlan {
-        servers: (1..=pools.servers).map(id).collect(),
-        cores: pools.cores,
+        servers: (1..=pools.server_count).map(id).collect(),
+        cores: pools.core_count,
         buckets: pools.buckets,
         alpha: pools.alpha,
         key: RssKey::random(&mut seeded_rng(pools.seed, RNG_STREAM_RSS_KEY)),
         tables: TableDraw::Balanced,
     };
-    replayed(log, pools, plan, &[], placer).variances(pools)
+    run_replay(log, pools, plan, &[], placer).variances(pools)
 }
 
 /// Replays `log` on a fleet with drawn ids while the pool changes. Returns the busy time of every core (ns, absolute)
 /// at the beginning of each second and at the end of the last. `changes` are in the order of their times.
 pub fn replay_by_second(
     log: &ArrivalLog,
-    pools: Pools,
+    pools: ReplaySettings,
     changes: &[PoolChange],
     policy: &mut dyn Policy,
 ) -> Vec<Vec<u64>> {
-    let Pools { servers, cores, buckets, alpha, .. } = pools;
-    let shape = FleetShape { servers, cores, buckets, alpha, tables: TableDraw::Balanced };
-    let plan = shape.drawn(&mut seeded_rng(pools.seed, RNG_STREAM_SERVERS));
-    let datacentre = replayed(log, pools, plan, changes, Placer::Policy(policy));
+    let ReplaySettings { server_count: servers, core_count: cores, buckets, alpha, .. } = pools;
+    let shape = FleetShape { server_count: servers, cores, buckets, alpha, tables: TableDraw::Balanced };
+    let plan = shape.draw_plan(&mut seeded_rng(pools.seed, RNG_STREAM_SERVERS));
+    let datacentre = run_replay(log, pools, plan, changes, Placer::Policy(policy));
     let bins_per_second = (WINDOW_US / pools.bin_us()) as usize;
     let seconds = (log.duration_us / WINDOW_US) as usize;
     let busy_ns = |bins: &Vec<u64>, second: usize| bins[..second * bins_per_second].iter().sum::<u64>() * 1_000;
     (0..=seconds).map(|second| datacentre.busy_us.iter().map(|bins| busy_ns(bins, second)).collect()).collect()
 }
 
-fn replayed(
+fn run_replay(
     log: &ArrivalLog,
-    pools: Pools,
+    pools: ReplaySettings,
     plan: FleetPlan,
     changes: &[PoolChange],
     mut placer: Placer<'_>,
@@ -141,7 +141,7 @@ fn replayed(
     let mut changes = changes.iter().peekable();
     let mut requests: Vec<(u64, usize)> = Vec::new();
     for (connection, arrival) in log.arrivals.iter().enumerate() {
-        requests.extend((0..arrival.requests).map(|index| (arrival.due_us(index), connection)));
+        requests.extend((0..arrival.request_count).map(|index| (arrival.due_us(index), connection)));
     }
     requests.sort_unstable();
     let mut core_of = vec![usize::MAX; log.arrivals.len()];
@@ -163,7 +163,7 @@ fn replayed(
 }
 
 struct Datacentre {
-    pools: Pools,
+    pools: ReplaySettings,
     fleet: SimulatedCluster,
     /// Time at which each core (in the fleet's numbering) is free, and the core's busy time in bins.
     free_us: Vec<u64>,
@@ -172,34 +172,34 @@ struct Datacentre {
     reported_us: Vec<u64>,
     reported_bins: Vec<usize>,
     /// Age of each server's report at a table, in bins.
-    age: Vec<usize>,
+    report_age_bins: Vec<usize>,
     /// End of each open connection, by core.
-    open: Vec<Vec<u64>>,
+    connection_ends_us: Vec<Vec<u64>>,
     /// Work by the window in which it is due, of all connections placed so far, by core.
     planned_us: Vec<Vec<u64>>,
 }
 
 impl Datacentre {
-    fn new(log: &ArrivalLog, pools: Pools, plan: FleetPlan) -> Self {
+    fn new(log: &ArrivalLog, pools: ReplaySettings, plan: FleetPlan) -> Self {
         let mut fleet = SimulatedCluster::new(plan).expect("as many entries as buckets");
         let (cores, bins) = (fleet.core_count(), (log.duration_us / pools.bin_us() + 2 * BINS_PER_REPORT) as usize);
         let mut rng = seeded_rng(pools.seed, RNG_STREAM_REPORT_PHASES);
-        let age = match pools.circumstances {
-            ReportPhase::Aligned => vec![0; usize::from(pools.servers)],
+        let age = match pools.report_phase {
+            ReportPhase::Aligned => vec![0; usize::from(pools.server_count)],
             ReportPhase::Random => {
                 fleet.set_round_robin_turn(uniform_below(&mut rng, u32::MAX).into());
-                (0..pools.servers).map(|_| uniform_below(&mut rng, BINS_PER_REPORT as u32) as usize).collect()
+                (0..pools.server_count).map(|_| uniform_below(&mut rng, BINS_PER_REPORT as u32) as usize).collect()
             }
         };
         Self {
-            age,
+            report_age_bins: age,
             reported_bins: vec![0; cores],
             pools,
             fleet,
             free_us: vec![0; cores],
             busy_us: vec![vec![0; bins]; cores],
             reported_us: vec![0; cores],
-            open: vec![Vec::new(); cores],
+            connection_ends_us: vec![Vec::new(); cores],
             planned_us: vec![vec![0; (log.duration_us / WINDOW_US + 2) as usize]; cores],
         }
     }
@@ -209,17 +209,17 @@ impl Datacentre {
         let bin_us = self.pools.bin_us();
         let bin = (now_us / bin_us) as usize;
         for core in 0..self.free_us.len() {
-            let reported_end = bin.saturating_sub(self.age[core / usize::from(self.pools.cores)]);
+            let reported_end = bin.saturating_sub(self.report_age_bins[core / usize::from(self.pools.core_count)]);
             let new = self.busy_us[core].iter().take(reported_end).skip(self.reported_bins[core]);
             self.reported_us[core] += new.sum::<u64>();
             self.reported_bins[core] = reported_end;
-            self.open[core].retain(|end_us| *end_us > now_us);
+            self.connection_ends_us[core].retain(|end_us| *end_us > now_us);
         }
         let Placer::Policy(policy) = placer else { return };
         let measured_ns = |age: &usize| bin.checked_sub(*age).map(|bin| bin as u64 * bin_us * 1_000);
-        let measured_ns: Vec<Option<u64>> = self.age.iter().map(measured_ns).collect();
+        let measured_ns: Vec<Option<u64>> = self.report_age_bins.iter().map(measured_ns).collect();
         let busy_ns: Vec<u64> = self.reported_us.iter().map(|us| us * 1_000).collect();
-        let of_servers = self.open.chunks(usize::from(self.pools.cores));
+        let of_servers = self.connection_ends_us.chunks(usize::from(self.pools.core_count));
         let open: Vec<u32> = of_servers.map(|cores| cores.iter().map(|open| open.len() as u32).sum()).collect();
         self.fleet.report_measured_at(&measured_ns, &busy_ns, &open, *policy);
     }
@@ -230,10 +230,10 @@ impl Datacentre {
             Placer::Policy(_) => self.fleet.place(&arrival.four_tuple()),
             Placer::Oracle => self.least_added_square(arrival),
         };
-        for index in 0..arrival.requests {
+        for index in 0..arrival.request_count {
             self.planned_us[core][(arrival.due_us(index) / WINDOW_US) as usize] += u64::from(arrival.service_us);
         }
-        self.open[core].push(arrival.last_due_us() + u64::from(arrival.service_us));
+        self.connection_ends_us[core].push(arrival.last_due_us() + u64::from(arrival.service_us));
         core
     }
 
@@ -241,9 +241,9 @@ impl Datacentre {
     /// w^2 is the same on every core.
     fn least_added_square(&self, arrival: &Arrival) -> usize {
         let windows: Vec<usize> =
-            (0..arrival.requests).map(|index| (arrival.due_us(index) / WINDOW_US) as usize).collect();
+            (0..arrival.request_count).map(|index| (arrival.due_us(index) / WINDOW_US) as usize).collect();
         let added = |core: &usize| -> u64 { windows.iter().map(|window| self.planned_us[*core][*window]).sum() };
-        (0..self.open.len()).min_by_key(added).expect("at least one core")
+        (0..self.connection_ends_us.len()).min_by_key(added).expect("at least one core")
     }
 
     fn serve(&mut self, core: usize, due_us: u64, service_us: u64) {
@@ -262,7 +262,7 @@ impl Datacentre {
         }
     }
 
-    fn variances(&self, pools: Pools) -> Variances {
+    fn variances(&self, pools: ReplaySettings) -> Variances {
         let bins_per_window = (WINDOW_US / pools.bin_us()) as usize;
         let first = (pools.warm_up_us / pools.bin_us()) as usize;
         let last = self.busy_us.first().map_or(0, Vec::len) - 2 * BINS_PER_REPORT as usize;
@@ -273,7 +273,8 @@ impl Datacentre {
                 .iter()
                 .map(|bins| bins[start..start + bins_per_window].iter().sum::<u64>() as f64)
                 .collect();
-            let of_servers: Vec<f64> = work.chunks(usize::from(pools.cores)).map(|cores| cores.iter().sum()).collect();
+            let of_servers: Vec<f64> =
+                work.chunks(usize::from(pools.core_count)).map(|cores| cores.iter().sum()).collect();
             servers_pct.extend(variance_pct(&of_servers));
             cores_pct.extend(variance_pct(&work));
         }
@@ -299,8 +300,8 @@ mod tests {
 
     fn medians(policy: &str) -> Variances {
         let of_seed = |seed| {
-            let pools = Pools { seed, ..Pools::default() };
-            let mut policy = crate::policy::named(policy, seed).unwrap();
+            let pools = ReplaySettings { seed, ..ReplaySettings::default() };
+            let mut policy = crate::policy::policy_by_name(policy, seed).unwrap();
             replay(&Workload::default().generate(seed), pools, Placer::Policy(policy.as_mut()))
         };
         let all: Vec<Variances> = SEEDS.map(of_seed).collect();
@@ -311,7 +312,7 @@ mod tests {
     #[test]
     fn core_aware_policies_have_less_variance() {
         let [hash, rr, crossrss, plus] = ["hash", "rr", "crossrss", "crossrss-plus"].map(medians);
-        let oracle = replay(&Workload::default().generate(1), Pools::default(), Placer::Oracle);
+        let oracle = replay(&Workload::default().generate(1), ReplaySettings::default(), Placer::Oracle);
         println!("hash {hash:?}\nrr {rr:?}\ncrossrss {crossrss:?}\ncrossrss-plus {plus:?}\noracle {oracle:?}");
         assert!(crossrss.core_pct * 5.0 <= hash.core_pct, "crossrss {crossrss:?}, hash {hash:?}");
         assert!(crossrss.server_pct <= rr.server_pct, "crossrss {crossrss:?}, rr {rr:?}");
@@ -324,8 +325,8 @@ mod tests {
         let log = Workload { duration_us: 8_000_000, ..Workload::default() }.generate(3);
         let change = |second: u64, server, eligible| PoolChange { at_us: second * 1_000_000, server, eligible };
         let changes = [change(0, 4, false), change(3, 4, true), change(4, 0, false)];
-        let pools = Pools { servers: 5, ..Pools::default() };
-        let mut policy = crate::policy::named("rr", 1).unwrap();
+        let pools = ReplaySettings { server_count: 5, ..ReplaySettings::default() };
+        let mut policy = crate::policy::policy_by_name("rr", 1).unwrap();
         let busy = replay_by_second(&log, pools, &changes, policy.as_mut());
         assert_eq!(busy.len(), 9);
         let served = |server: usize, from: usize, to: usize| -> u64 {
@@ -340,19 +341,19 @@ mod tests {
     #[test]
     fn agents_with_random_phase_are_read_at_their_times() {
         let log = Workload { duration_us: 8_000_000, ..Workload::default() }.generate(3);
-        let pools = Pools { circumstances: ReportPhase::Random, ..Pools::default() };
+        let pools = ReplaySettings { report_phase: ReportPhase::Random, ..ReplaySettings::default() };
         let plan = FleetShape {
-            servers: pools.servers,
-            cores: pools.cores,
+            server_count: pools.server_count,
+            cores: pools.core_count,
             buckets: pools.buckets,
             alpha: pools.alpha,
             tables: TableDraw::Balanced,
         };
-        let plan = plan.drawn(&mut seeded_rng(1, RNG_STREAM_SERVERS));
+        let plan = plan.draw_plan(&mut seeded_rng(1, RNG_STREAM_SERVERS));
         let mut datacentre = Datacentre::new(&log, pools, plan);
-        datacentre.age = vec![0, 15, 45, 25];
+        datacentre.report_age_bins = vec![0, 15, 45, 25];
         (0..4).for_each(|server| datacentre.serve(server * 4, 0, 150_000));
-        let mut policy = crate::policy::named("crossrss", 1).unwrap();
+        let mut policy = crate::policy::policy_by_name("crossrss", 1).unwrap();
         let mut placer = Placer::Policy(policy.as_mut());
         let mut reported = |now_us| {
             datacentre.tick(now_us, &mut placer);
@@ -367,8 +368,8 @@ mod tests {
     fn equal_logs_give_equal_results() {
         let log = Workload { duration_us: 8_000_000, ..Workload::default() }.generate(3);
         let run = || {
-            let mut policy = crate::policy::named("crossrss-plus", 1).unwrap();
-            replay(&log, Pools::default(), Placer::Policy(policy.as_mut()))
+            let mut policy = crate::policy::policy_by_name("crossrss-plus", 1).unwrap();
+            replay(&log, ReplaySettings::default(), Placer::Policy(policy.as_mut()))
         };
         assert_eq!(run(), run());
     }

@@ -63,13 +63,17 @@ impl From<Arc<[u8]>> for RssKey {
 /// A key of another length.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("an RSS key of {0} bytes: expected {min} to {max}", min = intf::RSS_KEY_BYTES, max = intf::RSS_KEY_MAX_BYTES)]
-pub struct RssKeyLength(pub usize);
+pub struct RssKeyLengthError(pub usize);
 
 impl RssKey {
     /// Returns the key. Fails when it is shorter than 40 or longer than 52 bytes.
-    pub fn new(bytes: &[u8]) -> Result<Self, RssKeyLength> {
+    pub fn new(bytes: &[u8]) -> Result<Self, RssKeyLengthError> {
         let allowed = intf::RSS_KEY_BYTES as usize..=intf::RSS_KEY_MAX_BYTES as usize;
-        if allowed.contains(&bytes.len()) { Ok(Self::from(Arc::from(bytes))) } else { Err(RssKeyLength(bytes.len())) }
+        if allowed.contains(&bytes.len()) {
+            Ok(Self::from(Arc::from(bytes)))
+        } else {
+            Err(RssKeyLengthError(bytes.len()))
+        }
     }
 
     /// Returns a 40-byte key drawn from `rng`.
@@ -94,7 +98,7 @@ impl RssKey {
     }
 
     /// Returns the transform of a packet's addresses and ports before hashing.
-    pub fn input(&self) -> InputTransform {
+    pub fn input_transform(&self) -> InputTransform {
         self.input
     }
 
@@ -234,23 +238,23 @@ impl fmt::Display for RssKey {
 
 /// Error: a text that is no RSS key.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-pub enum RssKeyText {
+pub enum RssKeyTextError {
     /// The text is not pairs of hexadecimal digits.
     #[error("RSS key {0:?}: expected bytes in hexadecimal, as `ethtool -x` prints them (6d:5a:56: ...)")]
     NotHexadecimal(String),
     /// The key is too short or too long.
     #[error(transparent)]
-    Length(#[from] RssKeyLength),
+    Length(#[from] RssKeyLengthError),
 }
 
 /// Parses bytes in hexadecimal, with or without colons between them.
 impl std::str::FromStr for RssKey {
-    type Err = RssKeyText;
+    type Err = RssKeyTextError;
 
-    fn from_str(text: &str) -> Result<Self, RssKeyText> {
+    fn from_str(text: &str) -> Result<Self, RssKeyTextError> {
         let digits: Vec<u32> = text.chars().filter(|c| *c != ':').filter_map(|c| c.to_digit(16)).collect();
         if digits.len() != text.chars().filter(|c| *c != ':').count() || !digits.len().is_multiple_of(2) {
-            return Err(RssKeyText::NotHexadecimal(text.to_owned()));
+            return Err(RssKeyTextError::NotHexadecimal(text.to_owned()));
         }
         let bytes: Vec<u8> = digits.chunks(2).map(|pair| (pair[0] * 16 + pair[1]) as u8).collect();
         Ok(Self::new(&bytes)?)

@@ -38,7 +38,7 @@ struct ClampedTsval {
 /// Clamp state of one connection.
 #[derive(Debug, Clone, Default)]
 pub struct PawsClamp {
-    held: Option<ClampedTsval>,
+    held_tsval: Option<ClampedTsval>,
     /// The server's own TSval of the last clamped packet of a group of connections. With it most packets need no
     /// look-up.
     last_clamp_ms: u32,
@@ -56,7 +56,7 @@ impl PawsClamp {
             return plain;
         }
         let mut recent = last_tsecr as u16;
-        match self.held {
+        match self.held_tsval {
             Some(held) if held.confirmed && held.time.original == last_tsecr => recent = held.time.sent,
             Some(held) if held.before.original == last_tsecr => {
                 self.last_clamp_ms = milliseconds;
@@ -70,7 +70,7 @@ impl PawsClamp {
             return plain;
         }
         let time = TimePart { sent: recent.wrapping_add(MAX_STEP_MS as u16), original: milliseconds };
-        self.held =
+        self.held_tsval =
             Some(ClampedTsval { time, before: TimePart { sent: recent, original: last_tsecr }, confirmed: false });
         self.last_clamp_ms = milliseconds;
         time
@@ -95,14 +95,14 @@ impl PawsClamp {
         if !self.clamped_recently(now_ms) {
             return restore(time, now_ms);
         }
-        let Some(held) = &mut self.held else { return restore(time, now_ms) };
+        let Some(held) = &mut self.held_tsval else { return restore(time, now_ms) };
         if time == held.time.sent {
             held.confirmed = true;
             return held.time.original;
         }
         if held.confirmed {
             // The client has advanced: these 16 bits may come from the clock again.
-            self.held = None;
+            self.held_tsval = None;
             return restore(time, now_ms);
         }
         // Sent before the clamped packet, so less than a largest step after the client's TSecr of that time.
@@ -124,7 +124,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::cookie::{Cookie, CookieKey, FleetKeys, KeyIndex, recognise, stamp, stamped_time};
+    use crate::cookie::{Cookie, CookieKey, FleetKeys, KeyIndex, decode_cookie, stamp, stamped_time};
     use crate::{FourTuple, ServerId};
 
     const TIME_KEY: CookieKey = CookieKey { k0: 77, k1: 78 };
@@ -203,7 +203,7 @@ mod tests {
                     current: KeyIndex::First,
                 },
                 switch_ms: now.wrapping_sub(1000),
-                rule: PawsClamp { last_clamp_ms: now.wrapping_sub(1 << 30), held: None },
+                rule: PawsClamp { last_clamp_ms: now.wrapping_sub(1 << 30), held_tsval: None },
                 last_tsecr: 0,
                 to_client: VecDeque::new(),
                 to_server: VecDeque::new(),
@@ -226,7 +226,7 @@ mod tests {
             match event {
                 Event::Packet { from_server: true, lost } => {
                     let time = self.rule.time_to_send(self.now, self.last_tsecr);
-                    let keys = self.keys.at(time.original, self.switch_ms);
+                    let keys = self.keys.at_tsval(time.original, self.switch_ms);
                     let value = stamp(&keys, &TIME_KEY, &self.tuple, server(), time.sent.into());
                     if !lost {
                         self.to_client.push_back(Sent { value, at_ms: self.now });
@@ -237,7 +237,7 @@ mod tests {
                 }
                 Event::Arrival { at_server: true } => {
                     if let Some(tsecr) = self.to_server.pop_front() {
-                        assert_eq!(recognise(&self.keys, &self.tuple, tsecr.value), server());
+                        assert_eq!(decode_cookie(&self.keys, &self.tuple, tsecr.value), server());
                         self.last_tsecr =
                             self.rule.restore(stamped_time(&TIME_KEY, &self.tuple, tsecr.value), self.now);
                         self.is_tsecr_wrapped = self.last_tsecr.wrapping_sub(tsecr.at_ms) as i32 > 1 << 15;
@@ -271,7 +271,7 @@ mod tests {
                 Event::Switch { later } => {
                     let since_switch = |original: u32| original.wrapping_sub(self.switch_ms) as i32 >= 0;
                     let held_since =
-                        self.rule.held.is_none_or(|held| held.confirmed || since_switch(held.time.original));
+                        self.rule.held_tsval.is_none_or(|held| held.confirmed || since_switch(held.time.original));
                     if since_switch(self.now) && held_since {
                         self.keys.current = self.keys.current.other();
                         self.switch_ms = self.now.wrapping_add(later);

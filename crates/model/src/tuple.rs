@@ -132,7 +132,7 @@ pub fn address_words(address: IpAddr) -> [u32; 4] {
 }
 
 /// Returns the address that has these [`address_words`].
-pub fn address_of(words: [u32; 4]) -> IpAddr {
+pub fn address_from_words(words: [u32; 4]) -> IpAddr {
     let mut octets = [0; 16];
     octets.chunks_exact_mut(4).zip(words).for_each(|(bytes, word)| bytes.copy_from_slice(&word.to_ne_bytes()));
     Ipv6Addr::from(octets).to_canonical()
@@ -244,7 +244,7 @@ mod tests {
     fn printed_addresses_parse_again() {
         for text in ["10.200.0.1", "2001:db8::1", "::1"] {
             let address = text.parse().unwrap();
-            assert_eq!(address_of(address_words(address)), address);
+            assert_eq!(address_from_words(address_words(address)), address);
         }
     }
 

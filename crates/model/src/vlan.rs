@@ -22,7 +22,7 @@ impl Vlan {
     }
 
     /// Returns the VLAN of an id, or untagged frames for 0. Fails when `id` is above 4094.
-    pub fn from_word(id: u64) -> Result<Self, VlanError> {
+    pub fn from_id(id: u64) -> Result<Self, VlanError> {
         if id == 0 { Ok(Self::UNTAGGED) } else { Self::new(id) }
     }
 
@@ -52,6 +52,6 @@ mod tests {
         assert_eq!(Vlan::new(0), Err(VlanError(0)));
         assert_eq!(Vlan::new(4095).unwrap_err().to_string(), "VLAN 4095: expected 1 to 4094");
         assert_eq!(Vlan::new(65_537), Err(VlanError(65_537)));
-        assert_eq!(Vlan::from_word(0), Ok(Vlan::UNTAGGED));
+        assert_eq!(Vlan::from_id(0), Ok(Vlan::UNTAGGED));
     }
 }

@@ -7,7 +7,7 @@ pub struct Buffer {
     /// Address and port of the client.
     pub client: SocketAddrV4,
     /// Time of arrival in nanoseconds.
-    pub arrived: u64,
+    pub arrived_ns: u64,
     length: usize,
     data: Box<[u8]>,
 }
@@ -22,24 +22,24 @@ impl Buffer {
 #[derive(Debug)]
 pub struct Buffers {
     all: Vec<Buffer>,
-    free: Vec<u32>,
+    free_handles: Vec<u32>,
 }
 
 impl Buffers {
     /// Returns buffers for `count` requests of at most `bytes` bytes.
     pub fn new(count: usize, bytes: usize) -> Self {
         let client = SocketAddrV4::new(Ipv4Addr::UNSPECIFIED, 0);
-        let buffer = Buffer { client, arrived: 0, length: 0, data: vec![0; bytes].into() };
-        Self { all: vec![buffer; count], free: (0..count as u32).collect() }
+        let buffer = Buffer { client, arrived_ns: 0, length: 0, data: vec![0; bytes].into() };
+        Self { all: vec![buffer; count], free_handles: (0..count as u32).collect() }
     }
 
     /// Copies a request into a free buffer. Returns its handle. Panics when no buffer is free or the request is too
     /// long.
     #[inline]
     pub fn store(&mut self, client: SocketAddrV4, arrived: u64, payload: &[u8]) -> u32 {
-        let handle = self.free.pop().expect("a buffer for each request that waits, and one more");
+        let handle = self.free_handles.pop().expect("a buffer for each request that waits, and one more");
         let buffer = &mut self.all[handle as usize];
-        (buffer.client, buffer.arrived, buffer.length) = (client, arrived, payload.len());
+        (buffer.client, buffer.arrived_ns, buffer.length) = (client, arrived, payload.len());
         buffer.data[..payload.len()].copy_from_slice(payload);
         handle
     }
@@ -52,6 +52,6 @@ impl Buffers {
     /// Makes the buffer of a request available again.
     #[inline]
     pub fn release(&mut self, handle: u32) {
-        self.free.push(handle);
+        self.free_handles.push(handle);
     }
 }

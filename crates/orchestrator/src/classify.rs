@@ -24,7 +24,7 @@ pub struct Classifier {
 
 impl Classifier {
     #[inline]
-    pub fn service(&self, payload: &[u8]) -> Option<u8> {
+    pub fn classify_request(&self, payload: &[u8]) -> Option<u8> {
         let matches = |pattern: &Option<Pattern>| pattern.as_ref().is_none_or(|pattern| pattern.matches(payload));
         self.rules.iter().find(|(_, pattern)| matches(pattern)).map(|(service, _)| *service)
     }

@@ -39,7 +39,7 @@ pub fn run(prepared: PreparedDaemon) -> anyhow::Result<String> {
     ctrlc::set_handler(move || signalled.store(true, Relaxed)).context("cannot handle SIGTERM and SIGINT")?;
     let mut daemon = Daemon::start(&config, intake)?;
     let (memory, services) = (config.memory.display(), config.engine.services.len());
-    let cores = config.engine.cores;
+    let cores = config.engine.core_count;
     tracing::info!(
         event = "orchestrator-started",
         %memory,

@@ -32,9 +32,9 @@ pub struct Config {
 }
 
 /// The longest UDP payload over IPv4.
-const MAX_PAYLOAD: u64 = 65_507;
+const MAX_PAYLOAD_BYTES: u64 = 65_507;
 /// A deadline must fit 32 bits.
-const MAX_DEADLINE: u64 = 4 * SECOND;
+const MAX_DEADLINE_NS: u64 = 4 * SECOND;
 
 config_struct! {
     /// The whole file.
@@ -58,7 +58,7 @@ config_struct! {
         /// Requests that wait for a core, at most.
         waiting: Number<1, 65536> = Number(4096),
         /// Bytes of the longest request and response.
-        payload: Number<1, MAX_PAYLOAD> = Number(1472),
+        payload: Number<1, MAX_PAYLOAD_BYTES> = Number(1472),
         /// Time without a completion after which a worker gets no requests until it completes one.
         stall_after: BoundedDuration<MILLISECOND, HOUR> = BoundedDuration(Duration::from_millis(500)),
         /// Time that the idle daemon sleeps; "0s": it polls.
@@ -83,7 +83,7 @@ config_struct! {
         /// Weight among the groups.
         weight: Number<1, { MAX_WEIGHT as u64 }> = Number(1),
         /// Time from arrival to deadline.
-        deadline: BoundedDuration<1, MAX_DEADLINE> = BoundedDuration(Duration::from_millis(1)),
+        deadline: BoundedDuration<1, MAX_DEADLINE_NS> = BoundedDuration(Duration::from_millis(1)),
         /// Requests per second, at most.
         rate: Option<Number<1, SECOND>>,
         /// Requests of a rate that may be dispatched at once.
@@ -106,7 +106,7 @@ config_struct! {
         /// Weight in the group.
         weight: Number<1, { MAX_WEIGHT as u64 }> = Number(1),
         /// Time from arrival to deadline.
-        deadline: BoundedDuration<1, MAX_DEADLINE> = BoundedDuration(Duration::from_millis(1)),
+        deadline: BoundedDuration<1, MAX_DEADLINE_NS> = BoundedDuration(Duration::from_millis(1)),
         /// Requests per second, at most.
         rate: Option<Number<1, SECOND>>,
         /// Requests of a rate that may be dispatched at once.
@@ -192,7 +192,7 @@ impl Table {
             let address = service.address(af_xdp_interface.is_some());
             let Some(address) = reader.ok_or_report(address, spanned.span()) else { continue };
             let Some(lambda) = reader.ok_or_report(service.lambda(), spanned.span()) else { continue };
-            let Some(pattern) = reader.ok_or_report(service.bytes(), spanned.span()) else { continue };
+            let Some(pattern) = reader.ok_or_report(service.parse_pattern(), spanned.span()) else { continue };
             let Some(group) = reader.ok_or_report(self.group_of(service), spanned.span()) else { continue };
             let known = listeners.iter().position(|(listen, _)| *listen == address).unwrap_or_else(|| {
                 listeners.push((address, Classifier::default()));
@@ -212,9 +212,9 @@ impl Table {
             capacity: self.waiting.0 as usize,
         };
         let engine = EngineConfig {
-            cores: self.cores.0 as u16,
+            core_count: self.cores.0 as u16,
             depth: NonZeroU16::new(self.depth.0 as u16)?,
-            rule: self.policy.0,
+            rank_rule: self.policy.0,
             services,
             scheduler,
             payload_bytes: self.payload.0 as u16,
@@ -259,8 +259,8 @@ impl Table {
         }
         let config = |group: &Spanned<GroupTable>| {
             let GroupTable { ranking, priority, weight, deadline, rate, burst, .. } = group.get_ref();
-            let parameter = parameter(self.ranking.0, priority.0, weight.0, deadline.0);
-            GroupConfig { member: Member { parameter, limit: limit(rate.as_ref(), *burst) }, ranking: ranking.0 }
+            let parameter = ranking_parameter(self.ranking.0, priority.0, weight.0, deadline.0);
+            GroupConfig { member: Member { parameter, limit: rate_limit(rate.as_ref(), *burst) }, ranking: ranking.0 }
         };
         self.groups.iter().map(config).collect()
     }
@@ -277,7 +277,7 @@ impl Table {
     }
 }
 
-fn parameter(ranking: Ranking, priority: u64, weight: u64, deadline: Duration) -> u32 {
+fn ranking_parameter(ranking: Ranking, priority: u64, weight: u64, deadline: Duration) -> u32 {
     match ranking {
         Ranking::StrictPriority => priority as u32,
         Ranking::WeightedShare => weight as u32,
@@ -285,14 +285,14 @@ fn parameter(ranking: Ranking, priority: u64, weight: u64, deadline: Duration) -
     }
 }
 
-fn limit(rate: Option<&Number<1, SECOND>>, burst: Number<1, 65536>) -> Option<RateLimit> {
+fn rate_limit(rate: Option<&Number<1, SECOND>>, burst: Number<1, 65536>) -> Option<RateLimit> {
     rate.map(|rate| RateLimit { interval: SECOND / rate.0, burst: burst.0 as u32 })
 }
 
 impl ServiceTable {
     fn member(&self, ranking: Ranking) -> Member {
-        let parameter = parameter(ranking, self.priority.0, self.weight.0, self.deadline.0);
-        Member { parameter, limit: limit(self.rate.as_ref(), self.burst) }
+        let parameter = ranking_parameter(ranking, self.priority.0, self.weight.0, self.deadline.0);
+        Member { parameter, limit: rate_limit(self.rate.as_ref(), self.burst) }
     }
 
     fn address(&self, af_xdp: bool) -> Result<SocketAddrV4, String> {
@@ -309,7 +309,7 @@ impl ServiceTable {
         Lambda::new(self.lambda).map_err(|error| error.to_string())
     }
 
-    fn bytes(&self) -> Result<Option<Pattern>, String> {
+    fn parse_pattern(&self) -> Result<Option<Pattern>, String> {
         let Some(pattern) = &self.pattern else { return Ok(None) };
         let width = pattern.bytes.0 as usize;
         let bytes = match (pattern.value, &pattern.prefix) {

@@ -20,7 +20,7 @@ use crate::report::{Report, ServiceReport, SharedReport};
 use crate::socket::BatchSocket;
 
 /// Interval at which workers are checked, in nanoseconds; a new worker is accepted no later.
-const CHECK_INTERVAL: u64 = 10_000_000;
+const CHECK_INTERVAL_NS: u64 = 10_000_000;
 /// Time that the idle daemon polls before it sleeps, in nanoseconds.
 const SPIN_NS: u64 = 20_000;
 
@@ -29,11 +29,11 @@ pub struct Daemon {
     engine: Engine,
     intake: RequestIntake,
     listeners: Vec<Listener>,
-    listener_of: Vec<usize>,
+    listener_of_service: Vec<usize>,
     started: Instant,
     sleep: Duration,
     /// Time of the next check of the workers.
-    next_check: u64,
+    next_check_ns: u64,
     unclassified: u64,
     /// The report for the metrics, if they are served.
     shared_report: Option<Arc<SharedReport>>,
@@ -62,8 +62,17 @@ impl Daemon {
         let engine = Engine::new(&config.memory, &config.engine)?;
         let (started, sleep) = (Instant::now(), config.sleep);
         let (next_check, unclassified, shared_report) = (0, 0, None);
-        let mut daemon =
-            Self { engine, intake, listeners, listener_of, started, sleep, next_check, unclassified, shared_report };
+        let mut daemon = Self {
+            engine,
+            intake,
+            listeners,
+            listener_of_service: listener_of,
+            started,
+            sleep,
+            next_check_ns: next_check,
+            unclassified,
+            shared_report,
+        };
         if config.metrics.is_some() {
             let shared_report = Arc::new(SharedReport::new(daemon.report()));
             daemon.shared_report = Some(shared_report.clone());
@@ -82,7 +91,7 @@ impl Daemon {
         let mut watchdog = Watchdog::default();
         while !stop.load(Relaxed) {
             let work = self.run_once()?;
-            let now = self.now();
+            let now = self.now_ns();
             watchdog.feed(Duration::from_nanos(now));
             if work > 0 {
                 idle_since = now;
@@ -99,12 +108,12 @@ impl Daemon {
     /// Runs one iteration of the loop, without sleep. Returns the number of requests, responses and messages. Fails
     /// when a socket fails.
     pub fn run_once(&mut self) -> anyhow::Result<usize> {
-        let now = self.now();
+        let now = self.now_ns();
         let received = self.receive_af_xdp(now) + self.receive(now)?;
         let completed = self.poll(now);
         self.engine.check_monitors(now);
-        if now >= self.next_check {
-            self.next_check = now + CHECK_INTERVAL;
+        if now >= self.next_check_ns {
+            self.next_check_ns = now + CHECK_INTERVAL_NS;
             self.check_workers(now);
             self.intake.check();
             if let Some(shared_report) = &self.shared_report {
@@ -115,7 +124,7 @@ impl Daemon {
         Ok(received + completed)
     }
 
-    fn now(&self) -> u64 {
+    fn now_ns(&self) -> u64 {
         self.started.elapsed().as_nanos() as u64
     }
 
@@ -124,7 +133,7 @@ impl Daemon {
         let Self { engine, intake, listeners, unclassified, .. } = self;
         intake.receive(&mut |datagram| {
             let listener = listeners.iter().find(|listener| listener.address == datagram.destination);
-            match listener.and_then(|listener| listener.classifier.service(datagram.payload)) {
+            match listener.and_then(|listener| listener.classifier.classify_request(datagram.payload)) {
                 Some(service) => engine.submit(now, service, datagram.source, datagram.payload),
                 None => *unclassified += 1,
             }
@@ -136,7 +145,7 @@ impl Daemon {
         let Self { engine, listeners, unclassified, .. } = self;
         let mut received = 0;
         for Listener { address, socket, classifier } in listeners {
-            let mut accept = |client, payload: &[u8]| match classifier.service(payload) {
+            let mut accept = |client, payload: &[u8]| match classifier.classify_request(payload) {
                 Some(service) => engine.submit(now, service, client, payload),
                 None => *unclassified += 1,
             };
@@ -146,14 +155,14 @@ impl Daemon {
     }
 
     fn poll(&mut self, now: u64) -> usize {
-        let Self { engine, listeners, listener_of, .. } = self;
+        let Self { engine, listeners, listener_of_service: listener_of, .. } = self;
         engine.poll(now, &mut |service, client, response| {
             listeners[listener_of[usize::from(service)]].socket.send(client, response);
         })
     }
 
     fn check_workers(&mut self, now: u64) {
-        let Self { engine, listeners, listener_of, .. } = self;
+        let Self { engine, listeners, listener_of_service: listener_of, .. } = self;
         engine.check_workers(now, &mut |service, client, response| {
             listeners[listener_of[usize::from(service)]].socket.send(client, response);
         });
@@ -162,9 +171,9 @@ impl Daemon {
     /// Sleeps until a request arrives or something is due. Responses of workers wake no one, so the sleep is short
     /// while cores have requests.
     fn wait(&self, now: u64) -> anyhow::Result<()> {
-        let timer = self.engine.next_timer(now).unwrap_or(u64::MAX).min(self.next_check);
+        let timer = self.engine.next_timer_ns(now).unwrap_or(u64::MAX).min(self.next_check_ns);
         let mut timeout = Duration::from_nanos(timer.saturating_sub(now));
-        if self.engine.has_outstanding() {
+        if self.engine.has_outstanding_requests() {
             timeout = timeout.min(self.sleep);
         }
         let listeners = self.listeners.iter().map(|listener| listener.socket.as_fd());
@@ -183,9 +192,9 @@ impl Daemon {
     /// Returns the current counters and gauges.
     pub fn report(&self) -> Report {
         let balancer = self.engine.balancer();
-        let cores = 0..balancer.ranks().cores();
+        let cores = 0..balancer.ranks().core_count();
         let service = |(service, counters): (u8, &ServiceCounters)| ServiceReport {
-            listen: self.listeners[self.listener_of[usize::from(service)]].address,
+            listen: self.listeners[self.listener_of_service[usize::from(service)]].address,
             counters: *counters,
             waiting: balancer.waiting(service),
             outstanding: cores.clone().map(|core| u64::from(balancer.ranks().outstanding(service, core))).sum(),

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use coreward_model::dispatch::{
     FeoConfig, FeoConfigError, JoinBoundedShortestRankedQueue, Lambda, Liveness, LoadMonitor, RankArrays, RankRule,
-    RankedService, Release,
+    RankedService, ReleasedRequest,
 };
 use coreward_runtime::core_queues::{CoreQueues, RequestHeader};
 use coreward_runtime::layout::Geometry;
@@ -22,11 +22,11 @@ const BATCH: usize = 64;
 #[derive(Debug, Clone)]
 pub struct EngineConfig {
     /// Cores that can have a worker.
-    pub cores: u16,
+    pub core_count: u16,
     /// Bound of a core's rank.
     pub depth: NonZeroU16,
     /// Requests of a core that count in its rank.
-    pub rule: RankRule,
+    pub rank_rule: RankRule,
     /// The services, in the order of `scheduler.queues`.
     pub services: Vec<ServiceConfig>,
     /// Order of the requests that wait. Its capacity is the number of buffers.
@@ -114,8 +114,8 @@ struct Core {
     has_worker: bool,
     is_stalled: bool,
     /// Bit mask of the services that the worker enabled, even while the worker is stalled.
-    enabled: u64,
-    completed: u64,
+    enabled_services: u64,
+    completed_count: u64,
     liveness: Liveness,
 }
 
@@ -126,10 +126,10 @@ impl Engine {
         let ranked =
             |service: &ServiceConfig| RankedService { priority: service.entry.priority, lambda: service.lambda };
         let ranked: Vec<_> = config.services.iter().map(ranked).collect();
-        let ranks = RankArrays::new(config.cores, &ranked, config.rule, config.depth);
+        let ranks = RankArrays::new(config.core_count, &ranked, config.rank_rule, config.depth);
         let mut balancer = JoinBoundedShortestRankedQueue::with_ranks(ranks, &config.scheduler)?;
         for service in 0..config.services.len() as u8 {
-            (0..config.cores).for_each(|core| balancer.set_runs(service, core, false));
+            (0..config.core_count).for_each(|core| balancer.set_enabled(service, core, false));
         }
         let entries: Vec<_> = config.services.iter().map(|service| service.entry).collect();
         let queues = CoreQueues::create(path, config.geometry(), &entries)?;
@@ -143,8 +143,8 @@ impl Engine {
         let core = || Core {
             has_worker: false,
             is_stalled: false,
-            enabled: 0,
-            completed: 0,
+            enabled_services: 0,
+            completed_count: 0,
             liveness: Liveness::new(Duration::ZERO, 0),
         };
         Ok(Self {
@@ -153,7 +153,7 @@ impl Engine {
             // Plus one: a request enters the full buffer before another one is dropped.
             buffers: Buffers::new(config.scheduler.capacity + 1, payload_bytes),
             services: services.collect(),
-            cores: (0..config.cores).map(|_| core()).collect(),
+            cores: (0..config.core_count).map(|_| core()).collect(),
             counters: CoreCounters::default(),
             payload_bytes,
             stall_after: config.stall_after,
@@ -189,9 +189,9 @@ impl Engine {
     }
 
     #[inline]
-    fn send(&mut self, Release { service, core }: Release, handle: u32) {
+    fn send(&mut self, ReleasedRequest { service, core }: ReleasedRequest, handle: u32) {
         let buffer = self.buffers.get(handle);
-        let header = RequestHeader { client: buffer.client, service, arrived: buffer.arrived };
+        let header = RequestHeader { client: buffer.client, service, arrived_ns: buffer.arrived_ns };
         let priority = self.services[usize::from(service)].priority;
         let sent = self.queues.send(core, priority, &header, buffer.payload());
         self.buffers.release(handle);
@@ -236,7 +236,7 @@ impl Engine {
         let Self { queues, balancer, services, cores, counters, .. } = self;
         let mut accounts = Accounts { balancer, services, cores, counters };
         queues.receive_responses(core, BATCH, |header, payload| {
-            if accounts.complete(header.service, core, header.completed)
+            if accounts.complete(header.service, core, header.completed_count)
                 && let Some(payload) = payload
             {
                 answer(header.service, header.client, payload);
@@ -248,7 +248,7 @@ impl Engine {
     fn receive_messages(&mut self, now: u64, core: u16) -> usize {
         let Self { queues, balancer, services, cores, counters, .. } = self;
         let mut accounts = Accounts { balancer, services, cores, counters };
-        queues.receive_messages(core, BATCH, |message| accounts.apply(now, message))
+        queues.receive_messages(core, BATCH, |message| accounts.apply_message(now, message))
     }
 
     /// Accepts a worker; the requests of the previous one that were not completed are lost.
@@ -260,7 +260,7 @@ impl Engine {
         self.counters.workers += 1;
         let entry = &mut self.cores[usize::from(core)];
         entry.has_worker = true;
-        entry.liveness = Liveness::new(Duration::from_nanos(now), entry.completed);
+        entry.liveness = Liveness::new(Duration::from_nanos(now), entry.completed_count);
         tracing::info!(
             event = "worker-attached",
             core,
@@ -287,15 +287,15 @@ impl Engine {
         let outstanding = self.balancer.ranks().load(core) as usize;
         let entry = &mut self.cores[usize::from(core)];
         let now = Duration::from_nanos(now);
-        let is_stalled = entry.liveness.is_stalled(now, entry.completed, outstanding, self.stall_after);
+        let is_stalled = entry.liveness.is_stalled(now, entry.completed_count, outstanding, self.stall_after);
         if is_stalled == entry.is_stalled {
             return;
         }
         entry.is_stalled = is_stalled;
         self.counters.stalls += u64::from(is_stalled);
-        let enabled = entry.enabled;
+        let enabled = entry.enabled_services;
         for service in (0..self.services.len() as u8).filter(|service| enabled >> service & 1 == 1) {
-            self.balancer.set_runs(service, core, !is_stalled);
+            self.balancer.set_enabled(service, core, !is_stalled);
         }
         match is_stalled {
             true => tracing::warn!(
@@ -327,7 +327,7 @@ impl Engine {
         self.counters.ended += 1;
         let mut lost = 0;
         for service in 0..self.services.len() as u8 {
-            self.balancer.set_runs(service, core, false);
+            self.balancer.set_enabled(service, core, false);
             let outstanding = self.balancer.ranks().outstanding(service, core);
             self.balancer.feedback(service, core, outstanding).expect("so many are outstanding");
             let entry = &mut self.services[usize::from(service)];
@@ -338,7 +338,7 @@ impl Engine {
             }
         }
         let entry = &mut self.cores[usize::from(core)];
-        (entry.has_worker, entry.is_stalled, entry.enabled) = (false, false, 0);
+        (entry.has_worker, entry.is_stalled, entry.enabled_services) = (false, false, 0);
         tracing::info!(
             event = "worker-ended",
             core,
@@ -354,7 +354,8 @@ impl Engine {
             if entry.monitor.next_check().is_none_or(|due| now < due) {
                 continue;
             }
-            let (oldest, peak) = (self.balancer.queue().oldest(service), self.balancer.take_waiting_peak(service));
+            let (oldest, peak) =
+                (self.balancer.queue().oldest_arrival(service), self.balancer.take_waiting_peak(service));
             let Some(hint) = entry.monitor.check(now, oldest, peak) else { continue };
             let waits = |service: &u8| self.balancer.waiting(*service) > 0;
             let waiting = (0..self.services.len() as u8).filter(waits).fold(0, |mask, service| mask | 1 << service);
@@ -371,7 +372,7 @@ impl Engine {
     }
 
     /// Returns the time at which the next load monitor is due or rate limit ends, if any.
-    pub fn next_timer(&self, now: u64) -> Option<u64> {
+    pub fn next_timer_ns(&self, now: u64) -> Option<u64> {
         let checks = self.services.iter().filter_map(|service| service.monitor.next_check());
         // If the time has passed, requests wait for a core and not for the limit.
         let limit_ends = self.balancer.queue().next_allowed().filter(|allowed| *allowed > now);
@@ -379,7 +380,7 @@ impl Engine {
     }
 
     /// Returns whether cores have requests.
-    pub fn has_outstanding(&self) -> bool {
+    pub fn has_outstanding_requests(&self) -> bool {
         (0..self.cores.len() as u16).any(|core| self.balancer.ranks().load(core) > 0)
     }
 
@@ -403,13 +404,18 @@ impl Engine {
 
 impl EngineConfig {
     fn geometry(&self) -> Geometry {
-        let per_queue = match self.rule {
+        let per_queue = match self.rank_rule {
             RankRule::Ranked | RankRule::Global => 1,
             RankRule::PerService => self.services.len().max(1),
         };
         let priorities = self.services.iter().map(|service| service.entry.priority + 1).max().unwrap_or(1);
         let slots = (u32::from(self.depth.get()) * per_queue as u32).next_power_of_two();
-        Geometry { cores: self.cores, priorities, slots, slot_bytes: Geometry::slot_bytes(self.payload_bytes) }
+        Geometry {
+            core_count: self.core_count,
+            priority_count: priorities,
+            slots,
+            slot_bytes: Geometry::slot_bytes(self.payload_bytes),
+        }
     }
 }
 
@@ -450,12 +456,12 @@ impl Accounts<'_> {
             return false;
         }
         entry.counters.completed += u64::from(count);
-        self.cores[usize::from(core)].completed += u64::from(count);
+        self.cores[usize::from(core)].completed_count += u64::from(count);
         true
     }
 
     #[inline]
-    fn apply(&mut self, now: u64, message: Option<Message>) {
+    fn apply_message(&mut self, now: u64, message: Option<Message>) {
         let (services, cores) = (self.services.len(), self.cores.len());
         let exists = |service: u8, core: u16| usize::from(service) < services && usize::from(core) < cores;
         match message {
@@ -488,7 +494,7 @@ impl Accounts<'_> {
             self.counters.enabled_without_worker += 1;
             return;
         }
-        entry.enabled = entry.enabled & !(1 << service) | u64::from(is_enabled) << service;
-        self.balancer.set_runs(service, core, is_enabled && !entry.is_stalled);
+        entry.enabled_services = entry.enabled_services & !(1 << service) | u64::from(is_enabled) << service;
+        self.balancer.set_enabled(service, core, is_enabled && !entry.is_stalled);
     }
 }

@@ -13,9 +13,9 @@ use crate::config::Config;
 pub struct RequestIntake {
     af_xdp: Option<Intake>,
     /// Reason for which AF_XDP is configured but not in use.
-    fallback: Option<String>,
+    fallback_reason: Option<String>,
     /// Counters of an intake that has ended.
-    ended: Counters,
+    final_counters: Counters,
 }
 
 type Counters = Vec<(&'static str, u64)>;
@@ -25,7 +25,7 @@ type Counters = Vec<(&'static str, u64)>;
 pub struct IntakeReport {
     /// `socket`, `socket-fallback`, `af-xdp` or `af-xdp-zero-copy`.
     pub mode: &'static str,
-    pub fallback: Option<String>,
+    pub fallback_reason: Option<String>,
     /// Datagrams by outcome; none without AF_XDP.
     pub datagrams: Counters,
 }
@@ -58,9 +58,9 @@ impl RequestIntake {
             reason,
             "the orchestrator cannot use AF_XDP and receives requests by UDP sockets"
         );
-        self.ended = self.counters();
+        self.final_counters = self.counters();
         self.af_xdp = None;
-        self.fallback = Some(reason);
+        self.fallback_reason = Some(reason);
     }
 
     /// Passes a batch of each receive queue's requests to `accept`. Returns the number of requests.
@@ -88,20 +88,20 @@ impl RequestIntake {
     }
 
     pub fn report(&self) -> IntakeReport {
-        IntakeReport { mode: self.mode(), fallback: self.fallback.clone(), datagrams: self.counters() }
+        IntakeReport { mode: self.mode(), fallback_reason: self.fallback_reason.clone(), datagrams: self.counters() }
     }
 
     fn mode(&self) -> &'static str {
         match &self.af_xdp {
             Some(intake) if intake.copy_mode() == CopyMode::ZeroCopy => "af-xdp-zero-copy",
             Some(_) => "af-xdp",
-            None if self.fallback.is_some() => "socket-fallback",
+            None if self.fallback_reason.is_some() => "socket-fallback",
             None => "socket",
         }
     }
 
     fn counters(&self) -> Counters {
-        let Some(intake) = &self.af_xdp else { return self.ended.clone() };
+        let Some(intake) = &self.af_xdp else { return self.final_counters.clone() };
         intake.counters().unwrap_or_else(|error| {
             tracing::warn!(
                 event = "intake-counters-unread",

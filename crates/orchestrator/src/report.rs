@@ -112,7 +112,7 @@ impl Report {
         };
         let mut value = json!({ "services": self.services.iter().map(service).collect::<Vec<_>>() });
         self.events().iter().for_each(|(name, count)| value[*name] = (*count).into());
-        let mut intake = json!({ "mode": self.intake.mode, "fallback": self.intake.fallback });
+        let mut intake = json!({ "mode": self.intake.mode, "fallback": self.intake.fallback_reason });
         self.intake.datagrams.iter().for_each(|(outcome, count)| intake[*outcome] = (*count).into());
         value["intake"] = intake;
         value

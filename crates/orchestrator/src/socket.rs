@@ -8,7 +8,7 @@ use std::os::fd::{AsFd, AsRawFd as _, BorrowedFd};
 /// Datagrams of one system call, at most.
 pub const BATCH: usize = 32;
 /// Receive buffer of the kernel in bytes, as far as it allows that.
-const RECEIVE_BUFFER: usize = 4 << 20;
+const RECEIVE_BUFFER_BYTES: usize = 4 << 20;
 
 /// A UDP socket with memory for a batch of datagrams in each direction.
 ///
@@ -17,10 +17,10 @@ const RECEIVE_BUFFER: usize = 4 << 20;
 pub struct BatchSocket {
     socket: UdpSocket,
     /// Memory of the received datagrams, in slots of the same length.
-    received: Box<[u8]>,
+    receive_buffer: Box<[u8]>,
     slot_bytes: usize,
     /// Datagrams to be sent, one after the other.
-    outgoing: Vec<u8>,
+    send_buffer: Vec<u8>,
     /// Receiver of each outgoing datagram, and end of its bytes.
     receivers: Vec<(SocketAddrV4, usize)>,
     unsent: u64,
@@ -30,20 +30,27 @@ impl BatchSocket {
     /// Opens a socket at `address`. Datagrams longer than `max_bytes` are cut to `max_bytes + 1` bytes.
     pub fn bind(address: SocketAddrV4, max_bytes: usize) -> io::Result<Self> {
         let socket = socket2::Socket::new(socket2::Domain::IPV4, socket2::Type::DGRAM, None)?;
-        socket.set_recv_buffer_size(RECEIVE_BUFFER)?;
+        socket.set_recv_buffer_size(RECEIVE_BUFFER_BYTES)?;
         socket.bind(&address.into())?;
         socket.set_nonblocking(true)?;
         let slot_bytes = max_bytes + 1;
         let received = vec![0; slot_bytes * BATCH].into();
         let (outgoing, ends) = (Vec::new(), Vec::with_capacity(BATCH));
-        Ok(Self { socket: socket.into(), received, slot_bytes, outgoing, receivers: ends, unsent: 0 })
+        Ok(Self {
+            socket: socket.into(),
+            receive_buffer: received,
+            slot_bytes,
+            send_buffer: outgoing,
+            receivers: ends,
+            unsent: 0,
+        })
     }
 
     /// Passes each datagram of the next batch to `accept`, with its sender. Returns the number of datagrams, which may
     /// be 0. Fails when the socket fails.
     pub fn receive(&mut self, accept: &mut impl FnMut(SocketAddrV4, &[u8])) -> io::Result<usize> {
         let mut headers = Headers::default();
-        for (number, slot) in self.received.chunks_exact_mut(self.slot_bytes).enumerate() {
+        for (number, slot) in self.receive_buffer.chunks_exact_mut(self.slot_bytes).enumerate() {
             headers.vectors[number] = libc::iovec { iov_base: slot.as_mut_ptr().cast(), iov_len: slot.len() };
         }
         let count = loop {
@@ -55,7 +62,7 @@ impl BatchSocket {
                 Err(error) => return Err(error),
             }
         };
-        for (number, slot) in self.received.chunks_exact(self.slot_bytes).take(count).enumerate() {
+        for (number, slot) in self.receive_buffer.chunks_exact(self.slot_bytes).take(count).enumerate() {
             accept(headers.sender(number), &slot[..headers.length(number)]);
         }
         Ok(count)
@@ -63,8 +70,8 @@ impl BatchSocket {
 
     /// Adds a datagram to the batch, which is sent when it is full or by [`flush`](Self::flush).
     pub fn send(&mut self, to: SocketAddrV4, payload: &[u8]) {
-        self.outgoing.extend_from_slice(payload);
-        self.receivers.push((to, self.outgoing.len()));
+        self.send_buffer.extend_from_slice(payload);
+        self.receivers.push((to, self.send_buffer.len()));
         if self.receivers.len() == BATCH {
             self.flush();
         }
@@ -77,7 +84,7 @@ impl BatchSocket {
         }
         let (mut headers, mut begin) = (Headers::default(), 0);
         for (number, (to, end)) in self.receivers.iter().enumerate() {
-            let payload = &self.outgoing[begin..*end];
+            let payload = &self.send_buffer[begin..*end];
             let iov_base = payload.as_ptr().cast_mut().cast();
             headers.vectors[number] = libc::iovec { iov_base, iov_len: payload.len() };
             headers.addresses[number] = socket_address(*to);
@@ -95,7 +102,7 @@ impl BatchSocket {
                 }
             }
         }
-        self.outgoing.clear();
+        self.send_buffer.clear();
         self.receivers.clear();
     }
 

@@ -12,7 +12,7 @@ use coreward_listener::security::{AuthenticatedPeer, Security};
 use coreward_rpc::v1::control_server::Control;
 use coreward_tls::Role;
 use coreward_wire::rack::rack_messages;
-use coreward_wire::sanitize::readable;
+use coreward_wire::sanitize::sanitize_str;
 use coreward_wire::v1;
 use coreward_wire::v1::agent_message::Message;
 use coreward_wire::v1::agent_update::Update;
@@ -29,7 +29,7 @@ use crate::reducer::Reducer;
 const QUEUE_LENGTH: usize = 64;
 /// Average number of reports per agent that may wait for the controller. An agent whose report finds no room
 /// reconnects, since the dropped report may have been the one with its RSS.
-const WAITING: usize = 16;
+const MAX_WAITING_REPORTS: usize = 16;
 
 type Answers = mpsc::Sender<Result<v1::AgentUpdate, Status>>;
 
@@ -38,7 +38,7 @@ pub struct RackState {
     /// `None`: no controller.
     controller: Mutex<Option<ControllerConnection>>,
     /// Number of the newest agent stream. Not reused with the next controller, which may still serve an earlier one.
-    streams: AtomicU64,
+    newest_stream: AtomicU64,
     started: Instant,
 }
 
@@ -50,18 +50,18 @@ struct ControllerConnection {
     open_queries: HashMap<u64, u32>,
     reducer: Reducer,
     /// Reports to send with the next summaries.
-    forwarded_to_previous: Vec<v1::FromAgent>,
+    pending_reports: Vec<v1::FromAgent>,
 }
 
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Counts {
-    pub connected: bool,
-    pub agents: usize,
+    pub is_connected: bool,
+    pub agent_count: usize,
 }
 
 impl Default for RackState {
     fn default() -> Self {
-        Self { controller: Mutex::new(None), streams: AtomicU64::new(0), started: Instant::now() }
+        Self { controller: Mutex::new(None), newest_stream: AtomicU64::new(0), started: Instant::now() }
     }
 }
 
@@ -79,18 +79,23 @@ impl RackState {
 
     pub fn counts(&self) -> Counts {
         let up = self.lock_controller();
-        Counts { connected: up.is_some(), agents: up.as_ref().map_or(0, |up| up.reducer.agent_count()) }
+        Counts { is_connected: up.is_some(), agent_count: up.as_ref().map_or(0, |up| up.reducer.agent_count()) }
     }
 
     /// Starts accepting agents for a new connection to the controller.
-    pub fn connected(&self, messages: mpsc::Sender<v1::RackMessage>, reducer: Reducer) {
+    pub fn on_controller_connected(&self, messages: mpsc::Sender<v1::RackMessage>, reducer: Reducer) {
         let (answers, asked, forwarded_to_previous) = (HashMap::new(), HashMap::new(), Vec::new());
-        *self.lock_controller() =
-            Some(ControllerConnection { messages, answers, open_queries: asked, reducer, forwarded_to_previous });
+        *self.lock_controller() = Some(ControllerConnection {
+            messages,
+            answers,
+            open_queries: asked,
+            reducer,
+            pending_reports: forwarded_to_previous,
+        });
     }
 
     /// Ends all agent streams, so that agents try their next address.
-    pub fn disconnected(&self) {
+    pub fn on_controller_disconnected(&self) {
         *self.lock_controller() = None;
     }
 
@@ -121,7 +126,7 @@ impl RackState {
         let (now, mut up) = (self.now(), self.lock_controller());
         let Some(up) = up.as_mut() else { return Vec::new() };
         let summaries = up.reducer.summaries(now);
-        rack_messages(std::mem::take(&mut up.forwarded_to_previous), summaries)
+        rack_messages(std::mem::take(&mut up.pending_reports), summaries)
     }
 
     /// Registers an agent's stream. Returns its number and the sender to the controller.
@@ -129,7 +134,7 @@ impl RackState {
         let mut up = self.lock_controller();
         let no_controller = || Status::unavailable("this rack has no connection to its controller");
         let up = up.as_mut().ok_or_else(no_controller)?;
-        let stream = self.streams.fetch_add(1, Ordering::Relaxed) + 1;
+        let stream = self.newest_stream.fetch_add(1, Ordering::Relaxed) + 1;
         up.answers.insert(stream, answers);
         up.reducer.begin(stream);
         Ok((stream, up.messages.clone()))
@@ -138,7 +143,7 @@ impl RackState {
     fn end(&self, stream: u64) {
         if let Some(up) = self.lock_controller().as_mut() {
             up.forget(stream);
-            up.forwarded_to_previous.retain(|from| from.stream != stream);
+            up.pending_reports.retain(|from| from.stream != stream);
         }
     }
 
@@ -170,7 +175,7 @@ impl RackState {
         let Some(up) = up.as_mut() else { return };
         match up.open_queries.get_mut(&stream).filter(|_| matches!(message, Message::SocketAnswer(_))) {
             Some(asked) if *asked > 0 => *asked -= 1,
-            _ => up.reducer.unsolicited_message(stream, now),
+            _ => up.reducer.count_unsolicited_message(stream, now),
         }
     }
 
@@ -189,9 +194,9 @@ impl RackState {
             );
         }
         let Some(report) = forwarded_to_previous else { return true };
-        let has_room = up.forwarded_to_previous.len() < WAITING * up.answers.len();
+        let has_room = up.pending_reports.len() < MAX_WAITING_REPORTS * up.answers.len();
         if has_room {
-            up.forwarded_to_previous.push(from_agent(stream, Message::Report(report)));
+            up.pending_reports.push(from_agent(stream, Message::Report(report)));
         }
         has_room
     }
@@ -258,7 +263,7 @@ async fn serve(
             Message::Report(report) => shared.report(stream, report),
             // The controller knows the agent by this message only.
             Message::Registration(registration)
-                if !shared.may_report_for(stream, &peer, &readable(&registration.server)) =>
+                if !shared.may_report_for(stream, &peer, &sanitize_str(&registration.server)) =>
             {
                 false
             }
@@ -326,13 +331,13 @@ mod tests {
     fn queue_for_a_stalled_controller_is_bounded() {
         let shared = RackState::default();
         let (messages, _controller) = mpsc::channel(1);
-        shared.connected(messages, Reducer::new(Duration::from_secs(1), 8));
+        shared.on_controller_connected(messages, Reducer::new(Duration::from_secs(1), 8));
         let (answers, _agent) = mpsc::channel(1);
         let (stream, _) = shared.begin(answers).unwrap();
         // Without a configuration every report is forwarded whole.
         let taken = (0..1000).filter(|_| shared.report(stream, v1::Report::default())).count();
-        assert_eq!(taken, WAITING);
-        assert_eq!(shared.summaries()[0].agents.len(), WAITING);
+        assert_eq!(taken, MAX_WAITING_REPORTS);
+        assert_eq!(shared.summaries()[0].agents.len(), MAX_WAITING_REPORTS);
         assert!(shared.report(stream, v1::Report::default()));
     }
 
@@ -342,7 +347,7 @@ mod tests {
         let mut streams = [0, 0];
         for stream in &mut streams {
             let (messages, _controller) = mpsc::channel(1);
-            shared.connected(messages, Reducer::new(Duration::from_secs(1), 8));
+            shared.on_controller_connected(messages, Reducer::new(Duration::from_secs(1), 8));
             let (answers, _agent) = mpsc::channel(1);
             (*stream, _) = shared.begin(answers).unwrap();
         }

@@ -40,7 +40,7 @@ metrics! {
 }
 
 /// Length of the queue of messages to the controller. If the queue is full, agents wait and summaries are dropped.
-const QUEUED: usize = 64;
+const CONTROLLER_QUEUE_LENGTH: usize = 64;
 
 /// Runs until SIGTERM or SIGINT.
 pub fn run(config: &Path) -> anyhow::Result<()> {
@@ -138,8 +138,8 @@ impl Rack {
             move || {
                 let counts = asked.counts();
                 let mut page = component::base_snapshot(Component::Rack);
-                page.add(&RACK_CONTROLLER_CONNECTED, [], f64::from(u8::from(counts.connected)));
-                page.add(&RACK_AGENTS, [], counts.agents as f64);
+                page.add(&RACK_CONTROLLER_CONNECTED, [], f64::from(u8::from(counts.is_connected)));
+                page.add(&RACK_AGENTS, [], counts.agent_count as f64);
                 protected.add_metrics(&mut page);
                 page
             },
@@ -159,7 +159,7 @@ async fn run_sessions(config: &Config, shared: &RackState) -> anyhow::Result<Inf
     let mut connection = Connection::new(config.controllers.clone(), config.tls.as_ref(), &[Role::Controller])?;
     loop {
         let outcome = run_session(config, &mut connection, shared).await;
-        shared.disconnected();
+        shared.on_controller_disconnected();
         let pause = connection.record_end(outcome.err().as_ref());
         tokio::time::sleep(pause).await;
     }
@@ -167,7 +167,7 @@ async fn run_sessions(config: &Config, shared: &RackState) -> anyhow::Result<Inf
 
 async fn run_session(config: &Config, connection: &mut Connection, shared: &RackState) -> anyhow::Result<()> {
     let mut client = ControlClient::new(connection.connect().await?);
-    let (messages, receiver) = mpsc::channel(QUEUED);
+    let (messages, receiver) = mpsc::channel(CONTROLLER_QUEUE_LENGTH);
     let registration =
         v1::RackRegistration { name: config.name.clone(), version: env!("CARGO_PKG_VERSION").to_owned() };
     messages.send(v1::RackMessage { registration: Some(registration), ..Default::default() }).await?;
@@ -179,7 +179,7 @@ async fn run_session(config: &Config, connection: &mut Connection, shared: &Rack
             update = updates.message() => {
                 let Some(update) = update? else { return Ok(()) };
                 connection.record_message();
-                if shared.report_interval().is_none() && !shared.counts().connected {
+                if shared.report_interval().is_none() && !shared.counts().is_connected {
                     // The first update means that the controller accepted this rack.
                     let controller = connection.controller();
                     tracing::info!(
@@ -188,7 +188,8 @@ async fn run_session(config: &Config, connection: &mut Connection, shared: &Rack
                         rack = config.name,
                         "the controller has accepted this rack controller"
                     );
-                    shared.connected(messages.clone(), Reducer::new(config.detail_interval, config.candidates));
+                    let reducer = Reducer::new(config.detail_interval, config.candidates);
+                    shared.on_controller_connected(messages.clone(), reducer);
                 }
                 shared.update(update)?;
             }

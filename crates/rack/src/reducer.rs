@@ -18,7 +18,7 @@ const VALID_INTERVALS: u32 = 3;
 /// Servers, services and reports of the rack.
 pub struct Reducer {
     detail_interval: Duration,
-    candidates: usize,
+    max_candidates: usize,
     configuration: Option<RackConfiguration>,
     /// Streams of draining servers, whose remaining connections are shown.
     drained: HashSet<u64>,
@@ -37,7 +37,7 @@ struct AgentState {
 
 struct ForwardedReport {
     /// Time of the last forwarded report.
-    at: Duration,
+    forwarded_at: Duration,
     warnings: Vec<String>,
     configuration_generation: u64,
     rss_generation: u64,
@@ -49,7 +49,7 @@ impl Reducer {
     pub fn new(detail_interval: Duration, candidates: usize) -> Self {
         Self {
             detail_interval,
-            candidates,
+            max_candidates: candidates,
             configuration: None,
             drained: HashSet::new(),
             agents: BTreeMap::new(),
@@ -64,7 +64,7 @@ impl Reducer {
         });
         for service in &configuration.services {
             // The seed is for hash keys, which summaries do not need.
-            match policy::named(&service.policy, 0) {
+            match policy::policy_by_name(&service.policy, 0) {
                 Ok(policy) => drop(policies.entry(service.index).or_insert(policy)),
                 Err(unknown) => {
                     tracing::warn!(
@@ -79,9 +79,9 @@ impl Reducer {
         }
         let members = configuration.services.iter().flat_map(|service| &service.members);
         let not_eligible: HashSet<ServerId> =
-            members.filter(|member| !member.eligible).map(|member| member.id).collect();
+            members.filter(|member| !member.is_eligible).map(|member| member.id).collect();
         let drained = configuration.servers.iter().filter(|server| not_eligible.contains(&server.id));
-        self.drained = drained.map(|server| server.stream).collect();
+        self.drained = drained.map(|server| server.stream_number).collect();
         self.configuration = Some(configuration);
     }
 
@@ -111,9 +111,9 @@ impl Reducer {
     }
 
     /// Counts an unsolicited message against the rate limit of reports.
-    pub fn unsolicited_message(&mut self, stream: u64, now: Now) {
+    pub fn count_unsolicited_message(&mut self, stream: u64, now: Now) {
         if let (Some(reported), Some(configuration)) = (self.agents.get_mut(&stream), &self.configuration) {
-            reported.agent.may_report(configuration.report_interval, now);
+            reported.agent.take_report_token(configuration.report_interval, now);
         }
     }
 
@@ -121,7 +121,7 @@ impl Reducer {
     pub fn report(&mut self, stream: u64, report: v1::Report, now: Now) -> (Option<v1::Report>, Result<(), Rejection>) {
         let Some(reported) = self.agents.get_mut(&stream) else { return (None, Ok(())) };
         let Some(configuration) = &self.configuration else { return (Some(report), Ok(())) };
-        if !reported.agent.may_report(configuration.report_interval, now) {
+        if !reported.agent.take_report_token(configuration.report_interval, now) {
             return (None, Err(Rejection::TooOften(format!("stream {stream}"))));
         }
         // Reports with details arrive about once a second.
@@ -129,18 +129,19 @@ impl Reducer {
         let detail_interval = self.detail_interval.max(configured);
         let about = detail_interval.saturating_sub(configuration.report_interval / 2);
         let is_new = reported.forwarded.as_ref().is_none_or(|old| {
-            let new_details = now.monotonic.saturating_sub(old.at) >= about || old.warnings != report.warnings;
+            let new_details =
+                now.monotonic.saturating_sub(old.forwarded_at) >= about || old.warnings != report.warnings;
             let new_state = (old.configuration_generation, old.rss_generation)
                 != (report.configuration_generation, report.rss_generation);
             new_state || new_details && !report.without_details
         });
         let forwarded = (is_new || report.rss.is_some()).then(|| {
             let (at, warnings) = match reported.forwarded.take() {
-                Some(old) if report.without_details => (old.at, old.warnings),
+                Some(old) if report.without_details => (old.forwarded_at, old.warnings),
                 _ => (now.monotonic, report.warnings.clone()),
             };
             reported.forwarded = Some(ForwardedReport {
-                at,
+                forwarded_at: at,
                 configuration_generation: report.configuration_generation,
                 rss_generation: report.rss_generation,
                 warnings,
@@ -163,11 +164,11 @@ impl Reducer {
             let Some(policy) = self.policies.get_mut(&service.index) else { continue };
             let member = |member: &RackMember| {
                 let server = servers.get(&member.id)?;
-                let reported = self.agents.get(&server.stream)?;
+                let reported = self.agents.get(&server.stream_number)?;
                 Some(pool_server(service, server, member, &reported.agent, now))
             };
             let pool = Pool::new(service.members.iter().filter_map(member).collect(), 1);
-            let summary = RackSummary::of(&pool, policy.as_mut(), service.buckets, self.candidates);
+            let summary = RackSummary::of(&pool, policy.as_mut(), service.buckets, self.max_candidates);
             summaries.push(summary_message(service.index, &summary));
         }
         summaries
@@ -177,7 +178,7 @@ impl Reducer {
 fn pool_server(service: &RackService, server: &RackServer, member: &RackMember, agent: &Agent, now: Now) -> PoolServer {
     let loads = agent.loads(now).map(|loads| relayed_loads(service.places_requests, loads));
     PoolServer {
-        eligible: member.eligible,
+        eligible: member.is_eligible,
         loads,
         rss: agent.rss().cloned(),
         weight: server.weight,

@@ -8,7 +8,7 @@ use coreward_api::types::{KeyPhase, Keys};
 /// Returns the text. `now`: time since 1970.
 pub fn text(keys: &Keys, now: Duration) -> String {
     let age = now.saturating_sub(Duration::from_secs(keys.current_since_unix_s));
-    let mut text = format!("key {} stamps, for {} now\n", keys.current, duration(age));
+    let mut text = format!("key {} stamps, for {} now\n", keys.current, format_duration(age));
     let waiting = keys.waiting_for.join(", ");
     if keys.phase == KeyPhase::Announced {
         let _ = match waiting.as_str() {
@@ -20,10 +20,10 @@ pub fn text(keys: &Keys, now: Duration) -> String {
     let left = |seconds: u64| Duration::from_secs(seconds).saturating_sub(age);
     let next = match (keys.rotation_interval_s, left(keys.shortest_life_s)) {
         (0, Duration::ZERO) => "by `coreward keys rotate`".to_owned(),
-        (0, young) => format!("by `coreward keys rotate`, not within {}", duration(young)),
+        (0, young) => format!("by `coreward keys rotate`, not within {}", format_duration(young)),
         (interval, _) => match left(interval) {
             Duration::ZERO => "due now".to_owned(),
-            left => format!("in {}", duration(left)),
+            left => format!("in {}", format_duration(left)),
         },
     };
     let _ = writeln!(text, "  rotation   {next}");
@@ -38,7 +38,7 @@ pub fn text(keys: &Keys, now: Duration) -> String {
 }
 
 /// Returns the duration in its two largest units.
-pub(super) fn duration(duration: Duration) -> String {
+pub(super) fn format_duration(duration: Duration) -> String {
     let seconds = duration.as_secs();
     let (minutes, hours, days) = (seconds / 60, seconds / 3600, seconds / 86_400);
     match (days, hours, minutes) {

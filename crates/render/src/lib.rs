@@ -42,16 +42,16 @@ pub fn explain(client: &Client, question: &Explain, format: Format) -> anyhow::R
 
 /// Returns the output of `coreward keys show`. Fails when the controller cannot be reached.
 pub fn keys(client: &Client, format: Format) -> anyhow::Result<String> {
-    shown_keys(&block_on(client.keys())?, format)
+    render_keys(&block_on(client.keys())?, format)
 }
 
 /// Begins a rotation, or continues it; returns the output of `coreward keys rotate`. Fails if the controller cannot be
 /// reached, or the rotation is neither safe now nor forced.
 pub fn rotate_keys(client: &Client, force: bool, format: Format) -> anyhow::Result<String> {
-    shown_keys(&block_on(client.rotate_keys(&RotateKeys { force }))?, format)
+    render_keys(&block_on(client.rotate_keys(&RotateKeys { force }))?, format)
 }
 
-fn shown_keys(keys: &Keys, format: Format) -> anyhow::Result<String> {
+fn render_keys(keys: &Keys, format: Format) -> anyhow::Result<String> {
     match format {
         Format::Text => Ok(keys::text(keys, wall_clock())),
         Format::Json => json(keys),

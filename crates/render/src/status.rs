@@ -152,8 +152,8 @@ fn servers_text(servers: &[Server]) -> String {
 /// Returns a text such as "s1: down for 3 s: lb1: connection refused".
 fn state_text(server: &Server) -> String {
     let Server { name, state, state_reason: reason, state_for_ms, .. } = server;
-    let lasts =
-        state_for_ms.map_or_else(String::new, |ms| format!(" for {}", keys::duration(Duration::from_millis(ms))));
+    let lasts = state_for_ms
+        .map_or_else(String::new, |ms| format!(" for {}", keys::format_duration(Duration::from_millis(ms))));
     let reason = if reason.is_empty() { String::new() } else { format!(": {reason}") };
     format!("{name}: {state}{lasts}{reason}")
 }

@@ -40,14 +40,14 @@ struct coreward_allocator;
 struct coreward_context;
 
 /**
- * A process that serves requests. It holds the registrations of its services.
- */
-struct coreward_runtime;
-
-/**
  * A request that was taken out of its core's queues.
  */
 struct coreward_taken_request;
+
+/**
+ * A process that serves requests. It holds the registrations of its services.
+ */
+struct coreward_runtime;
 
 struct coreward_worker;
 

@@ -13,7 +13,7 @@ pub use server::{
     ServeOptions, coreward_allocator_free, coreward_allocator_new, coreward_serve, coreward_yield_point,
 };
 pub use worker::{
-    Hint, Runtime, TakenRequest, Worker, coreward_connect, coreward_cores, coreward_disable_service,
+    Hint, OwnedRequest, Runtime, Worker, coreward_connect, coreward_cores, coreward_disable_service,
     coreward_enable_scale_down, coreward_enable_scale_up, coreward_enable_service, coreward_load_feedback,
     coreward_next_hint, coreward_payload_bytes, coreward_rearm_load_monitor, coreward_register_service,
     coreward_respond, coreward_runtime_free, coreward_services, coreward_stop, coreward_take_request,

@@ -111,7 +111,7 @@ pub unsafe extern "C" fn coreward_allocator_free(allocator: *mut Allocator) {
 
 struct Functions<'a> {
     handler: unsafe extern "C" fn(*const Request, *mut u8, usize, *mut Context, *mut c_void) -> isize,
-    user: *mut c_void,
+    user_data: *mut c_void,
     allocator: Option<&'a CoreAllocator>,
     capacity: usize,
 }
@@ -130,7 +130,7 @@ impl serve::Handler for Functions<'_> {
         let context = from_mut(&mut context).cast::<Context>();
         // SAFETY: the handler keeps to its contract, and `context` lives until it returns.
         let length =
-            unsafe { (self.handler)(&raw const found, response.as_mut_ptr(), self.capacity, context, self.user) };
+            unsafe { (self.handler)(&raw const found, response.as_mut_ptr(), self.capacity, context, self.user_data) };
         let Ok(length) = usize::try_from(length) else { return Reply::Nothing };
         // SAFETY: the handler has written so many bytes; of a longer response only the capacity's.
         unsafe { response.set_len(length.min(self.capacity)) };
@@ -178,7 +178,7 @@ pub unsafe extern "C" fn coreward_serve(
     let allocator = allocator.and_then(|allocator| unsafe { shared_ref(allocator) }).map(|shared| &shared.allocator);
     let Worker { worker, shared } = worker;
     let capacity = shared.payload_bytes();
-    let functions = Functions { handler, user, allocator, capacity };
+    let functions = Functions { handler, user_data: user, allocator, capacity };
     let attached = allocator.map_or(Ok(()), |allocator| allocator.attach(worker));
     match attached.and_then(|()| worker.serve(&functions, serve_options(options), &shared.stop)) {
         Ok(found) => {

@@ -43,7 +43,7 @@ pub struct Worker {
 
 /// A request that was taken out of its core's queues.
 #[derive(Debug)]
-pub struct TakenRequest {
+pub struct OwnedRequest {
     request: TakenRequest,
 }
 
@@ -249,7 +249,7 @@ pub unsafe extern "C" fn coreward_take_request(
     payload: &mut *const u8,
     length: &mut usize,
     error: &mut c_int,
-) -> *mut TakenRequest {
+) -> *mut OwnedRequest {
     *error = -1;
     // SAFETY: by the interface's contract.
     let Some(worker) = (unsafe { exclusive_ref(worker) }) else { return null_mut() };
@@ -257,7 +257,7 @@ pub unsafe extern "C" fn coreward_take_request(
         Ok(found) => {
             *error = 0;
             let Some(request) = found else { return null_mut() };
-            let taken = Box::new(TakenRequest { request });
+            let taken = Box::new(OwnedRequest { request });
             (*service, *payload) = (taken.request.service(), taken.request.payload.as_ptr());
             *length = taken.request.payload.len();
             Box::into_raw(taken)
@@ -273,7 +273,7 @@ pub unsafe extern "C" fn coreward_take_request(
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn coreward_respond(
     worker: *mut Worker,
-    request: *const TakenRequest,
+    request: *const OwnedRequest,
     response: *const u8,
     length: usize,
 ) -> c_int {
@@ -291,7 +291,7 @@ pub unsafe extern "C" fn coreward_respond(
 
 /// Frees a request of `coreward_take_request`, which may be null.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn coreward_taken_free(request: *mut TakenRequest) {
+pub unsafe extern "C" fn coreward_taken_free(request: *mut OwnedRequest) {
     // SAFETY: by the interface's contract.
     unsafe { free(request) }
 }

@@ -32,7 +32,7 @@ impl CoreAllocator {
     pub fn attach(&self, worker: &mut Worker<'_>) -> Result<(), RuntimeError> {
         let allocation = self.allocation();
         let core = worker.core();
-        let runs = |service: &u8| allocation.runs(*service, core);
+        let runs = |service: &u8| allocation.is_running(*service, core);
         (0..ALLOCATED_SERVICES).filter(runs).try_for_each(|service| worker.enable_service(service, core))
     }
 
@@ -42,9 +42,9 @@ impl CoreAllocator {
             let other_waits = hint.waiting >> (1 - hint.service) & 1 == 1;
             let mut allocation = self.allocation();
             for change in
-                allocation.hint(hint.service, hint.hint, other_waits, |service, core| worker.load(service, core))
+                allocation.apply_hint(hint.service, hint.hint, other_waits, |service, core| worker.load(service, core))
             {
-                if change.runs {
+                if change.is_running {
                     worker.enable_service(change.service, change.core)?;
                 } else {
                     worker.disable_service(change.service, change.core)?;

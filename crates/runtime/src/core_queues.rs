@@ -6,7 +6,7 @@ use std::sync::atomic::AtomicU32;
 use std::sync::atomic::Ordering::{Acquire, Release};
 
 use crate::error::RuntimeError;
-use crate::layout::{Geometry, MESSAGE_COUNT, RawMessage, SEQUENCE_BYTES, SlotHeader};
+use crate::layout::{Geometry, MESSAGE_RING_SLOTS, RawMessage, SEQUENCE_BYTES, SlotHeader};
 use crate::message::{HintMessage, Message};
 use crate::ring::{Consumer, DamagedCursor, Producer};
 use crate::segment::{LockByte, Segment, ServiceEntry};
@@ -17,7 +17,7 @@ pub struct RequestHeader {
     pub client: SocketAddrV4,
     pub service: u8,
     /// Arrival in nanoseconds of the orchestrator's clock.
-    pub arrived: u64,
+    pub arrived_ns: u64,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -26,16 +26,16 @@ pub struct ResponseHeader {
     pub client: SocketAddrV4,
     pub service: u8,
     /// Requests of the service that it completes.
-    pub completed: u32,
+    pub completed_count: u32,
 }
 
-pub(crate) fn client(slot: &SlotHeader) -> SocketAddrV4 {
+pub(crate) fn client_address(slot: &SlotHeader) -> SocketAddrV4 {
     SocketAddrV4::new(Ipv4Addr::from(slot.address), slot.port)
 }
 
 /// Returns the free slot of a core's ring, or the error of a ring that has none.
 #[inline]
-pub(crate) fn reserved(
+pub(crate) fn slot_or_error(
     slot: Result<Option<u32>, DamagedCursor>,
     core: u16,
     ring: &'static str,
@@ -52,7 +52,7 @@ pub struct CoreQueues {
 #[derive(Debug)]
 struct Rings {
     /// Number of the last accepted worker; 0: none yet.
-    worker: u32,
+    worker_number: u32,
     requests: Vec<Producer>,
     hints: Producer,
     responses: Consumer,
@@ -64,12 +64,12 @@ impl CoreQueues {
     /// priority is out of range, another orchestrator uses the path, or the file cannot be created.
     pub fn create(path: &Path, geometry: Geometry, services: &[ServiceEntry]) -> Result<Self, RuntimeError> {
         let segment = Segment::create(path, geometry, services)?;
-        let rings = (0..geometry.cores).map(|_| Rings {
-            worker: 0,
-            requests: (0..geometry.priorities).map(|_| Producer::new(geometry.slots, 0)).collect(),
-            hints: Producer::new(MESSAGE_COUNT, 0),
+        let rings = (0..geometry.core_count).map(|_| Rings {
+            worker_number: 0,
+            requests: (0..geometry.priority_count).map(|_| Producer::new(geometry.slots, 0)).collect(),
+            hints: Producer::new(MESSAGE_RING_SLOTS, 0),
             responses: Consumer::new(geometry.response_slots(), 0),
-            messages: Consumer::new(MESSAGE_COUNT, 0),
+            messages: Consumer::new(MESSAGE_RING_SLOTS, 0),
         });
         Ok(Self { rings: rings.collect(), segment })
     }
@@ -87,7 +87,7 @@ impl CoreQueues {
 
     #[inline]
     pub fn has_new_worker(&self, core: u16) -> bool {
-        self.segment.core(core).worker_tails.worker.load(Acquire) != self.rings[usize::from(core)].worker
+        self.segment.core(core).worker_tails.worker.load(Acquire) != self.rings[usize::from(core)].worker_number
     }
 
     /// Accepts the new worker of the core. The requests of the previous one that were not answered are discarded, and
@@ -105,15 +105,15 @@ impl CoreQueues {
         for (priority, producer) in (0..).zip(&mut rings.requests) {
             let index = usize::from(priority);
             *producer = Producer::new(geometry.slots, adopt(&tails.data[index], &lines.worker_heads.data[index]));
-            producer.clear(|slot| self.segment.sequence(geometry.request(core, priority, slot)));
+            producer.clear(|slot| self.segment.sequence(geometry.request_offset(core, priority, slot)));
         }
-        rings.hints = Producer::new(MESSAGE_COUNT, adopt(&tails.messages, &lines.worker_heads.messages));
-        rings.hints.clear(|slot| self.segment.sequence(geometry.downlink_message(core, slot)));
+        rings.hints = Producer::new(MESSAGE_RING_SLOTS, adopt(&tails.messages, &lines.worker_heads.messages));
+        rings.hints.clear(|slot| self.segment.sequence(geometry.downlink_message_offset(core, slot)));
         let responses = adopt(&heads.data[0], &lines.worker_tails.data[0]);
         rings.responses = Consumer::new(geometry.response_slots(), responses);
-        rings.messages = Consumer::new(MESSAGE_COUNT, adopt(&heads.messages, &lines.worker_tails.messages));
-        rings.worker = lines.worker_tails.worker.load(Acquire);
-        tails.worker.store(rings.worker, Release);
+        rings.messages = Consumer::new(MESSAGE_RING_SLOTS, adopt(&heads.messages, &lines.worker_tails.messages));
+        rings.worker_number = lines.worker_tails.worker.load(Acquire);
+        tails.worker.store(rings.worker_number, Release);
     }
 
     /// Releases the core. A living worker notices that at its next check.
@@ -138,19 +138,20 @@ impl CoreQueues {
             return Err(RuntimeError::TooLong { length, limit });
         }
         let Some(producer) = rings[usize::from(core)].requests.get_mut(usize::from(priority)) else {
-            return Err(RuntimeError::PriorityOutOfRange { priority, last: geometry.priorities - 1 });
+            return Err(RuntimeError::PriorityOutOfRange { priority, last: geometry.priority_count - 1 });
         };
         let lines = segment.core(core);
-        let slot = reserved(producer.free_slot(&lines.worker_heads.data[usize::from(priority)]), core, "requests")?;
+        let slot =
+            slot_or_error(producer.free_slot(&lines.worker_heads.data[usize::from(priority)]), core, "requests")?;
         let header = SlotHeader {
             address: (*header.client.ip()).into(),
             port: header.client.port(),
             service: header.service.into(),
             length: length as u32,
             completed: 0,
-            arrived: header.arrived,
+            arrived: header.arrived_ns,
         };
-        let offset = geometry.request(core, priority, slot);
+        let offset = geometry.request_offset(core, priority, slot);
         segment.write_slot(offset, header, payload);
         producer.publish(segment.sequence(offset), &lines.orchestrator_tails.data[usize::from(priority)]);
         Ok(())
@@ -160,8 +161,8 @@ impl CoreQueues {
     pub fn send_hint(&mut self, core: u16, hint: HintMessage) -> Result<(), RuntimeError> {
         let lines = self.segment.core(core);
         let producer = &mut self.rings[usize::from(core)].hints;
-        let slot = reserved(producer.free_slot(&lines.worker_heads.messages), core, "hints")?;
-        let offset = self.segment.geometry.downlink_message(core, slot);
+        let slot = slot_or_error(producer.free_slot(&lines.worker_heads.messages), core, "hints")?;
+        let offset = self.segment.geometry.downlink_message_offset(core, slot);
         self.segment.write_message(offset, hint.into());
         producer.publish(self.segment.sequence(offset), &lines.orchestrator_tails.messages);
         Ok(())
@@ -180,11 +181,15 @@ impl CoreQueues {
         let (lines, consumer) = (segment.core(core), &mut rings[usize::from(core)].responses);
         let mut received = 0;
         while received < limit
-            && let Some(slot) = consumer.oldest_slot(|slot| segment.sequence(segment.geometry.response(core, slot)))
+            && let Some(slot) =
+                consumer.oldest_slot(|slot| segment.sequence(segment.geometry.response_offset(core, slot)))
         {
-            let (header, payload) = segment.read_slot(segment.geometry.response(core, slot));
+            let (header, payload) = segment.read_slot(segment.geometry.response_offset(core, slot));
             let service = u8::try_from(header.service).unwrap_or(u8::MAX);
-            receive(ResponseHeader { client: client(&header), service, completed: header.completed }, payload);
+            receive(
+                ResponseHeader { client: client_address(&header), service, completed_count: header.completed },
+                payload,
+            );
             consumer.advance();
             consumer.publish(&lines.orchestrator_heads.data[0]);
             received += 1;
@@ -201,9 +206,9 @@ impl CoreQueues {
         let mut received = 0;
         while received < limit
             && let Some(slot) =
-                consumer.oldest_slot(|slot| segment.sequence(segment.geometry.uplink_message(core, slot)))
+                consumer.oldest_slot(|slot| segment.sequence(segment.geometry.uplink_message_offset(core, slot)))
         {
-            receive(segment.read_message(segment.geometry.uplink_message(core, slot)).message());
+            receive(segment.read_message(segment.geometry.uplink_message_offset(core, slot)).message());
             consumer.advance();
             received += 1;
         }

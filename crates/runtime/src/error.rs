@@ -83,7 +83,7 @@ pub enum RuntimeError {
         last: u8,
     },
     #[error("service {service} at {address} with priority {priority}: the orchestrator has {expected}")]
-    OtherService {
+    ServiceMismatch {
         service: u8,
         address: SocketAddrV4,
         priority: u8,

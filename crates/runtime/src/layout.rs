@@ -19,7 +19,7 @@ pub(crate) const MAGIC: u64 = u64::from_le_bytes(*b"coreward");
 /// Version of this layout. Another version is rejected.
 pub const LAYOUT_VERSION: u32 = 2;
 /// Bytes of a cache line, to which everything is aligned.
-pub(crate) const LINE: usize = 64;
+pub(crate) const CACHE_LINE_BYTES: usize = 64;
 /// Limit of priorities (RingLeader, NSDI'23, Sect. 6).
 pub const MAX_PRIORITIES: u8 = 8;
 pub const MAX_CORES: u16 = 256;
@@ -31,7 +31,7 @@ pub const MAX_SLOT_BYTES: u32 = 1 << 16;
 pub(crate) const SEQUENCE_BYTES: usize = 8;
 pub(crate) const MESSAGE_BYTES: usize = SEQUENCE_BYTES + size_of::<RawMessage>();
 /// Slots of a ring of messages: one ring in each direction between a core's worker and the orchestrator.
-pub(crate) const MESSAGE_COUNT: u32 = 256;
+pub(crate) const MESSAGE_RING_SLOTS: u32 = 256;
 
 /// First cache line of the memory, which the orchestrator stores before the file gets its name.
 #[derive(Debug)]
@@ -116,9 +116,9 @@ pub(crate) struct RawMessage {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Geometry {
     /// Workers, one per core; 1 to [`MAX_CORES`].
-    pub cores: u16,
+    pub core_count: u16,
     /// Priorities; 1 to [`MAX_PRIORITIES`].
-    pub priorities: u8,
+    pub priority_count: u8,
     /// Requests in a queue of one core and priority: a power of two up to [`MAX_SLOTS`].
     pub slots: u32,
     /// Bytes of a slot: a multiple of 64 from 64 to [`MAX_SLOT_BYTES`].
@@ -138,17 +138,17 @@ impl Geometry {
     /// Fails when a size is out of range.
     pub fn check(&self) -> Result<(), GeometryError> {
         let error = |name, value, expected| Err(GeometryError { name, value, expected });
-        if !(1..=MAX_CORES).contains(&self.cores) {
-            return error("cores", self.cores.into(), "1 to 256");
+        if !(1..=MAX_CORES).contains(&self.core_count) {
+            return error("cores", self.core_count.into(), "1 to 256");
         }
-        if !(1..=MAX_PRIORITIES).contains(&self.priorities) {
-            return error("priorities", self.priorities.into(), "1 to 8");
+        if !(1..=MAX_PRIORITIES).contains(&self.priority_count) {
+            return error("priorities", self.priority_count.into(), "1 to 8");
         }
         if !self.slots.is_power_of_two() || self.slots > MAX_SLOTS {
             return error("slots", self.slots, "a power of two up to 1024");
         }
         let bytes = self.slot_bytes;
-        if bytes == 0 || bytes > MAX_SLOT_BYTES || !bytes.is_multiple_of(LINE as u32) {
+        if bytes == 0 || bytes > MAX_SLOT_BYTES || !bytes.is_multiple_of(CACHE_LINE_BYTES as u32) {
             return error("slot_bytes", bytes, "a multiple of 64 from 64 to 65536");
         }
         Ok(())
@@ -156,7 +156,7 @@ impl Geometry {
 
     /// Returns the bytes of the smallest slot for payloads of up to `payload` bytes.
     pub fn slot_bytes(payload: u16) -> u32 {
-        (SEQUENCE_BYTES + size_of::<SlotHeader>() + usize::from(payload)).next_multiple_of(LINE) as u32
+        (SEQUENCE_BYTES + size_of::<SlotHeader>() + usize::from(payload)).next_multiple_of(CACHE_LINE_BYTES) as u32
     }
 
     /// Returns the maximum payload of a slot in bytes.
@@ -166,46 +166,46 @@ impl Geometry {
 
     /// Returns the number of slots of a core's ring of responses: one for each request that the core can have.
     pub(crate) fn response_slots(&self) -> u32 {
-        (self.slots * u32::from(self.priorities)).next_power_of_two()
+        (self.slots * u32::from(self.priority_count)).next_power_of_two()
     }
 
     fn messages_bytes() -> usize {
-        MESSAGE_COUNT as usize * MESSAGE_BYTES
+        MESSAGE_RING_SLOTS as usize * MESSAGE_BYTES
     }
 
     fn core_bytes(&self) -> usize {
-        let slots = self.response_slots() + self.slots * u32::from(self.priorities);
+        let slots = self.response_slots() + self.slots * u32::from(self.priority_count);
         size_of::<CoreLines>() + 2 * Self::messages_bytes() + slots as usize * self.slot_bytes as usize
     }
 
     pub fn bytes(&self) -> usize {
-        self.core(self.cores)
+        self.core_offset(self.core_count)
     }
 
-    pub(crate) fn service(service: u8) -> usize {
+    pub(crate) fn service_offset(service: u8) -> usize {
         size_of::<Header>() + usize::from(service) * size_of::<ServiceLine>()
     }
 
     /// Returns the offset of a core's section, which begins with its [`CoreLines`].
-    pub(crate) fn core(&self, core: u16) -> usize {
-        Self::service(MAX_SERVICES as u8) + usize::from(core) * self.core_bytes()
+    pub(crate) fn core_offset(&self, core: u16) -> usize {
+        Self::service_offset(MAX_SERVICES as u8) + usize::from(core) * self.core_bytes()
     }
 
-    pub(crate) fn uplink_message(&self, core: u16, slot: u32) -> usize {
-        self.core(core) + size_of::<CoreLines>() + slot as usize * MESSAGE_BYTES
+    pub(crate) fn uplink_message_offset(&self, core: u16, slot: u32) -> usize {
+        self.core_offset(core) + size_of::<CoreLines>() + slot as usize * MESSAGE_BYTES
     }
 
-    pub(crate) fn downlink_message(&self, core: u16, slot: u32) -> usize {
-        self.uplink_message(core, slot) + Self::messages_bytes()
+    pub(crate) fn downlink_message_offset(&self, core: u16, slot: u32) -> usize {
+        self.uplink_message_offset(core, slot) + Self::messages_bytes()
     }
 
-    pub(crate) fn response(&self, core: u16, slot: u32) -> usize {
-        let first = self.core(core) + size_of::<CoreLines>() + 2 * Self::messages_bytes();
+    pub(crate) fn response_offset(&self, core: u16, slot: u32) -> usize {
+        let first = self.core_offset(core) + size_of::<CoreLines>() + 2 * Self::messages_bytes();
         first + slot as usize * self.slot_bytes as usize
     }
 
-    pub(crate) fn request(&self, core: u16, priority: u8, slot: u32) -> usize {
-        self.response(core, self.response_slots() + u32::from(priority) * self.slots + slot)
+    pub(crate) fn request_offset(&self, core: u16, priority: u8, slot: u32) -> usize {
+        self.response_offset(core, self.response_slots() + u32::from(priority) * self.slots + slot)
     }
 }
 
@@ -215,21 +215,21 @@ mod tests {
 
     #[test]
     fn parts_are_aligned_and_do_not_overlap() {
-        let geometry = Geometry { cores: 3, priorities: 2, slots: 4, slot_bytes: 128 };
+        let geometry = Geometry { core_count: 3, priority_count: 2, slots: 4, slot_bytes: 128 };
         let mut parts = Vec::new();
         for core in 0..3 {
-            parts.push((geometry.core(core), size_of::<CoreLines>()));
-            for slot in 0..MESSAGE_COUNT {
-                parts.push((geometry.uplink_message(core, slot), MESSAGE_BYTES));
-                parts.push((geometry.downlink_message(core, slot), MESSAGE_BYTES));
+            parts.push((geometry.core_offset(core), size_of::<CoreLines>()));
+            for slot in 0..MESSAGE_RING_SLOTS {
+                parts.push((geometry.uplink_message_offset(core, slot), MESSAGE_BYTES));
+                parts.push((geometry.downlink_message_offset(core, slot), MESSAGE_BYTES));
             }
-            parts.extend((0..8).map(|slot| (geometry.response(core, slot), 128)));
+            parts.extend((0..8).map(|slot| (geometry.response_offset(core, slot), 128)));
             for priority in 0..2 {
-                parts.extend((0..4).map(|slot| (geometry.request(core, priority, slot), 128)));
+                parts.extend((0..4).map(|slot| (geometry.request_offset(core, priority, slot), 128)));
             }
         }
         parts.sort_unstable();
-        assert!(parts.iter().all(|(offset, bytes)| offset % bytes.min(&LINE) == 0));
+        assert!(parts.iter().all(|(offset, bytes)| offset % bytes.min(&CACHE_LINE_BYTES) == 0));
         let mut end = size_of::<Header>() + MAX_SERVICES * size_of::<ServiceLine>();
         for (offset, bytes) in parts {
             assert_eq!(offset, end, "no hole, no overlap");
@@ -240,11 +240,11 @@ mod tests {
 
     #[test]
     fn sizes_out_of_range_are_named() {
-        let good = Geometry { cores: 256, priorities: 8, slots: 1024, slot_bytes: 65536 };
+        let good = Geometry { core_count: 256, priority_count: 8, slots: 1024, slot_bytes: 65536 };
         let error = |geometry: Geometry| geometry.check().unwrap_err().to_string();
         assert_eq!(good.check(), Ok(()));
-        assert_eq!(error(Geometry { cores: 257, ..good }), "cores 257: expected 1 to 256");
-        assert_eq!(error(Geometry { priorities: 9, ..good }), "priorities 9: expected 1 to 8");
+        assert_eq!(error(Geometry { core_count: 257, ..good }), "cores 257: expected 1 to 256");
+        assert_eq!(error(Geometry { priority_count: 9, ..good }), "priorities 9: expected 1 to 8");
         assert_eq!(error(Geometry { slots: 3, ..good }), "slots 3: expected a power of two up to 1024");
         let text = "slot_bytes 100: expected a multiple of 64 from 64 to 65536";
         assert_eq!(error(Geometry { slot_bytes: 100, ..good }), text);

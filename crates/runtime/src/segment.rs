@@ -19,7 +19,7 @@ use nix::fcntl::{FcntlArg, fcntl, posix_fallocate};
 use nix::sys::mman::{MapFlags, ProtFlags, mmap, munmap};
 
 use crate::error::RuntimeError;
-use crate::layout::{CoreLines, Geometry, Header, LAYOUT_VERSION, LINE, MAGIC, ServiceLine};
+use crate::layout::{CACHE_LINE_BYTES, CoreLines, Geometry, Header, LAYOUT_VERSION, MAGIC, ServiceLine};
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ServiceEntry {
@@ -89,8 +89,11 @@ impl Segment {
     /// that the orchestrator's lock is gone.
     pub fn create(path: &Path, geometry: Geometry, services: &[ServiceEntry]) -> Result<Self, RuntimeError> {
         geometry.check()?;
-        if let Some(entry) = services.iter().find(|entry| entry.priority >= geometry.priorities) {
-            return Err(RuntimeError::PriorityOutOfRange { priority: entry.priority, last: geometry.priorities - 1 });
+        if let Some(entry) = services.iter().find(|entry| entry.priority >= geometry.priority_count) {
+            return Err(RuntimeError::PriorityOutOfRange {
+                priority: entry.priority,
+                last: geometry.priority_count - 1,
+            });
         }
         if let Ok(previous) = OpenOptions::new().read(true).write(true).open(path)
             && is_locked(&previous, LockByte::Orchestrator).unwrap_or(false)
@@ -110,19 +113,19 @@ impl Segment {
         let (address, bytes) = map(&file, geometry.bytes(), &unnamed)?;
         let segment = Self { file, address, bytes, geometry };
         segment.lock(LockByte::Orchestrator).map_err(|error| io_error("lock", &unnamed, error))?;
-        segment.describe(services);
+        segment.write_header(services);
         rename(&unnamed, path).map_err(|error| io_error("rename", path, error))?;
         Ok(segment)
     }
 
-    fn describe(&self, services: &[ServiceEntry]) {
+    fn write_header(&self, services: &[ServiceEntry]) {
         let (header, geometry) = (self.header(), &self.geometry);
         header.layout_version.store(LAYOUT_VERSION, Relaxed);
         header.owner.store(nix::unistd::geteuid().as_raw(), Relaxed);
         header.bytes.store(geometry.bytes() as u64, Relaxed);
-        header.cores.store(geometry.cores.into(), Relaxed);
+        header.cores.store(geometry.core_count.into(), Relaxed);
         header.services.store(services.len() as u32, Relaxed);
-        header.priorities.store(geometry.priorities.into(), Relaxed);
+        header.priorities.store(geometry.priority_count.into(), Relaxed);
         header.slots.store(geometry.slots, Relaxed);
         header.slot_bytes.store(geometry.slot_bytes, Relaxed);
         for (service, entry) in services.iter().enumerate() {
@@ -144,11 +147,11 @@ impl Segment {
         if metadata.uid() != user {
             return Err(RuntimeError::OtherUser { owner: metadata.uid(), user });
         }
-        if metadata.len() < LINE as u64 {
+        if metadata.len() < CACHE_LINE_BYTES as u64 {
             return Err(RuntimeError::ForeignContents);
         }
         let (address, bytes) = map(&file, metadata.len() as usize, path)?;
-        let geometry = Geometry { cores: 1, priorities: 1, slots: 1, slot_bytes: LINE as u32 };
+        let geometry = Geometry { core_count: 1, priority_count: 1, slots: 1, slot_bytes: CACHE_LINE_BYTES as u32 };
         let mut segment = Self { file, address, bytes, geometry };
         segment.geometry = segment.checked_geometry(user)?;
         if !segment.is_orchestrator_running() {
@@ -171,8 +174,8 @@ impl Segment {
             return Err(RuntimeError::OtherUser { owner, user });
         }
         let geometry = Geometry {
-            cores: u16::try_from(header.cores.load(Relaxed)).unwrap_or(u16::MAX),
-            priorities: u8::try_from(header.priorities.load(Relaxed)).unwrap_or(u8::MAX),
+            core_count: u16::try_from(header.cores.load(Relaxed)).unwrap_or(u16::MAX),
+            priority_count: u8::try_from(header.priorities.load(Relaxed)).unwrap_or(u8::MAX),
             slots: header.slots.load(Relaxed),
             slot_bytes: header.slot_bytes.load(Relaxed),
         };
@@ -214,33 +217,33 @@ impl Segment {
     }
 
     pub fn check_core(&self, core: u16) -> Result<(), RuntimeError> {
-        let last = self.geometry.cores - 1;
+        let last = self.geometry.core_count - 1;
         if core > last { Err(RuntimeError::CoreOutOfRange { core, last }) } else { Ok(()) }
     }
 
     fn header(&self) -> &Header {
-        self.at(0)
+        self.ref_at(0)
     }
 
     fn service_line(&self, service: u8) -> &ServiceLine {
-        self.at(Geometry::service(service))
+        self.ref_at(Geometry::service_offset(service))
     }
 
     /// Returns the cursors of a core. `core` must be in range.
     #[inline]
     pub fn core(&self, core: u16) -> &CoreLines {
-        self.at(self.geometry.core(core))
+        self.ref_at(self.geometry.core_offset(core))
     }
 
     /// Returns the sequence of the slot or message at `offset`.
     #[inline]
     pub fn sequence(&self, offset: usize) -> &AtomicU32 {
-        self.at(offset)
+        self.ref_at(offset)
     }
 
     /// Returns the `T` at `offset`, which must have only atomic fields.
     #[inline]
-    fn at<T>(&self, offset: usize) -> &T {
+    fn ref_at<T>(&self, offset: usize) -> &T {
         assert!(offset.is_multiple_of(align_of::<T>()) && offset + size_of::<T>() <= self.bytes.get());
         // SAFETY: inside the mapping and aligned, as the line above checks; atomic fields accept any bit pattern and
         // changes by others.

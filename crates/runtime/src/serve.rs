@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use coreward_model::dispatch::MAX_SERVICES;
 
-use crate::core_queues::client;
+use crate::core_queues::client_address;
 use crate::error::RuntimeError;
 use crate::layout::SlotHeader;
 use crate::message::{HintMessage, Message};
@@ -85,9 +85,9 @@ struct Server<'w, 'r> {
     /// Response buffer of each priority: at most one request of each priority runs at a time.
     buffers: Vec<Vec<u8>>,
     /// Number of each service's completed requests without a response that were not reported.
-    unreported: [u32; MAX_SERVICES],
+    unreported_counts: [u32; MAX_SERVICES],
     /// Bit mask of the services with unreported requests.
-    is_unreported: u64,
+    unreported_services: u64,
     counters: ServeCounters,
 }
 
@@ -102,7 +102,7 @@ pub struct Context<'c> {
 
 trait Preempt {
     fn is_preempted(&mut self, priority: u8) -> bool;
-    fn serve_above(&mut self, priority: u8) -> Result<(), RuntimeError>;
+    fn serve_higher_priorities(&mut self, priority: u8) -> Result<(), RuntimeError>;
     fn core(&self) -> u16;
 }
 
@@ -119,7 +119,7 @@ impl Context<'_> {
 
     fn try_yield(&mut self) -> Result<(), RuntimeError> {
         if self.server.is_preempted(self.priority) && self.slice_started.elapsed() >= self.quantum {
-            self.server.serve_above(self.priority)?;
+            self.server.serve_higher_priorities(self.priority)?;
             self.slice_started = Instant::now();
         }
         Ok(())
@@ -139,11 +139,19 @@ impl Worker<'_> {
         options: ServeOptions,
         stop: &AtomicBool,
     ) -> Result<ServeCounters, RuntimeError> {
-        let buffers = vec![Vec::new(); self.segment.geometry.priorities.into()];
+        let buffers = vec![Vec::new(); self.segment.geometry.priority_count.into()];
         let (unreported, is_unreported, counters) = ([0; MAX_SERVICES], 0, ServeCounters::default());
-        let mut server = Server { worker: self, handler, options, buffers, unreported, is_unreported, counters };
+        let mut server = Server {
+            worker: self,
+            handler,
+            options,
+            buffers,
+            unreported_counts: unreported,
+            unreported_services: is_unreported,
+            counters,
+        };
         server.run(stop)?;
-        server.leave()?;
+        server.drain_and_detach()?;
         Ok(server.counters)
     }
 }
@@ -154,7 +162,7 @@ impl Preempt for Server<'_, '_> {
         self.worker.highest_priority_request(priority).is_some() || self.worker.has_hint()
     }
 
-    fn serve_above(&mut self, priority: u8) -> Result<(), RuntimeError> {
+    fn serve_higher_priorities(&mut self, priority: u8) -> Result<(), RuntimeError> {
         // Requests of higher priority may not end, and a service has one hint in flight: it would get no further core.
         self.act_on_hint()?;
         while let Some((higher, slot)) = self.worker.highest_priority_request(priority) {
@@ -179,7 +187,7 @@ impl Server<'_, '_> {
                 idle_since = Instant::now();
                 continue;
             }
-            self.report_all()?;
+            self.report_all_completions()?;
             if checked.elapsed() >= ORCHESTRATOR_CHECK_INTERVAL {
                 self.worker.check_orchestrator()?;
                 checked = Instant::now();
@@ -210,7 +218,7 @@ impl Server<'_, '_> {
         }
     }
 
-    fn leave(&mut self) -> Result<(), RuntimeError> {
+    fn drain_and_detach(&mut self) -> Result<(), RuntimeError> {
         let core = self.worker.core;
         for service in 0..self.worker.runtime.services().len() as u8 {
             self.worker.disable_service(service, core)?;
@@ -219,14 +227,14 @@ impl Server<'_, '_> {
         while let Some((priority, slot)) = self.worker.highest_priority_request(u8::MAX) {
             self.serve_request(priority, slot)?;
         }
-        self.report_all()?;
+        self.report_all_completions()?;
         self.worker.wait_until_messages_are_read()?;
         self.worker.wait_until_responses_are_read()
     }
 
     fn serve_request(&mut self, priority: u8, slot: u32) -> Result<(), RuntimeError> {
         let (header, payload) = self.worker.read_request(priority, slot)?;
-        let request = Request { client: client(&header), service: header.service as u8, payload };
+        let request = Request { client: client_address(&header), service: header.service as u8, payload };
         let mut response = std::mem::take(&mut self.buffers[usize::from(priority)]);
         response.clear();
         let (handler, quantum, slice_started) = (self.handler, self.options.quantum, Instant::now());
@@ -248,30 +256,30 @@ impl Server<'_, '_> {
             self.counters.too_long += 1;
             return Ok(false);
         }
-        let unreported = self.unreported.get_mut(usize::from(header.service)).map_or(0, std::mem::take);
-        self.is_unreported &= !(1 << (header.service % MAX_SERVICES as u16));
+        let unreported = self.unreported_counts.get_mut(usize::from(header.service)).map_or(0, std::mem::take);
+        self.unreported_services &= !(1 << (header.service % MAX_SERVICES as u16));
         let header = SlotHeader { length: response.len() as u32, completed: 1 + unreported, ..header };
         self.worker.send_response(header, response)?;
         Ok(true)
     }
 
     fn complete_without_response(&mut self, service: u8) -> Result<(), RuntimeError> {
-        let Some(unreported) = self.unreported.get_mut(usize::from(service)) else { return Ok(()) };
+        let Some(unreported) = self.unreported_counts.get_mut(usize::from(service)) else { return Ok(()) };
         *unreported += 1;
-        self.is_unreported |= 1 << service;
-        if *unreported >= self.options.feedback_batch { self.report(service) } else { Ok(()) }
+        self.unreported_services |= 1 << service;
+        if *unreported >= self.options.feedback_batch { self.report_completions(service) } else { Ok(()) }
     }
 
-    fn report(&mut self, service: u8) -> Result<(), RuntimeError> {
-        let (core, count) = (self.worker.core, std::mem::take(&mut self.unreported[usize::from(service)]));
-        self.is_unreported &= !(1 << service);
+    fn report_completions(&mut self, service: u8) -> Result<(), RuntimeError> {
+        let (core, count) = (self.worker.core, std::mem::take(&mut self.unreported_counts[usize::from(service)]));
+        self.unreported_services &= !(1 << service);
         self.worker.send(Message::LoadFeedback { service, core, count })
     }
 
     #[inline]
-    fn report_all(&mut self) -> Result<(), RuntimeError> {
-        while self.is_unreported != 0 {
-            self.report(self.is_unreported.trailing_zeros() as u8)?;
+    fn report_all_completions(&mut self) -> Result<(), RuntimeError> {
+        while self.unreported_services != 0 {
+            self.report_completions(self.unreported_services.trailing_zeros() as u8)?;
         }
         Ok(())
     }

@@ -7,9 +7,9 @@ use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use crate::core_queues::reserved;
+use crate::core_queues::slot_or_error;
 use crate::error::RuntimeError;
-use crate::layout::{MESSAGE_COUNT, SlotHeader};
+use crate::layout::{MESSAGE_RING_SLOTS, SlotHeader};
 use crate::message::{HintMessage, Message, Trigger};
 use crate::ring::{Consumer, Producer};
 use crate::segment::{LockByte, Segment, ServiceEntry};
@@ -23,18 +23,18 @@ const ANSWER_POLL_INTERVAL: Duration = Duration::from_micros(50);
 pub struct Runtime {
     path: PathBuf,
     segment: Segment,
-    registered: Mutex<BTreeSet<u8>>,
+    registered_services: Mutex<BTreeSet<u8>>,
 }
 
 impl Runtime {
     /// Connects to the orchestrator whose memory is at `path`. Fails when the memory is of another layout version or
     /// another user, or no orchestrator runs.
     pub fn connect(path: &Path) -> Result<Self, RuntimeError> {
-        Ok(Self { path: path.to_owned(), segment: Segment::open(path)?, registered: Mutex::default() })
+        Ok(Self { path: path.to_owned(), segment: Segment::open(path)?, registered_services: Mutex::default() })
     }
 
     pub fn cores(&self) -> u16 {
-        self.segment.geometry.cores
+        self.segment.geometry.core_count
     }
 
     pub fn payload_bytes(&self) -> usize {
@@ -45,14 +45,14 @@ impl Runtime {
     /// configuration. Fails when the service is unknown or differs, its priority is out of range, or a process has
     /// registered it.
     pub fn register_service(&self, service: u8, address: SocketAddrV4, priority: u8) -> Result<(), RuntimeError> {
-        let last = self.segment.geometry.priorities - 1;
+        let last = self.segment.geometry.priority_count - 1;
         if priority > last {
             return Err(RuntimeError::PriorityOutOfRange { priority, last });
         }
         let entry = self.segment.service(service)?;
         if (entry.address, entry.priority) != (address, priority) {
             let expected = format!("{} with priority {}", entry.address, entry.priority);
-            return Err(RuntimeError::OtherService { service, address, priority, expected });
+            return Err(RuntimeError::ServiceMismatch { service, address, priority, expected });
         }
         let mut registered = self.registrations();
         if registered.contains(&service) || !self.lock(LockByte::Service(service))? {
@@ -81,14 +81,14 @@ impl Runtime {
         let request =
             |priority: u8| Consumer::new(geometry.slots, lines.worker_heads.data[usize::from(priority)].load(Relaxed));
         let rings = Rings {
-            requests: (0..geometry.priorities).map(request).collect(),
-            hints: Consumer::new(MESSAGE_COUNT, lines.worker_heads.messages.load(Relaxed)),
+            requests: (0..geometry.priority_count).map(request).collect(),
+            hints: Consumer::new(MESSAGE_RING_SLOTS, lines.worker_heads.messages.load(Relaxed)),
             responses: Producer::new(geometry.response_slots(), lines.worker_tails.data[0].load(Relaxed)),
-            messages: Producer::new(MESSAGE_COUNT, lines.worker_tails.messages.load(Relaxed)),
+            messages: Producer::new(MESSAGE_RING_SLOTS, lines.worker_tails.messages.load(Relaxed)),
         };
         lines.worker_tails.worker.store(number, Release);
         let timeout = ANSWER_TIMEOUT;
-        if !wait(&segment, || lines.orchestrator_tails.worker.load(Acquire) == number)? {
+        if !wait_until(&segment, || lines.orchestrator_tails.worker.load(Acquire) == number)? {
             return Err(RuntimeError::NotAccepted { core, timeout });
         }
         Ok(Worker { runtime: self, core, number, rings, segment })
@@ -99,7 +99,7 @@ impl Runtime {
     }
 
     fn registrations(&self) -> MutexGuard<'_, BTreeSet<u8>> {
-        self.registered.lock().unwrap_or_else(PoisonError::into_inner)
+        self.registered_services.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -109,7 +109,7 @@ fn lock(segment: &Segment, path: &Path, byte: LockByte) -> Result<bool, RuntimeE
 }
 
 /// Waits until a condition holds; `false` after the timeout.
-fn wait(segment: &Segment, mut condition: impl FnMut() -> bool) -> Result<bool, RuntimeError> {
+fn wait_until(segment: &Segment, mut condition: impl FnMut() -> bool) -> Result<bool, RuntimeError> {
     let started = Instant::now();
     while !condition() {
         if !segment.is_orchestrator_running() {
@@ -203,7 +203,7 @@ impl Worker<'_> {
     pub fn next_hint(&mut self) -> Option<HintMessage> {
         let slot = self.hint_slot()?;
         let Self { segment, core, rings, .. } = self;
-        let message = segment.read_message(segment.geometry.downlink_message(*core, slot));
+        let message = segment.read_message(segment.geometry.downlink_message_offset(*core, slot));
         rings.hints.advance();
         rings.hints.publish(&segment.core(*core).worker_heads.messages);
         message.hint()
@@ -215,7 +215,7 @@ impl Worker<'_> {
 
     #[inline]
     fn hint_slot(&self) -> Option<u32> {
-        let sequence = |slot| self.segment.sequence(self.segment.geometry.downlink_message(self.core, slot));
+        let sequence = |slot| self.segment.sequence(self.segment.geometry.downlink_message_offset(self.core, slot));
         self.rings.hints.oldest_slot(sequence)
     }
 
@@ -242,7 +242,8 @@ impl Worker<'_> {
     /// Returns priority and slot of the oldest request of the highest priority above `limit`.
     #[inline]
     pub(crate) fn highest_priority_request(&self, limit: u8) -> Option<(u8, u32)> {
-        let sequence = |priority, slot| self.segment.sequence(self.segment.geometry.request(self.core, priority, slot));
+        let sequence =
+            |priority, slot| self.segment.sequence(self.segment.geometry.request_offset(self.core, priority, slot));
         (0..limit).zip(&self.rings.requests).find_map(|(priority, consumer)| {
             let slot = consumer.oldest_slot(|slot| sequence(priority, slot))?;
             Some((priority, slot))
@@ -252,7 +253,7 @@ impl Worker<'_> {
     /// Reads the request in a slot of [`Self::highest_priority_request`], valid until the slot is returned.
     pub(crate) fn read_request<'p>(&self, priority: u8, slot: u32) -> Result<(SlotHeader, &'p [u8]), RuntimeError> {
         let geometry = &self.segment.geometry;
-        let (header, payload) = self.segment.read_slot(geometry.request(self.core, priority, slot));
+        let (header, payload) = self.segment.read_slot(geometry.request_offset(self.core, priority, slot));
         let limit = geometry.payload_bytes();
         let payload = payload.ok_or(RuntimeError::TooLong { length: header.length as usize, limit })?;
         Ok((header, payload))
@@ -293,8 +294,8 @@ impl Worker<'_> {
         let (core, lines) = (self.core, self.segment.core(self.core));
         let producer = &mut self.rings.responses;
         // The ring has a slot for each request that the core can have.
-        let slot = reserved(producer.free_slot(&lines.orchestrator_heads.data[0]), core, "responses")?;
-        let offset = self.segment.geometry.response(core, slot);
+        let slot = slot_or_error(producer.free_slot(&lines.orchestrator_heads.data[0]), core, "responses")?;
+        let offset = self.segment.geometry.response_offset(core, slot);
         self.segment.write_slot(offset, header, payload);
         producer.publish(self.segment.sequence(offset), &lines.worker_tails.data[0]);
         Ok(())
@@ -311,19 +312,23 @@ impl Worker<'_> {
     }
 
     fn wait_until_read(&self, ring: &'static str, is_empty: impl Fn() -> bool) -> Result<(), RuntimeError> {
-        if wait(&self.segment, is_empty)? { Ok(()) } else { Err(RuntimeError::RingFull { core: self.core, ring }) }
+        if wait_until(&self.segment, is_empty)? {
+            Ok(())
+        } else {
+            Err(RuntimeError::RingFull { core: self.core, ring })
+        }
     }
 
     pub(crate) fn send(&mut self, message: Message) -> Result<(), RuntimeError> {
         let (core, lines) = (self.core, self.segment.core(self.core));
         let producer = &mut self.rings.messages;
         let mut free = Ok(None);
-        wait(&self.segment, || {
+        wait_until(&self.segment, || {
             free = producer.free_slot(&lines.orchestrator_heads.messages);
             free != Ok(None)
         })?;
-        let slot = reserved(free, core, "messages")?;
-        let offset = self.segment.geometry.uplink_message(core, slot);
+        let slot = slot_or_error(free, core, "messages")?;
+        let offset = self.segment.geometry.uplink_message_offset(core, slot);
         self.segment.write_message(offset, message.into());
         producer.publish(self.segment.sequence(offset), &lines.worker_tails.messages);
         Ok(())

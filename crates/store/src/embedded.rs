@@ -62,7 +62,7 @@ impl EmbeddedStore {
 
     /// Returns the records; `None` in a new file.
     pub fn load(&self) -> Result<Option<Records>, StoreError> {
-        self.try_load().map_err(|problem| self.content(problem))
+        self.try_load().map_err(|problem| self.content_error(problem))
     }
 
     /// Replaces the records in one transaction; on an error the previous ones stay.
@@ -73,7 +73,7 @@ impl EmbeddedStore {
         if self.reopen().is_ok() && self.load().ok().flatten().as_ref() == Some(records) {
             return Ok(());
         }
-        Err(self.content(problem))
+        Err(self.content_error(problem))
     }
 
     fn reopen(&mut self) -> Result<(), StoreError> {
@@ -91,7 +91,7 @@ impl EmbeddedStore {
             .context("it could not be opened again after its disk failed")
     }
 
-    fn content(&self, problem: anyhow::Error) -> StoreError {
+    fn content_error(&self, problem: anyhow::Error) -> StoreError {
         StoreError::Content { store: self.path.display().to_string(), problem: format!("{problem:#}") }
     }
 

@@ -71,7 +71,7 @@ mod tests {
 
     /// Records with content in every row.
     pub fn records() -> Records {
-        let mut records = Records::draw(Duration::from_secs(5), &mut seeded_rng(3, 0));
+        let mut records = Records::generate(Duration::from_secs(5), &mut seeded_rng(3, 0));
         records.generation = 17;
         records.document = Document { generation: 4, text: "# The first.\nload_ewma_alpha = 0.5\n".into() };
         records.key_ring.announce(true, 16, &mut seeded_rng(4, 0));

@@ -185,7 +185,7 @@ impl ServiceRow {
         Ok(ServiceRecord {
             index: ServiceIndex::parse("index", self.index.into())?,
             seed: self.seed,
-            buckets: BucketHistory::restored(now, before).unwrap_or_default(),
+            buckets: BucketHistory::from_stored(now, before).unwrap_or_default(),
         })
     }
 }
@@ -248,7 +248,7 @@ impl ServerRow {
                 services: drain.services,
             }),
             racks: self.racks,
-            vlan: Vlan::from_word(self.vlan.unwrap_or(0).into())?,
+            vlan: Vlan::from_id(self.vlan.unwrap_or(0).into())?,
         })
     }
 }

@@ -42,20 +42,20 @@ const RETRY_DELAY: Duration = Duration::from_millis(10);
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Limits {
     /// Time from the connection to the end of the handshake.
-    pub handshake: Duration,
-    pub handshakes: usize,
-    pub handshakes_per_address: usize,
+    pub handshake_timeout: Duration,
+    pub max_handshakes: usize,
+    pub max_handshakes_per_address: usize,
     /// Limit of concurrent connections with one identity.
-    pub connections_per_identity: usize,
+    pub max_connections_per_identity: usize,
 }
 
 impl Default for Limits {
     fn default() -> Self {
         Self {
-            handshake: Duration::from_secs(5),
-            handshakes: 1024,
-            handshakes_per_address: 64,
-            connections_per_identity: 16,
+            handshake_timeout: Duration::from_secs(5),
+            max_handshakes: 1024,
+            max_handshakes_per_address: 64,
+            max_connections_per_identity: 16,
         }
     }
 }
@@ -71,10 +71,10 @@ pub struct ConnectionAcceptor {
 #[derive(Debug)]
 struct Protection {
     tls: Arc<Tls>,
-    accepted: Vec<Role>,
+    accepted_roles: Vec<Role>,
     client_certificates: ClientCertificates,
     protocols: &'static [&'static str],
-    revoked: RevocationList,
+    revocation_list: RevocationList,
     /// Credentials at the last check of open connections.
     checked_credentials: Mutex<Arc<Credentials>>,
     config: Mutex<Option<(Arc<Credentials>, Arc<ServerConfig>)>>,
@@ -82,11 +82,11 @@ struct Protection {
 
 #[derive(Debug, Default)]
 struct Connections {
-    handshakes: HashMap<IpAddr, usize>,
-    handshaking: usize,
-    tracked: HashMap<u64, Arc<TrackedConnection>>,
-    identities: HashMap<Identity, usize>,
-    next: u64,
+    handshakes_by_address: HashMap<IpAddr, usize>,
+    handshake_count: usize,
+    connections_by_number: HashMap<u64, Arc<TrackedConnection>>,
+    connections_by_identity: HashMap<Identity, usize>,
+    next_number: u64,
 }
 
 #[derive(Debug)]
@@ -95,8 +95,8 @@ struct TrackedConnection {
     fingerprint: Fingerprint,
     chain: Vec<CertificateDer<'static>>,
     not_after: Duration,
-    closed: AtomicBool,
-    reader: Mutex<Option<Waker>>,
+    is_closed: AtomicBool,
+    reader_waker: Mutex<Option<Waker>>,
 }
 
 impl TrackedConnection {
@@ -117,24 +117,24 @@ impl TrackedConnection {
     }
 
     fn close(&self) {
-        self.closed.store(true, Ordering::Release);
-        if let Some(reader) = self.reader.lock().take() {
+        self.is_closed.store(true, Ordering::Release);
+        if let Some(reader) = self.reader_waker.lock().take() {
             reader.wake();
         }
     }
 
     fn is_closed(&self) -> bool {
-        self.closed.load(Ordering::Acquire)
+        self.is_closed.load(Ordering::Acquire)
     }
 }
 
 impl ConnectionAcceptor {
-    pub fn open(limits: Limits, failures: Arc<Failures>) -> Arc<Self> {
+    pub fn without_tls(limits: Limits, failures: Arc<Failures>) -> Arc<Self> {
         Arc::new(Self { protection: None, limits, failures, connections: Mutex::default() })
     }
 
     /// Returns an acceptor of connections with a valid certificate of one of these roles. `protocols`: for ALPN.
-    pub fn guarded(
+    pub fn with_tls(
         tls: Arc<Tls>,
         accepted: &[Role],
         client_certificates: ClientCertificates,
@@ -146,10 +146,10 @@ impl ConnectionAcceptor {
         let (accepted, config, believed) = (accepted.to_vec(), Mutex::default(), Mutex::new(tls.credentials()));
         let protection = Some(Protection {
             tls,
-            accepted,
+            accepted_roles: accepted,
             client_certificates,
             protocols,
-            revoked,
+            revocation_list: revoked,
             checked_credentials: believed,
             config,
         });
@@ -239,10 +239,10 @@ impl ConnectionAcceptor {
             return Ok(AcceptedConnection { io: Io::Plain(stream), caller, guard: None });
         };
         let acceptor = TlsAcceptor::from(protection.config()?);
-        let handshake = tokio::time::timeout(self.limits.handshake, acceptor.accept(stream)).await;
+        let handshake = tokio::time::timeout(self.limits.handshake_timeout, acceptor.accept(stream)).await;
         let stream = handshake
             .map_err(|_| {
-                let message = format!("no handshake within {:?}", self.limits.handshake);
+                let message = format!("no handshake within {:?}", self.limits.handshake_timeout);
                 Failure { reason: Reason::Timeout, message }
             })?
             .map_err(|error| Failure::of(&error))?;
@@ -266,23 +266,23 @@ impl ConnectionAcceptor {
         let nobody = || Failure { reason: Reason::NoIdentity, message: "its certificate has no identity".to_owned() };
         let identity = certificate.identity.clone().ok_or_else(nobody)?;
         let mut connections = self.connections();
-        let count = connections.identities.entry(identity.clone()).or_default();
-        if *count >= self.limits.connections_per_identity {
+        let count = connections.connections_by_identity.entry(identity.clone()).or_default();
+        if *count >= self.limits.max_connections_per_identity {
             let message = format!("{identity} has {count} connections, which is the limit");
             return Err(Failure { reason: Reason::TooMany, message });
         }
         *count += 1;
-        connections.next += 1;
-        let number = connections.next;
+        connections.next_number += 1;
+        let number = connections.next_number;
         let connection = Arc::new(TrackedConnection {
             identity,
             fingerprint: certificate.fingerprint,
             chain,
             not_after: certificate.not_after,
-            closed: AtomicBool::new(false),
-            reader: Mutex::default(),
+            is_closed: AtomicBool::new(false),
+            reader_waker: Mutex::default(),
         });
-        connections.tracked.insert(number, connection.clone());
+        connections.connections_by_number.insert(number, connection.clone());
         Ok(ConnectionGuard { acceptor: self.clone(), number, connection })
     }
 
@@ -303,13 +303,15 @@ impl ConnectionAcceptor {
 
     pub(crate) fn maintain_at(&self, now: Duration) {
         let Some(protection) = &self.protection else { return };
-        if let Some(verifier) = protection.with_fewer_authorities() {
-            let tracked: Vec<Arc<TrackedConnection>> = self.connections().tracked.values().cloned().collect();
+        if let Some(verifier) = protection.verifier_if_authority_removed() {
+            let tracked: Vec<Arc<TrackedConnection>> =
+                self.connections().connections_by_number.values().cloned().collect();
             // A thread, because verification of thousands of certificates takes as long as thousands of handshakes.
             std::thread::spawn(move || tracked.iter().for_each(|connection| connection.verify(&verifier)));
         }
-        for connection in self.connections().tracked.values().filter(|connection| !connection.is_closed()) {
-            let is_revoked = protection.revoked.contains(&connection.fingerprint);
+        for connection in self.connections().connections_by_number.values().filter(|connection| !connection.is_closed())
+        {
+            let is_revoked = protection.revocation_list.contains(&connection.fingerprint);
             if is_revoked || connection.not_after < now {
                 let why = if is_revoked { "is revoked" } else { "has expired" };
                 let peer = &connection.identity;
@@ -326,7 +328,7 @@ impl ConnectionAcceptor {
 
 impl Protection {
     /// Returns a verifier if an authority was removed since the last call.
-    fn with_fewer_authorities(&self) -> Option<ClientVerifier> {
+    fn verifier_if_authority_removed(&self) -> Option<ClientVerifier> {
         let credentials = self.tls.credentials();
         let mut believed = self.checked_credentials.lock();
         let before = std::mem::replace(&mut *believed, credentials.clone());
@@ -334,7 +336,8 @@ impl Protection {
         if Arc::ptr_eq(&before, &credentials) || before.authorities.iter().all(is_still) {
             return None;
         }
-        let verifier = credentials.client_verifier(&self.accepted, self.client_certificates, self.revoked.clone());
+        let verifier =
+            credentials.client_verifier(&self.accepted_roles, self.client_certificates, self.revocation_list.clone());
         let verifier = verifier.inspect_err(|error| {
             tracing::warn!(
                 event = "connections-not-verified",
@@ -353,7 +356,12 @@ impl Protection {
         {
             return Ok(config.clone());
         }
-        let new = credentials.server(&self.accepted, self.client_certificates, self.revoked.clone(), self.protocols);
+        let new = credentials.server_config(
+            &self.accepted_roles,
+            self.client_certificates,
+            self.revocation_list.clone(),
+            self.protocols,
+        );
         let new = Arc::new(new.map_err(|error| Failure { reason: Reason::Broken, message: format!("{error:#}") })?);
         *config = Some((credentials, new.clone()));
         Ok(new)
@@ -368,14 +376,14 @@ struct HandshakeSlot {
 impl HandshakeSlot {
     fn take(acceptor: &Arc<ConnectionAcceptor>, address: IpAddr) -> Result<Self, Failure> {
         let mut connections = acceptor.connections();
-        let (all, limits) = (connections.handshaking, &acceptor.limits);
-        let count = connections.handshakes.get(&address).copied().unwrap_or(0);
-        if all >= limits.handshakes || count >= limits.handshakes_per_address {
+        let (all, limits) = (connections.handshake_count, &acceptor.limits);
+        let count = connections.handshakes_by_address.get(&address).copied().unwrap_or(0);
+        if all >= limits.max_handshakes || count >= limits.max_handshakes_per_address {
             let message = format!("{count} handshakes of its address, {all} in all, are not done, which is the limit");
             return Err(Failure { reason: Reason::TooMany, message });
         }
-        connections.handshakes.insert(address, count + 1);
-        connections.handshaking += 1;
+        connections.handshakes_by_address.insert(address, count + 1);
+        connections.handshake_count += 1;
         drop(connections);
         Ok(Self { acceptor: acceptor.clone(), address })
     }
@@ -384,11 +392,11 @@ impl HandshakeSlot {
 impl Drop for HandshakeSlot {
     fn drop(&mut self) {
         let mut connections = self.acceptor.connections();
-        connections.handshaking -= 1;
-        if let Some(count) = connections.handshakes.get_mut(&self.address) {
+        connections.handshake_count -= 1;
+        if let Some(count) = connections.handshakes_by_address.get_mut(&self.address) {
             *count -= 1;
             if *count == 0 {
-                connections.handshakes.remove(&self.address);
+                connections.handshakes_by_address.remove(&self.address);
             }
         }
     }
@@ -404,11 +412,11 @@ struct ConnectionGuard {
 impl Drop for ConnectionGuard {
     fn drop(&mut self) {
         let mut connections = self.acceptor.connections();
-        connections.tracked.remove(&self.number);
-        if let Some(count) = connections.identities.get_mut(&self.connection.identity) {
+        connections.connections_by_number.remove(&self.number);
+        if let Some(count) = connections.connections_by_identity.get_mut(&self.connection.identity) {
             *count -= 1;
             if *count == 0 {
-                connections.identities.remove(&self.connection.identity);
+                connections.connections_by_identity.remove(&self.connection.identity);
             }
         }
     }
@@ -443,7 +451,7 @@ impl AcceptedConnection {
     }
 }
 
-fn closed() -> io::Error {
+fn closed_error() -> io::Error {
     io::Error::new(io::ErrorKind::ConnectionAborted, "the certificate has expired or is revoked")
 }
 
@@ -462,11 +470,11 @@ impl AsyncRead for AcceptedConnection {
         buffer: &mut ReadBuf<'_>,
     ) -> Poll<io::Result<()>> {
         if let Some(guard) = &self.guard {
-            *guard.connection.reader.lock() = Some(context.waker().clone());
+            *guard.connection.reader_waker.lock() = Some(context.waker().clone());
         }
         // Checked after the waker is registered, so that a close in between wakes the task.
         if self.is_closed() {
-            return Poll::Ready(Err(closed()));
+            return Poll::Ready(Err(closed_error()));
         }
         Pin::new(&mut self.io).poll_read(context, buffer)
     }
@@ -475,7 +483,7 @@ impl AsyncRead for AcceptedConnection {
 impl AsyncWrite for AcceptedConnection {
     fn poll_write(mut self: Pin<&mut Self>, context: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
         if self.is_closed() {
-            return Poll::Ready(Err(closed()));
+            return Poll::Ready(Err(closed_error()));
         }
         Pin::new(&mut self.io).poll_write(context, bytes)
     }
@@ -486,7 +494,7 @@ impl AsyncWrite for AcceptedConnection {
         bytes: &[io::IoSlice<'_>],
     ) -> Poll<io::Result<usize>> {
         if self.is_closed() {
-            return Poll::Ready(Err(closed()));
+            return Poll::Ready(Err(closed_error()));
         }
         Pin::new(&mut self.io).poll_write_vectored(context, bytes)
     }

@@ -100,7 +100,7 @@ impl Authority {
     }
 
     /// Returns the path of the trusted certificates.
-    pub fn ca(&self) -> PathBuf {
+    pub fn ca_path(&self) -> PathBuf {
         self.path("ca.crt")
     }
 
@@ -127,7 +127,7 @@ impl Authority {
     /// Writes the certificates of the authorities in `names` to ca.crt.
     fn publish(&self, names: &[&str]) -> anyhow::Result<()> {
         let all: anyhow::Result<Vec<String>> = names.iter().map(|name| self.read(&format!("{name}.crt"))).collect();
-        write(&self.ca(), &all?.concat())
+        write(&self.ca_path(), &all?.concat())
     }
 
     pub fn fleet(&self) -> anyhow::Result<Name> {
@@ -151,11 +151,11 @@ impl Authority {
         ensure!(
             validity.not_after <= own.not_after,
             "the authority ends before this certificate would: expected at most {} days, or `coreward certs roll-over`",
-            own.remains(unix_now()).as_secs() / DAY.as_secs()
+            own.remaining_validity(unix_now()).as_secs() / DAY.as_secs()
         );
-        let secret = self.secret("authority.key")?;
+        let secret = self.read_key("authority.key")?;
         ensure!(
-            self.signed_by(&secret, "authority.crt")?,
+            self.is_signed_by(&secret, "authority.crt")?,
             "authority.crt is no certificate of authority.key: expected `coreward certs roll-over switch` again, where \
              that was interrupted"
         );
@@ -208,10 +208,10 @@ impl Authority {
 
     /// Moves the files of `next` to `authority`, and continues an interrupted attempt.
     fn switch(&self) -> anyhow::Result<()> {
-        let next = self.secret("next.key")?;
-        if !self.signed_by(&next, "authority.crt")? {
+        let next = self.read_key("next.key")?;
+        if !self.is_signed_by(&next, "authority.crt")? {
             ensure!(
-                self.signed_by(&next, "next.crt")?,
+                self.is_signed_by(&next, "next.crt")?,
                 "next.crt is no certificate of next.key: expected those of `begin`, the first step: remove both, and \
                  begin again"
             );
@@ -222,12 +222,12 @@ impl Authority {
         disk::rename(&self.path("next.key"), &self.path("authority.key"))
     }
 
-    fn secret(&self, file: &str) -> anyhow::Result<KeyPair> {
+    fn read_key(&self, file: &str) -> anyhow::Result<KeyPair> {
         let text = coreward_config::read_secret(&self.path(file)).map_err(anyhow::Error::msg)?;
         KeyPair::from_pem(&text).with_context(|| self.path(file).display().to_string())
     }
 
-    fn signed_by(&self, key: &KeyPair, certificate: &str) -> anyhow::Result<bool> {
+    fn is_signed_by(&self, key: &KeyPair, certificate: &str) -> anyhow::Result<bool> {
         let der = CertificateDer::from_pem_slice(self.read(certificate)?.as_bytes())?;
         let (_, parsed) = x509_parser::parse_x509_certificate(&der)?;
         Ok(parsed.public_key().raw == key.subject_public_key_info())

@@ -38,7 +38,8 @@ impl Caller {
             Some(identity) if roles.contains(&identity.role) => Ok(()),
             _ => {
                 let expected: Vec<&str> = roles.iter().map(|role| role.name()).collect();
-                let message = format!("the certificate is for {}: expected {}", self.shown(), expected.join(" or "));
+                let message =
+                    format!("the certificate is for {}: expected {}", self.describe_identity(), expected.join(" or "));
                 Err(Status::permission_denied(message))
             }
         }
@@ -49,15 +50,17 @@ impl Caller {
         self.require(&[role])?;
         match &self.identity {
             Some(identity) if identity.name.as_str() != name => {
-                let message =
-                    format!("the certificate is for {}, not for {role} {name}: expected its own name", self.shown());
+                let message = format!(
+                    "the certificate is for {}, not for {role} {name}: expected its own name",
+                    self.describe_identity()
+                );
                 Err(Status::permission_denied(message))
             }
             _ => Ok(()),
         }
     }
 
-    fn shown(&self) -> String {
+    fn describe_identity(&self) -> String {
         self.identity.as_ref().map_or_else(|| "no identity".to_owned(), Identity::to_string)
     }
 }

@@ -54,13 +54,13 @@ impl Certificate {
     }
 
     /// Returns the remaining validity at `now` (since 1970); zero: expired.
-    pub fn remains(&self, now: Duration) -> Duration {
+    pub fn remaining_validity(&self, now: Duration) -> Duration {
         self.not_after.saturating_sub(now)
     }
 
     /// Returns whether less than a third of the validity remains.
-    pub fn is_old(&self, now: Duration) -> bool {
-        self.remains(now) < self.not_after.saturating_sub(self.not_before) / 3
+    pub fn is_renewal_due(&self, now: Duration) -> bool {
+        self.remaining_validity(now) < self.not_after.saturating_sub(self.not_before) / 3
     }
 }
 

@@ -102,7 +102,7 @@ pub fn run(args: &CertsArgs) -> anyhow::Result<String> {
             Ok(format!(
                 "{}: the authority of fleet {fleet}, for every part\n{directory}/authority.key: keep it here, who has \
                  it is everybody",
-                authority.ca().display()
+                authority.ca_path().display()
             ))
         }
         Command::Issue { role, name, address, days: length, out, folder } => {
@@ -136,7 +136,7 @@ pub fn run(args: &CertsArgs) -> anyhow::Result<String> {
                 RollOver::Switch => "`coreward certs renew` all bundles, and copy them; then `finish`",
                 RollOver::Finish => "copy the new ca.crt to every daemon, or renew its certificate when due",
             };
-            Ok(format!("{}: {next}", authority.ca().display()))
+            Ok(format!("{}: {next}", authority.ca_path().display()))
         }
     }
 }
@@ -209,7 +209,7 @@ fn row(file: &Path, certificate: &Certificate) -> [String; 6] {
         None if certificate.is_authority => (format!("authority: {}", certificate.subject), String::new()),
         None => (certificate.subject.clone(), String::new()),
     };
-    let validity = match certificate.remains(unix_now()) {
+    let validity = match certificate.remaining_validity(unix_now()) {
         Duration::ZERO => format!("{} (expired)", format_date(certificate.not_after)),
         _ => format_date(certificate.not_after),
     };

@@ -41,7 +41,7 @@ impl Connector {
         let stream = TcpStream::connect(self.address).await?;
         stream.set_nodelay(true)?;
         let Some((tls, roles)) = &self.tls else { return Ok(Io::Plain(stream)) };
-        let config = tls.credentials().client(roles, Host::Any, "h2").map_err(io::Error::other)?;
+        let config = tls.credentials().client_config(roles, Host::Any, "h2").map_err(io::Error::other)?;
         complete_handshake(Arc::new(config), self.address.ip().into(), stream).await
     }
 }
@@ -60,7 +60,7 @@ pub struct HttpsConnector(Arc<ClientConfig>);
 impl HttpsConnector {
     /// Creates a connector with a certificate. The controller must belong to the same fleet.
     pub fn with_certificate(files: &CredentialFiles, host: Host) -> Result<Self, CredentialError> {
-        let config = Credentials::load(files)?.client(&[Role::Controller], host, HTTP);
+        let config = Credentials::load(files)?.client_config(&[Role::Controller], host, HTTP);
         let config = config.map_err(|error| CredentialError { key: "key", message: error.to_string() })?;
         Ok(Self(Arc::new(config)))
     }

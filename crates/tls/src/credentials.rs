@@ -41,7 +41,7 @@ fn credential_error(key: &'static str, path: &Path, problem: impl std::fmt::Disp
 #[derive(Debug)]
 pub struct Credentials {
     pub identity: Identity,
-    pub own: Certificate,
+    pub own_certificate: Certificate,
     pub authorities: Vec<Certificate>,
     roots: Arc<RootCertStore>,
     chain: Vec<CertificateDer<'static>>,
@@ -51,9 +51,9 @@ pub struct Credentials {
 impl Credentials {
     pub fn problems(files: &CredentialFiles) -> Vec<CredentialError> {
         let each = [
-            authorities(&files.ca).err(),
-            certificates("certificate", &files.certificate).err(),
-            secret_key(&files.key).err(),
+            read_authorities(&files.ca).err(),
+            read_chain("certificate", &files.certificate).err(),
+            read_private_key(&files.key).err(),
         ];
         let each: Vec<CredentialError> = each.into_iter().flatten().collect();
         match each.is_empty() {
@@ -63,26 +63,26 @@ impl Credentials {
     }
 
     pub fn load(files: &CredentialFiles) -> Result<Self, CredentialError> {
-        let (roots, authorities) = authorities(&files.ca)?;
+        let (roots, authorities) = read_authorities(&files.ca)?;
         let path = &files.certificate;
-        let chain = certificates("certificate", path)?;
+        let chain = read_chain("certificate", path)?;
         let own = Certificate::read(&chain[0]).map_err(|problem| credential_error("certificate", path, problem))?;
         let nobody = || {
             let expected = "expected a URI coreward://FLEET/ROLE/NAME among its subject alternative names";
             credential_error("certificate", path, format!("the first certificate has no identity: {expected}"))
         };
         let identity = own.identity.clone().ok_or_else(nobody)?;
-        let key = secret_key(&files.key)?;
-        let credentials = Self { identity, own, authorities, roots: Arc::new(roots), chain, key };
+        let key = read_private_key(&files.key)?;
+        let credentials = Self { identity, own_certificate: own, authorities, roots: Arc::new(roots), chain, key };
         // A configuration can be built only if key and certificate belong together.
-        credentials.client(&[Role::Controller], Host::Any, "h2").map_err(|error| {
+        credentials.client_config(&[Role::Controller], Host::Any, "h2").map_err(|error| {
             credential_error("key", &files.key, format!("{error}: expected the key of {}", path.display()))
         })?;
         Ok(credentials)
     }
 
     /// Returns the configuration for connections to one of these roles. `protocol`: for ALPN.
-    pub fn client(&self, expected: &[Role], host: Host, protocol: &str) -> Result<ClientConfig, rustls::Error> {
+    pub fn client_config(&self, expected: &[Role], host: Host, protocol: &str) -> Result<ClientConfig, rustls::Error> {
         let fleet = Some(self.identity.fleet.clone());
         let builder = client_builder(self.roots.clone(), fleet, expected, host)?;
         let config = builder.with_client_auth_cert(self.chain.clone(), self.key.clone_key())?;
@@ -100,7 +100,7 @@ impl Credentials {
     }
 
     /// Returns the configuration for connections from these roles.
-    pub fn server(
+    pub fn server_config(
         &self,
         accepted: &[Role],
         certificates: ClientCertificates,
@@ -118,7 +118,7 @@ impl Credentials {
     }
 }
 
-fn secret_key(path: &Path) -> Result<PrivateKeyDer<'static>, CredentialError> {
+fn read_private_key(path: &Path) -> Result<PrivateKeyDer<'static>, CredentialError> {
     let text = coreward_config::read_secret(path).map_err(|message| CredentialError { key: "key", message })?;
     PrivateKeyDer::from_pem_slice(text.as_bytes())
         .map_err(|error| credential_error("key", path, format!("{error}: expected a private key in PEM")))
@@ -131,7 +131,7 @@ pub fn client_without_certificate(
     host: Host,
     protocol: &str,
 ) -> Result<ClientConfig, CredentialError> {
-    let (roots, _) = authorities(ca)?;
+    let (roots, _) = read_authorities(ca)?;
     let builder =
         client_builder(Arc::new(roots), None, expected, host).map_err(|error| credential_error("ca", ca, error))?;
     Ok(finish_config(builder.with_no_client_auth(), protocol))
@@ -160,7 +160,7 @@ fn provider() -> Arc<CryptoProvider> {
     Arc::new(rustls::crypto::ring::default_provider())
 }
 
-fn certificates(key: &'static str, path: &Path) -> Result<Vec<CertificateDer<'static>>, CredentialError> {
+fn read_chain(key: &'static str, path: &Path) -> Result<Vec<CertificateDer<'static>>, CredentialError> {
     let text = std::fs::read(path)
         .map_err(|error| credential_error(key, path, format!("{error}: expected certificates in PEM")))?;
     let all: Result<Vec<_>, _> = CertificateDer::pem_slice_iter(&text).collect();
@@ -171,9 +171,9 @@ fn certificates(key: &'static str, path: &Path) -> Result<Vec<CertificateDer<'st
     }
 }
 
-fn authorities(path: &Path) -> Result<(RootCertStore, Vec<Certificate>), CredentialError> {
+fn read_authorities(path: &Path) -> Result<(RootCertStore, Vec<Certificate>), CredentialError> {
     let (mut roots, mut read) = (RootCertStore::empty(), Vec::new());
-    for der in certificates("ca", path)? {
+    for der in read_chain("ca", path)? {
         let certificate = Certificate::read(&der).map_err(|problem| credential_error("ca", path, problem))?;
         if !certificate.is_authority {
             let problem =
@@ -187,7 +187,7 @@ fn authorities(path: &Path) -> Result<(RootCertStore, Vec<Certificate>), Credent
 }
 
 pub fn read_certificates(path: &Path) -> anyhow::Result<Vec<Certificate>> {
-    let all = certificates("certificate", path)?;
+    let all = read_chain("certificate", path)?;
     let read = |der| Certificate::read(der).map_err(|problem| credential_error("certificate", path, problem).into());
     all.iter().map(read).collect()
 }

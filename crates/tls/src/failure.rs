@@ -208,8 +208,8 @@ pub struct Failures(Mutex<BTreeMap<Reason, FailureCount>>);
 #[derive(Debug, Default)]
 struct FailureCount {
     count: u64,
-    not_logged: u64,
-    logged: Option<Instant>,
+    suppressed_count: u64,
+    last_logged: Option<Instant>,
 }
 
 impl Failures {
@@ -222,12 +222,12 @@ impl Failures {
         let mut all = self.lock();
         let counted = all.entry(failure.reason).or_default();
         counted.count += 1;
-        if counted.logged.is_some_and(|logged| logged.elapsed() < LOG_INTERVAL) {
-            counted.not_logged += 1;
+        if counted.last_logged.is_some_and(|logged| logged.elapsed() < LOG_INTERVAL) {
+            counted.suppressed_count += 1;
             return;
         }
-        let not_logged = std::mem::take(&mut counted.not_logged);
-        counted.logged = Some(Instant::now());
+        let not_logged = std::mem::take(&mut counted.suppressed_count);
+        counted.last_logged = Some(Instant::now());
         drop(all);
         let reason = failure.reason.name();
         tracing::warn!(

@@ -11,47 +11,47 @@ const POLL_INTERVAL: Duration = Duration::from_secs(1);
 #[derive(Debug)]
 pub struct FileWatcher {
     paths: Vec<PathBuf>,
-    known: Mutex<Vec<Option<SystemTime>>>,
+    known_mtimes: Mutex<Vec<Option<SystemTime>>>,
 }
 
 impl FileWatcher {
     pub fn of<'a>(paths: impl IntoIterator<Item = &'a PathBuf>) -> Self {
-        let watcher = Self { paths: paths.into_iter().cloned().collect(), known: Mutex::default() };
-        watcher.take();
+        let watcher = Self { paths: paths.into_iter().cloned().collect(), known_mtimes: Mutex::default() };
+        watcher.record_modification_times();
         watcher
     }
 
     /// Stores the present modification times. Must be called before the files are read, so that no change is missed.
-    pub fn take(&self) {
-        *self.known() = self.now();
+    pub fn record_modification_times(&self) {
+        *self.known_mtimes() = self.read_modification_times();
     }
 
     /// Waits for a changed, new or removed file, for at least one interval, because related files are written one after
     /// the other.
-    pub async fn changed(&self) {
+    pub async fn wait_for_change(&self) {
         loop {
             tokio::time::sleep(POLL_INTERVAL).await;
-            if self.has_any() {
+            if self.has_changes() {
                 return;
             }
         }
     }
 
-    fn has_any(&self) -> bool {
-        self.now() != *self.known()
+    fn has_changes(&self) -> bool {
+        self.read_modification_times() != *self.known_mtimes()
     }
 
-    fn known(&self) -> MutexGuard<'_, Vec<Option<SystemTime>>> {
-        self.known.lock()
+    fn known_mtimes(&self) -> MutexGuard<'_, Vec<Option<SystemTime>>> {
+        self.known_mtimes.lock()
     }
 
-    fn now(&self) -> Vec<Option<SystemTime>> {
-        self.paths.iter().map(|path| written(path)).collect()
+    fn read_modification_times(&self) -> Vec<Option<SystemTime>> {
+        self.paths.iter().map(|path| modification_time(path)).collect()
     }
 }
 
 /// Returns the modification time; `None`: the file does not exist.
-fn written(path: &Path) -> Option<SystemTime> {
+fn modification_time(path: &Path) -> Option<SystemTime> {
     std::fs::metadata(path).and_then(|metadata| metadata.modified()).ok()
 }
 
@@ -68,13 +68,13 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("own.crt");
         let watcher = FileWatcher::of([&path]);
-        assert!(!watcher.has_any(), "nothing has changed");
+        assert!(!watcher.has_changes(), "nothing has changed");
         std::fs::write(&path, "").unwrap();
-        timeout(TIMEOUT, watcher.changed()).await.expect("the file is new");
-        assert!(watcher.has_any(), "it was not taken");
-        watcher.take();
-        assert!(!watcher.has_any(), "it is taken");
+        timeout(TIMEOUT, watcher.wait_for_change()).await.expect("the file is new");
+        assert!(watcher.has_changes(), "it was not taken");
+        watcher.record_modification_times();
+        assert!(!watcher.has_changes(), "it is taken");
         std::fs::remove_file(&path).unwrap();
-        assert!(watcher.has_any(), "it is gone");
+        assert!(watcher.has_changes(), "it is gone");
     }
 }

@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use coreward_config::toml::de::DeValue;
-use coreward_config::{FromToml, Reader, Spanned, config_struct, parsed, serde_json};
+use coreward_config::{FromToml, Reader, Spanned, config_struct, parse_text, serde_json};
 use serde_json::{Value, json};
 
 use crate::certificate::Fingerprint;
@@ -61,7 +61,7 @@ pub fn load(files: Option<&CredentialFiles>) -> anyhow::Result<Option<std::sync:
 
 impl FromToml for Fingerprint {
     fn read(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
-        parsed(value, reader, str::parse)
+        parse_text(value, reader, str::parse)
     }
 
     fn expected() -> String {

@@ -78,9 +78,9 @@ impl TestListener {
         let acceptor = match tls {
             Some(tls) => {
                 let (required, revoked) = (ClientCertificates::Required, revoked.clone());
-                ConnectionAcceptor::guarded(tls, PARTS, required, &["h2"], revoked, limits, failures.clone())
+                ConnectionAcceptor::with_tls(tls, PARTS, required, &["h2"], revoked, limits, failures.clone())
             }
-            None => ConnectionAcceptor::open(limits, failures.clone()),
+            None => ConnectionAcceptor::without_tls(limits, failures.clone()),
         };
         let mut admitted = Box::pin(acceptor.clone().admit(listener));
         tokio::spawn(async move {
@@ -102,7 +102,7 @@ impl TestListener {
         self.failures.counts().iter().any(|(counted, count)| *counted == reason && *count > 0)
     }
 
-    async fn failed(&self, reason: Reason) {
+    async fn wait_for_failure(&self, reason: Reason) {
         let counted = async {
             while !self.has_failed(reason) {
                 tokio::time::sleep(Duration::from_millis(5)).await;
@@ -146,7 +146,7 @@ fn connection_survives_the_end_of_its_first_runtime() {
     let fleet = Fleet::new("prod");
     let (controller, balancer) = (fleet.issue(Role::Controller, "c1"), fleet.issue(Role::Lb, "lb1"));
     let (required, failures) = (ClientCertificates::Required, Arc::default());
-    let acceptor = ConnectionAcceptor::guarded(
+    let acceptor = ConnectionAcceptor::with_tls(
         controller,
         PARTS,
         required,
@@ -212,10 +212,10 @@ async fn foreign_certificates_are_rejected() {
         assert!(error.contains(words), "{reason:?}: {error}");
         if reason == Reason::OtherFleet {
             // The client found the problem first, and sent an alert.
-            listening.failed(Reason::RefusedByPeer).await;
+            listening.wait_for_failure(Reason::RefusedByPeer).await;
         } else {
             assert!(error.starts_with(refused), "{error}");
-            listening.failed(reason).await;
+            listening.wait_for_failure(reason).await;
         }
     }
     // Another authority: each side would reject the other; here the client rejects first.
@@ -224,10 +224,10 @@ async fn foreign_certificates_are_rejected() {
     // The client's authority has the same name, and the client trusts the controller's authority.
     let impostor = Fleet::new("prod");
     let files = impostor.write(Role::Agent, "s1", Validity::from_now(DAY));
-    let files = CredentialFiles { ca: fleet.authority.ca(), ..files };
+    let files = CredentialFiles { ca: fleet.authority.ca_path(), ..files };
     let error = listening.connect(&Tls::load(files).unwrap()).await.unwrap_err();
     assert!(error.contains("its signer is not in the peer's `ca`"), "{error}");
-    listening.failed(Reason::UnknownAuthority).await;
+    listening.wait_for_failure(Reason::UnknownAuthority).await;
 }
 
 #[tokio::test]
@@ -249,7 +249,7 @@ async fn other_protocols_are_rejected() {
     let listening = TestListener::start(Some(fleet.issue(Role::Controller, "c1")), Limits::default()).await;
     let mut plain = TcpStream::connect(listening.address).await.unwrap();
     plain.write_all(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n").await.unwrap();
-    listening.failed(Reason::NotTls).await;
+    listening.wait_for_failure(Reason::NotTls).await;
     // A client with TLS and a listener without.
     let open = TestListener::start(None, Limits::default()).await;
     let error = open.connect(&fleet.issue(Role::Agent, "s1")).await.unwrap_err();
@@ -259,7 +259,8 @@ async fn other_protocols_are_rejected() {
 #[tokio::test]
 async fn silent_connections_take_few_slots_for_a_short_time() {
     let fleet = Fleet::new("prod");
-    let limits = Limits { handshake: Duration::from_secs(1), handshakes_per_address: 3, ..Limits::default() };
+    let limits =
+        Limits { handshake_timeout: Duration::from_secs(1), max_handshakes_per_address: 3, ..Limits::default() };
     let listening = TestListener::start(Some(fleet.issue(Role::Controller, "c1")), limits).await;
     let agent = fleet.issue(Role::Agent, "s1");
     let mut silent = Vec::new();
@@ -269,7 +270,7 @@ async fn silent_connections_take_few_slots_for_a_short_time() {
         }
     };
     tokio::time::timeout(TIMEOUT, refused).await.expect("one too many");
-    listening.failed(Reason::Timeout).await;
+    listening.wait_for_failure(Reason::Timeout).await;
     let back = async {
         while listening.connect(&agent).await.is_err() {
             tokio::time::sleep(Duration::from_millis(20)).await;
@@ -281,7 +282,7 @@ async fn silent_connections_take_few_slots_for_a_short_time() {
 #[tokio::test]
 async fn connections_per_certificate_are_limited() {
     let fleet = Fleet::new("prod");
-    let limits = Limits { connections_per_identity: 2, ..Limits::default() };
+    let limits = Limits { max_connections_per_identity: 2, ..Limits::default() };
     let listening = TestListener::start(Some(fleet.issue(Role::Controller, "c1")), limits).await;
     let agent = fleet.issue(Role::Agent, "s1");
     let connector = Connector::new(listening.address, Some((agent.clone(), &[Role::Controller])));
@@ -292,7 +293,7 @@ async fn connections_per_certificate_are_limited() {
         open.push(stream);
     }
     assert!(listening.connect(&agent).await.is_err());
-    listening.failed(Reason::TooMany).await;
+    listening.wait_for_failure(Reason::TooMany).await;
     assert!(listening.connect(&fleet.issue(Role::Agent, "s2")).await.is_ok(), "others are not concerned");
     drop(open);
     let back = async {
@@ -318,7 +319,7 @@ async fn revocation_ends_open_connections() {
     assert!(ended.is_err());
     let error = listening.connect(&agent).await.unwrap_err();
     assert!(error.contains("or revoked"), "{error}");
-    listening.failed(Reason::Revoked).await;
+    listening.wait_for_failure(Reason::Revoked).await;
 }
 
 #[tokio::test]

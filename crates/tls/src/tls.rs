@@ -30,7 +30,7 @@ impl Tls {
             event = "certificate-loaded",
             file = %files.certificate.display(),
             identity = %credentials.identity,
-            validity = %shown(&credentials.own),
+            validity = %format_remaining_validity(&credentials.own_certificate),
             "the daemon has loaded its certificate"
         );
         Ok(Arc::new(Self { files, credentials: watch::Sender::new(credentials), watcher }))
@@ -48,19 +48,21 @@ impl Tls {
     pub fn certificates(&self) -> Vec<(&'static str, Certificate)> {
         let credentials = self.credentials();
         let authorities = credentials.authorities.iter().map(|authority| ("ca", authority.clone()));
-        std::iter::once(("own", credentials.own.clone())).chain(authorities).collect()
+        std::iter::once(("own", credentials.own_certificate.clone())).chain(authorities).collect()
     }
 
     /// Returns warnings for the operator: certificates that expire soon.
     pub fn warnings(&self) -> Vec<String> {
         let now = unix_now();
-        let old = self.certificates().into_iter().filter(|(_, certificate)| certificate.is_old(now));
+        let old = self.certificates().into_iter().filter(|(_, certificate)| certificate.is_renewal_due(now));
         old.map(|(which, certificate)| match which {
-            "own" => format!("our certificate ends in {}: `coreward certs renew`", shown(&certificate)),
+            "own" => {
+                format!("our certificate ends in {}: `coreward certs renew`", format_remaining_validity(&certificate))
+            }
             _ => format!(
                 "the authority {} of `ca` ends in {}: roll over to a new one",
                 certificate.subject,
-                shown(&certificate)
+                format_remaining_validity(&certificate)
             ),
         })
         .collect()
@@ -68,7 +70,7 @@ impl Tls {
 
     /// Reads the files again. If a file is unusable or for another identity, the previous credentials remain.
     pub fn reload(&self) -> Result<(), CredentialError> {
-        self.watcher.take();
+        self.watcher.record_modification_times();
         let new = Credentials::load(&self.files)?;
         let old = self.credentials();
         if new.identity != old.identity {
@@ -80,7 +82,7 @@ impl Tls {
             );
             return Err(CredentialError { key: "certificate", message });
         }
-        let validity = shown(&new.own);
+        let validity = format_remaining_validity(&new.own_certificate);
         tracing::info!(
             event = "certificates-reloaded",
             file = %self.files.certificate.display(),
@@ -105,7 +107,7 @@ impl Tls {
             };
             let read = tokio::select! {
                 _ = reported => true,
-                () = self.watcher.changed() => true,
+                () = self.watcher.wait_for_change() => true,
                 _ = reminder.tick() => {
                     for problem in self.warnings() {
                         tracing::warn!(
@@ -131,8 +133,8 @@ impl Tls {
 }
 
 /// Returns the remaining validity as text, in days or smaller units.
-fn shown(certificate: &Certificate) -> String {
-    let remains = certificate.remains(unix_now());
+fn format_remaining_validity(certificate: &Certificate) -> String {
+    let remains = certificate.remaining_validity(unix_now());
     let whole = match remains.as_secs() {
         0 => return "0s (it has expired)".to_owned(),
         seconds @ 0..3600 => seconds,

@@ -93,7 +93,7 @@ impl AcceptedPeers {
     }
 }
 
-fn refuse(not_accepted: AcceptError) -> Error {
+fn to_tls_error(not_accepted: AcceptError) -> Error {
     Error::InvalidCertificate(CertificateError::Other(OtherError(Arc::new(not_accepted))))
 }
 
@@ -101,7 +101,7 @@ fn refuse(not_accepted: AcceptError) -> Error {
 pub struct ServerVerifier {
     roots: Arc<RootCertStore>,
     algorithms: WebPkiSupportedAlgorithms,
-    expected: AcceptedPeers,
+    accepted_peers: AcceptedPeers,
     host: Host,
 }
 
@@ -115,7 +115,7 @@ impl ServerVerifier {
         host: Host,
     ) -> Self {
         let algorithms = provider.signature_verification_algorithms;
-        Self { roots, algorithms, expected: AcceptedPeers { fleet, roles: roles.to_vec() }, host }
+        Self { roots, algorithms, accepted_peers: AcceptedPeers { fleet, roles: roles.to_vec() }, host }
     }
 }
 
@@ -158,8 +158,8 @@ impl ServerCertVerifier for ServerVerifier {
         let parsed = ParsedCertificate::try_from(certificate)?;
         let algorithms = self.algorithms.all;
         verify_server_cert_signed_by_trust_anchor(&parsed, &self.roots, intermediates, now, algorithms)?;
-        let (identity, read) = self.expected.check(certificate).map_err(refuse)?;
-        self.host.check(asked, &parsed, &read, &identity).map_err(refuse)?;
+        let (identity, read) = self.accepted_peers.check(certificate).map_err(to_tls_error)?;
+        self.host.check(asked, &parsed, &read, &identity).map_err(to_tls_error)?;
         Ok(ServerCertVerified::assertion())
     }
 
@@ -175,10 +175,10 @@ pub enum ClientCertificates {
 
 #[derive(Debug)]
 pub struct ClientVerifier {
-    chain: Arc<dyn ClientCertVerifier>,
+    chain_verifier: Arc<dyn ClientCertVerifier>,
     algorithms: WebPkiSupportedAlgorithms,
-    expected: AcceptedPeers,
-    revoked: RevocationList,
+    accepted_peers: AcceptedPeers,
+    revocation_list: RevocationList,
 }
 
 impl ClientVerifier {
@@ -197,21 +197,26 @@ impl ClientVerifier {
             ClientCertificates::Accepted => builder.allow_unauthenticated().build()?,
         };
         let algorithms = provider.signature_verification_algorithms;
-        Ok(Self { chain, algorithms, expected: AcceptedPeers { fleet: Some(fleet), roles: roles.to_vec() }, revoked })
+        Ok(Self {
+            chain_verifier: chain,
+            algorithms,
+            accepted_peers: AcceptedPeers { fleet: Some(fleet), roles: roles.to_vec() },
+            revocation_list: revoked,
+        })
     }
 }
 
 impl ClientCertVerifier for ClientVerifier {
     fn offer_client_auth(&self) -> bool {
-        self.chain.offer_client_auth()
+        self.chain_verifier.offer_client_auth()
     }
 
     fn client_auth_mandatory(&self) -> bool {
-        self.chain.client_auth_mandatory()
+        self.chain_verifier.client_auth_mandatory()
     }
 
     fn root_hint_subjects(&self) -> &[DistinguishedName] {
-        self.chain.root_hint_subjects()
+        self.chain_verifier.root_hint_subjects()
     }
 
     fn verify_client_cert(
@@ -220,10 +225,10 @@ impl ClientCertVerifier for ClientVerifier {
         intermediates: &[CertificateDer<'_>],
         now: UnixTime,
     ) -> Result<ClientCertVerified, Error> {
-        let verified = self.chain.verify_client_cert(certificate, intermediates, now)?;
-        let (identity, read) = self.expected.check(certificate).map_err(refuse)?;
-        if self.revoked.contains(&read.fingerprint) {
-            return Err(refuse(AcceptError::Revoked(identity)));
+        let verified = self.chain_verifier.verify_client_cert(certificate, intermediates, now)?;
+        let (identity, read) = self.accepted_peers.check(certificate).map_err(to_tls_error)?;
+        if self.revocation_list.contains(&read.fingerprint) {
+            return Err(to_tls_error(AcceptError::Revoked(identity)));
         }
         Ok(verified)
     }

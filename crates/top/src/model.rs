@@ -58,7 +58,7 @@ impl Model {
     }
 
     /// Returns new connections per second by server.
-    pub fn new_connections(&self) -> BTreeMap<&str, f64> {
+    pub fn new_connection_rates(&self) -> BTreeMap<&str, f64> {
         let of = |loads: &'_ ServerLoads| loads.new_connections;
         let Some((oldest, newest, seconds)) = self.oldest_and_newest() else { return BTreeMap::new() };
         let before: BTreeMap<&str, u64> = oldest.servers.iter().map(|server| (&*server.name, of(server))).collect();
@@ -67,7 +67,7 @@ impl Model {
     }
 
     /// Returns a load balancer's packets per second by counter.
-    pub fn packets(&self, load_balancer: &str) -> BTreeMap<&str, f64> {
+    pub fn packet_rates(&self, load_balancer: &str) -> BTreeMap<&str, f64> {
         let Some((oldest, newest, seconds)) = self.oldest_and_newest() else { return BTreeMap::new() };
         let find = |loads: &'_ Loads| loads.load_balancers.iter().position(|counts| counts.name == load_balancer);
         let (Some(before), Some(now)) = (find(oldest), find(newest)) else { return BTreeMap::new() };

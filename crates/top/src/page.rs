@@ -12,7 +12,7 @@ use crate::model::Model;
 use crate::view::{SortOrder, View};
 
 /// Limit of lines each for services, load balancers and warnings, if servers need the room.
-const LINES: usize = 4;
+const MAX_MINOR_LINES: usize = 4;
 /// Width of a server's line before its cores, in columns.
 const COLUMNS_BEFORE_CORES: u16 = 64;
 
@@ -55,12 +55,12 @@ pub fn full_height(status: &Status) -> u16 {
     u16::try_from(lines).unwrap_or(u16::MAX)
 }
 
-/// Returns the height of each section: all lines, or else [`LINES`], or fewer on a small page. Three lines are head and
-/// foot.
+/// Returns the height of each section: all lines, or else [`MAX_MINOR_LINES`], or fewer on a small page. Three lines
+/// are head and foot.
 fn section_heights(needed: [usize; 3], servers: usize, area: Rect) -> [u16; 3] {
     let mut room = usize::from(area.height).saturating_sub(3);
     let all = needed.iter().sum::<usize>() + servers + 1;
-    let most = if all <= room { usize::MAX } else { LINES };
+    let most = if all <= room { usize::MAX } else { MAX_MINOR_LINES };
     needed.map(|needed| {
         // Servers get at least half of the remaining lines.
         let height = needed.min(most).min(room / 2);
@@ -73,7 +73,7 @@ fn head_lines<'a>(seen: &Model, status: &Status, order: SortOrder) -> Vec<Line<'
     let fresh = status.servers.iter().filter(|server| server.reports == ReportState::Fresh).count();
     let loads: Vec<f64> = seen.servers().values().flat_map(|server| server.cores.iter().copied()).collect();
     let highest = loads.iter().copied().fold(0.0, f64::max);
-    let sum: f64 = seen.new_connections().values().sum();
+    let sum: f64 = seen.new_connection_rates().values().sum();
     let open: u64 = seen.servers().values().map(|server| u64::from(server.open_connections)).sum();
     let first = format!(
         "coreward  configuration {}, a report every {} ms, {fresh} of {} servers report, by {}",
@@ -87,7 +87,7 @@ fn head_lines<'a>(seen: &Model, status: &Status, order: SortOrder) -> Vec<Line<'
         loads.len(),
         mean(&loads).unwrap_or(0.0) * 100.0,
         highest * 100.0,
-        per_second(sum)
+        format_rate(sum)
     );
     let second = match &seen.problem {
         Some(problem) => Line::styled(problem.clone(), Style::new().fg(Color::Red)),
@@ -148,9 +148,9 @@ fn services_table<'a>(status: &'a Status, area: Rect) -> Table<'a> {
 
 fn balancers_table<'a>(seen: &Model, status: &'a Status, area: Rect) -> Table<'a> {
     let row = |balancer: &'a LoadBalancer| {
-        let rates = seen.packets(&balancer.name);
+        let rates = seen.packet_rates(&balancer.name);
         let sum = |has_counted_connections: &dyn Fn(&str) -> bool| {
-            per_second(rates.iter().filter(|(name, _)| has_counted_connections(name)).map(|(_, rate)| rate).sum())
+            format_rate(rates.iter().filter(|(name, _)| has_counted_connections(name)).map(|(_, rate)| rate).sum())
         };
         let (state, colour) = match (balancer.connected, balancer.alive) {
             (true, true) => ("connected", Color::Green),
@@ -180,7 +180,7 @@ fn balancers_table<'a>(seen: &Model, status: &'a Status, area: Rect) -> Table<'a
 }
 
 fn servers_table<'a>(seen: &Model, status: &'a Status, view: View, area: Rect) -> Table<'a> {
-    let (loads, rates) = (seen.servers(), seen.new_connections());
+    let (loads, rates) = (seen.servers(), seen.new_connection_rates());
     let rate = |server: &Server| rates.get(server.name.as_str()).copied();
     let load = |server: &Server| loads.get(server.name.as_str()).and_then(|loads| mean(&loads.cores));
     let mut servers: Vec<&'a Server> = status.servers.iter().collect();
@@ -222,7 +222,7 @@ fn server_row<'a>(server: &'a Server, loads: Option<&ServerLoads>, rate: Option<
         Cell::from(server.name.as_str()),
         Cell::from(server.state.name()).style(Style::new().fg(colour_of_state)),
         Cell::from(or_dash(open.map(|open| open.to_string()))),
-        Cell::from(or_dash(rate.map(per_second))),
+        Cell::from(or_dash(rate.map(format_rate))),
         Cell::from(age).style(Style::new().fg(colour)),
         Cell::from(or_dash(mean(cores).map(percent))),
         Cell::from(or_dash(highest.map(percent))),
@@ -251,7 +251,7 @@ fn bar<'a>(load: f64) -> Span<'a> {
 }
 
 /// Formats a rate as "0.3", "12" or "3.4k".
-fn per_second(rate: f64) -> String {
+fn format_rate(rate: f64) -> String {
     match rate {
         ..0.05 => "0".to_owned(),
         0.05..9.95 => format!("{rate:.1}"),

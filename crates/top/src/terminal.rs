@@ -16,7 +16,7 @@ use crate::model::{ClientEvent, Model};
 use crate::page::{draw, full_height};
 use crate::view::View;
 
-const INTERVAL: Duration = Duration::from_secs(1);
+const POLL_INTERVAL: Duration = Duration::from_secs(1);
 /// Pause after a slow answer, as a multiple of its time: a large fleet's status has several MB.
 const PAUSE_FACTOR: u32 = 4;
 /// Width of the page without a terminal.
@@ -35,7 +35,7 @@ pub fn run(client: &Client, once: bool) -> anyhow::Result<Option<String>> {
     if once || !std::io::stdout().is_terminal() {
         // Rates need two samples.
         runtime.block_on(async {
-            tokio::time::sleep(INTERVAL).await;
+            tokio::time::sleep(POLL_INTERVAL).await;
             seen.update(ClientEvent::Loads(client.loads().await?));
             anyhow::Ok(())
         })?;
@@ -84,7 +84,7 @@ async fn poll_controller(client: &Client, sender: &Sender<ClientEvent>) {
             }
         }
         let took = started.elapsed();
-        tokio::time::sleep(INTERVAL.saturating_sub(took).max(took * PAUSE_FACTOR)).await;
+        tokio::time::sleep(POLL_INTERVAL.saturating_sub(took).max(took * PAUSE_FACTOR)).await;
     }
 }
 

@@ -53,7 +53,7 @@ impl ServiceIndex {
 /// messages.
 #[derive(Debug, Clone, PartialEq)]
 pub struct FleetConfiguration {
-    /// Grows with every change of anything but [`Peer::alive`].
+    /// Grows with every change of anything but [`Peer::is_alive`].
     pub generation: u64,
     /// The cookie keys.
     pub keys: FleetKeys,
@@ -76,15 +76,15 @@ pub struct Peer {
     pub owner: Option<OwnerNumber>,
     /// Address in the servers' network; `None`: unknown.
     pub address: Option<IpAddr>,
-    /// Whether the controller has received a message from the load balancer within [`LOST_AFTER`].
-    pub alive: bool,
+    /// Whether the controller has received a message from the load balancer within [`LOAD_BALANCER_TIMEOUT`].
+    pub is_alive: bool,
 }
 
 /// Silence after which a load balancer counts as lost. A restarted daemon returns earlier. TCP retransmits after 0.2,
 /// 0.6, 1.4 and 3.0 s: by the last time, packets should have another path.
-pub const LOST_AFTER: Duration = Duration::from_secs(2);
+pub const LOAD_BALANCER_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// Interval of a load balancer's state messages: a quarter of [`LOST_AFTER`].
+/// Interval of a load balancer's state messages: a quarter of [`LOAD_BALANCER_TIMEOUT`].
 pub const STATE_INTERVAL: Duration = Duration::from_millis(500);
 
 /// A service and its pool.
@@ -101,7 +101,7 @@ pub struct Service {
     /// Name of the policy.
     pub policy: String,
     /// Telemetry that the policy needs from each server.
-    pub traffic: TelemetryLevel,
+    pub telemetry_level: TelemetryLevel,
     /// Key that masks the time part of the service's cookies; present only with LB-side stamping.
     pub time_key: Option<CookieKey>,
     /// Health check of the servers, if any.
@@ -122,7 +122,7 @@ pub struct Server {
     /// Address in the load balancer's own network.
     pub address: IpAddr,
     /// Whether the server takes new connections. Established connections always reach it.
-    pub eligible: bool,
+    pub is_eligible: bool,
     /// Whether the server has left the service and needs no checks.
     pub has_left: bool,
     /// Weight of the server.
@@ -151,7 +151,7 @@ pub struct AgentConfiguration {
     /// Previous servers of this server's buckets, for daisy chaining. This list may change without a new generation.
     pub previous_servers: Vec<PreviousServer>,
     /// Whether an operator waits for the end of connections, which the agent then counts more often.
-    pub draining: bool,
+    pub is_draining: bool,
     /// This server's address, to which load balancers send; `None`: the controller has an older version.
     pub address: Option<IpAddr>,
 }
@@ -198,7 +198,7 @@ impl From<&Peer> for v1::LoadBalancer {
             name: peer.name.clone(),
             owner: peer.owner.map(|owner| owner.get().into()),
             address: peer.address.map(address_bytes).unwrap_or_default(),
-            alive: peer.alive,
+            alive: peer.is_alive,
         }
     }
 }
@@ -211,7 +211,7 @@ impl From<&Service> for v1::Service {
             index: service.index.get().into(),
             mode: Some(service.mode.into()),
             policy: service.policy.clone(),
-            traffic: service.traffic.name().to_owned(),
+            traffic: service.telemetry_level.name().to_owned(),
             time_key: service.time_key.map(Into::into),
             health_check: service.check.as_deref().map(v1::HealthCheck::from),
             when_all_down: service.when_all_down.name().to_owned(),
@@ -226,7 +226,7 @@ impl From<&Server> for v1::Server {
             name: server.name.clone(),
             id: server.id.get().into(),
             address: address_bytes(server.address),
-            eligible: server.eligible,
+            eligible: server.is_eligible,
             has_left: server.has_left,
             weight: server.weight.get(),
             capacity: server.capacity.map_or(0.0, Capacity::get),
@@ -255,7 +255,7 @@ impl From<&AgentConfiguration> for v1::AgentConfiguration {
             fleet_rss_key: configuration.fleet_rss_key.bytes().to_vec(),
             server_id: configuration.server_id.get().into(),
             previous_servers: configuration.previous_servers.iter().map(before).collect(),
-            draining: configuration.draining,
+            draining: configuration.is_draining,
             address: configuration.address.map(address_bytes).unwrap_or_default(),
         }
     }
@@ -337,7 +337,7 @@ pub(crate) fn parse_each<'a, T, U: TryFrom<&'a T, Error = WireError>>(
         .collect()
 }
 
-fn all_different<T: std::hash::Hash + Eq + std::fmt::Display>(
+fn check_unique<T: std::hash::Hash + Eq + std::fmt::Display>(
     field: &str,
     values: impl Iterator<Item = T>,
 ) -> Result<(), WireError> {
@@ -384,12 +384,12 @@ impl TryFrom<&v1::FleetConfiguration> for FleetConfiguration {
 
     fn try_from(message: &v1::FleetConfiguration) -> Result<Self, WireError> {
         let services: Vec<Service> = parse_each("services", &message.services)?;
-        all_different("services", services.iter().map(|service| service.address))?;
-        all_different("services", services.iter().map(|service| format!("index {}", service.index.get())))?;
+        check_unique("services", services.iter().map(|service| service.address))?;
+        check_unique("services", services.iter().map(|service| format!("index {}", service.index.get())))?;
         let load_balancers: Vec<Peer> = parse_each("load_balancers", &message.load_balancers)?;
-        all_different("load_balancers", load_balancers.iter().map(|peer| &peer.name))?;
+        check_unique("load_balancers", load_balancers.iter().map(|peer| &peer.name))?;
         let numbers = load_balancers.iter().filter_map(|peer| peer.owner);
-        all_different("load_balancers", numbers.map(|owner| format!("owner number {}", owner.get())))?;
+        check_unique("load_balancers", numbers.map(|owner| format!("owner number {}", owner.get())))?;
         Ok(Self {
             generation: message.generation,
             keys: parse_keys(message.keys.as_ref())?,
@@ -409,7 +409,7 @@ impl TryFrom<&v1::LoadBalancer> for Peer {
             name: message.name.clone(),
             owner: message.owner.map(|number| parse_owner("owner", number)).transpose()?,
             address: parse_optional_address("address", &message.address)?,
-            alive: message.alive,
+            is_alive: message.alive,
         })
     }
 }
@@ -419,7 +419,7 @@ impl TryFrom<&v1::Service> for Service {
 
     fn try_from(message: &v1::Service) -> Result<Self, WireError> {
         let servers: Vec<Server> = parse_each("servers", &message.servers)?;
-        all_different("servers", servers.iter().map(|server| format!("server id {}", server.id)))?;
+        check_unique("servers", servers.iter().map(|server| format!("server id {}", server.id)))?;
         let mode = parse_mode(message.mode.as_ref())?;
         Ok(Self {
             name: message.name.clone(),
@@ -428,7 +428,7 @@ impl TryFrom<&v1::Service> for Service {
             mode,
             time_key: parse_time_key(mode, message.time_key)?,
             policy: message.policy.clone(),
-            traffic: parse_named("traffic", &message.traffic, TelemetryLevel::ALL, TelemetryLevel::name)?,
+            telemetry_level: parse_named("traffic", &message.traffic, TelemetryLevel::ALL, TelemetryLevel::name)?,
             check: message.health_check.as_ref().map(Check::try_from).transpose().within("health_check")?.map(Arc::new),
             when_all_down: parse_when_all_down(&message.when_all_down)?,
             servers,
@@ -444,11 +444,11 @@ impl TryFrom<&v1::Server> for Server {
             name: message.name.clone(),
             id: parse_server_id("id", message.id)?,
             address: parse_address("address", &message.address)?,
-            eligible: message.eligible,
+            is_eligible: message.eligible,
             has_left: message.has_left,
             weight: parse_weight(message.weight)?,
             capacity: parse_capacity(message.capacity)?,
-            vlan: Vlan::from_word(message.vlan.into()).map_err(|error| WireError::new("vlan", error))?,
+            vlan: Vlan::from_id(message.vlan.into()).map_err(|error| WireError::new("vlan", error))?,
         })
     }
 }
@@ -495,7 +495,7 @@ impl TryFrom<&v1::AgentConfiguration> for AgentConfiguration {
                 .map_err(|error| WireError::new("fleet_rss_key", error))?,
             server_id: parse_server_id("server_id", message.server_id)?,
             previous_servers: parse_each("previous_servers", &message.previous_servers)?,
-            draining: message.draining,
+            is_draining: message.draining,
             address: parse_optional_address("address", &message.address)?,
         })
     }

@@ -24,7 +24,7 @@ pub struct CheckedServer {
     /// Verdict on the server; `None`: not enough checks so far.
     pub verdict: Option<Verdict>,
     /// Duration of the verdict.
-    pub since: Duration,
+    pub verdict_duration: Duration,
     /// Error of the newest check; empty: the check passed, or no check has ended.
     pub error: String,
     /// Latency of the newest answer; zero: no answer.
@@ -58,7 +58,7 @@ impl From<&CheckedServer> for v1::ServerHealth {
         Self {
             server_id: 0,
             up: checked.verdict.map(|verdict| verdict == Verdict::Up),
-            since_ms: checked.since.as_millis() as u64,
+            since_ms: checked.verdict_duration.as_millis() as u64,
             error: checked.error.chars().take(MAX_ERROR).collect(),
             latency_us: u32::try_from(checked.latency.as_micros()).unwrap_or(u32::MAX),
             checks: checked.checks,
@@ -89,7 +89,7 @@ impl From<&v1::ServerHealth> for CheckedServer {
         let verdict = |up: bool| if up { Verdict::Up } else { Verdict::Down };
         Self {
             verdict: message.up.map(verdict),
-            since: Duration::from_millis(message.since_ms),
+            verdict_duration: Duration::from_millis(message.since_ms),
             error: message.error.chars().filter(|c| !c.is_control()).take(MAX_ERROR).collect(),
             latency: Duration::from_micros(message.latency_us.into()),
             checks: message.checks,
@@ -235,7 +235,7 @@ mod tests {
         let entry = |index: u32, id: u64, verdict: Option<Verdict>| {
             let checked = CheckedServer {
                 verdict,
-                since: Duration::from_millis(1500),
+                verdict_duration: Duration::from_millis(1500),
                 error: "connection refused".to_owned(),
                 latency: Duration::from_micros(250),
                 checks: 7,

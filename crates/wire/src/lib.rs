@@ -38,8 +38,8 @@ pub mod traffic;
 
 pub use change::FleetChange;
 pub use configuration::{
-    AgentConfiguration, FleetConfiguration, LOST_AFTER, Peer, PreviousServer, RefusedService, STATE_INTERVAL, Server,
-    Service, ServiceIndex, StampedService,
+    AgentConfiguration, FleetConfiguration, LOAD_BALANCER_TIMEOUT, Peer, PreviousServer, RefusedService,
+    STATE_INTERVAL, Server, Service, ServiceIndex, StampedService,
 };
 pub use error::{Context, WireError};
 pub use health::{CheckedServer, HealthMessage};
@@ -50,7 +50,7 @@ pub use sockets::{SocketAnswer, SocketQuery};
 pub use traffic::{ServerTraffic, TrafficMessage};
 
 /// Metadata of an UNAVAILABLE: address and port of the leading controller, as in daemons' files.
-pub const LEADER: &str = "coreward-leader";
+pub const LEADER_HEADER: &str = "coreward-leader";
 
 /// Metadata of a stream's beginning: the term of the answering controller, in decimal. Grows with every leader; absent
 /// if the controller has a store of its own.

@@ -25,7 +25,7 @@ const MAX_RACK_LOAD: u64 = (MAX_LOAD as u64) << 32;
 
 /// Limit of a message in bytes, half of a controller's limit. One summary is smaller: 200 kB with 2,048 buckets, 8
 /// candidates each and one RSS key.
-const MAX_MESSAGE: usize = 2 << 20;
+const MAX_MESSAGE_BYTES: usize = 2 << 20;
 
 /// Configuration of a rack: its servers and their services.
 #[derive(Debug, Clone, PartialEq)]
@@ -46,7 +46,7 @@ pub struct RackConfiguration {
 #[derive(Debug, Clone, PartialEq)]
 pub struct RackServer {
     /// Number of the agent's stream.
-    pub stream: u64,
+    pub stream_number: u64,
     /// Id of the server.
     pub id: ServerId,
     /// Weight of the server.
@@ -76,7 +76,7 @@ pub struct RackMember {
     /// Id of the server.
     pub id: ServerId,
     /// Whether the server takes new connections.
-    pub eligible: bool,
+    pub is_eligible: bool,
     /// Whether the server gets its full share, because its slow start has ended.
     pub has_full_share: bool,
 }
@@ -84,7 +84,7 @@ pub struct RackMember {
 impl From<&RackConfiguration> for v1::RackConfiguration {
     fn from(configuration: &RackConfiguration) -> Self {
         let server = |server: &RackServer| v1::RackServer {
-            stream: server.stream,
+            stream: server.stream_number,
             id: server.id.get().into(),
             weight: server.weight.get(),
             capacity: server.capacity.map_or(0.0, Capacity::get),
@@ -95,7 +95,7 @@ impl From<&RackConfiguration> for v1::RackConfiguration {
             bucket_count: service.buckets.get(),
             places_requests: service.places_requests,
             server_id: service.members.iter().map(|member| member.id.get().into()).collect(),
-            eligible: service.members.iter().map(|member| member.eligible).collect(),
+            eligible: service.members.iter().map(|member| member.is_eligible).collect(),
             has_full_share: service.members.iter().map(|member| member.has_full_share).collect(),
         };
         Self {
@@ -144,7 +144,7 @@ struct PackedMessages {
 
 impl PackedMessages {
     fn with_room_for(&mut self, bytes: usize) -> &mut v1::RackMessage {
-        if self.bytes > 0 && self.bytes + bytes > MAX_MESSAGE {
+        if self.bytes > 0 && self.bytes + bytes > MAX_MESSAGE_BYTES {
             self.messages.push(v1::RackMessage::default());
             self.bytes = 0;
         }
@@ -160,7 +160,7 @@ fn parse_weight(weight: u32) -> Result<Weight, WireError> {
 fn parse_server(message: &v1::RackServer) -> Result<RackServer, WireError> {
     let capacity = (message.capacity != 0.0).then(|| Capacity::new(message.capacity)).transpose();
     Ok(RackServer {
-        stream: message.stream,
+        stream_number: message.stream,
         id: parse_server_id("id", message.id)?,
         weight: parse_weight(message.weight)?,
         capacity: capacity.map_err(|error| WireError::new("capacity", error))?,
@@ -174,7 +174,7 @@ fn parse_service(message: &v1::RackService) -> Result<RackService, WireError> {
     let member = |position: usize| {
         Ok(RackMember {
             id: parse_server_id("server_id", message.server_id[position])?,
-            eligible: message.eligible[position],
+            is_eligible: message.eligible[position],
             has_full_share: message.has_full_share[position],
         })
     };
@@ -206,13 +206,13 @@ pub fn summary_message(service: ServiceIndex, summary: &RackSummary) -> v1::Rack
         weight: class.weight.get(),
         speed: class.speed,
         bin: packed::write(bins.iter().map(|(bin, _)| u64::from(*bin))),
-        cores: packed::write(bins.iter().map(|(_, bin)| bin.cores)),
+        cores: packed::write(bins.iter().map(|(_, bin)| bin.core_count)),
         sum: packed::write(bins.iter().map(|(_, bin)| bin.sum)),
     };
     message.spreads = summary.spreads.iter().map(spread).collect();
     let list = |list: &CandidateList| v1::CandidateList {
         key: list.key.bytes().to_vec().into(),
-        input_transform: list.key.input().number().into(),
+        input_transform: list.key.input_transform().number().into(),
         per_bucket: list.per_bucket as u32,
         server: packed::write(list.candidates.iter().map(|(core, _)| position(core.server) as u64)),
         core: packed::write(list.candidates.iter().map(|(core, _)| u64::from(core.core))),
@@ -230,7 +230,7 @@ pub fn parse_summary(message: &v1::RackSummary) -> Result<(ServiceIndex, RackSum
         let id = parse_server_id("slow_start.server_id", loads.server_id)?;
         let unknown = || WireError::new("slow_start.server_id", format!("{id}: expected one of `server_id`"));
         let position = servers.binary_search_by_key(&id, |server| server.id).map_err(|_| unknown())?;
-        loads.load.iter().try_for_each(|load| is_load("slow_start.load", *load))?;
+        loads.load.iter().try_for_each(|load| check_load("slow_start.load", *load))?;
         check_length("slow_start.load", loads.load.len(), message.cores[position] as usize)?;
         servers[position].loads = Loads::Relayed(loads.load.clone().into());
     }
@@ -257,8 +257,8 @@ fn parse_servers(message: &v1::RackSummary) -> Result<Vec<ReducedServer>, WireEr
         if !(1..=MAX_CORES as u32).contains(cores) {
             return Err(WireError::new("cores", format!("{cores}: expected 1 to {MAX_CORES}")));
         }
-        is_load_of("load_sum", *sum, *cores)?;
-        let loads = Loads::Aggregated { sum: *sum, cores: *cores };
+        check_total_load("load_sum", *sum, *cores)?;
+        let loads = Loads::Aggregated { sum: *sum, core_count: *cores };
         Ok(ReducedServer { id: parse_server_id("server_id", *id)?, loads })
     };
     parallel.map(server).collect()
@@ -278,8 +278,8 @@ fn parse_spread(message: &v1::LoadSpread) -> Result<(ServerClass, SpreadBins), W
         let (Some(bin), Some(cores), Some(sum)) = (bin, cores, sum) else {
             return Err(packed::error_unreadable("bin, cores, sum"));
         };
-        let expected = || WireError::new("bin", format!("{bin}: expected 0 to {}", LoadSpread::BINS - 1));
-        let bin = u16::try_from(bin).ok().filter(|bin| *bin < LoadSpread::BINS).ok_or_else(expected)?;
+        let expected = || WireError::new("bin", format!("{bin}: expected 0 to {}", LoadSpread::BIN_COUNT - 1));
+        let bin = u16::try_from(bin).ok().filter(|bin| *bin < LoadSpread::BIN_COUNT).ok_or_else(expected)?;
         let sum_at_most = cores.saturating_mul(MAX_RACK_LOAD);
         if cores > MAX_CORES_OF_BIN || sum > sum_at_most {
             let problem =
@@ -289,7 +289,7 @@ fn parse_spread(message: &v1::LoadSpread) -> Result<(ServerClass, SpreadBins), W
         if bins.last().is_some_and(|(last, _)| *last >= bin) {
             return Err(WireError::new("bin", "not in ascending order"));
         }
-        bins.push((bin, Bin { cores, sum }));
+        bins.push((bin, Bin { core_count: cores, sum }));
     }
     Ok((class, bins))
 }
@@ -304,7 +304,7 @@ fn parse_list(message: &v1::CandidateList, ids: &[ServerId]) -> Result<Candidate
         return Err(WireError::new("per_bucket", problem));
     }
     let cores = packed::read(&message.server).zip(packed::read(&message.core));
-    packed::read_doubles(&message.load).try_for_each(|load| is_load("load", load))?;
+    packed::read_doubles(&message.load).try_for_each(|load| check_load("load", load))?;
     let mut candidates = Vec::with_capacity(count);
     for ((server, core), load) in cores.zip(packed::read_doubles(&message.load)) {
         let (Some(server), Some(core)) = (server, core) else {
@@ -322,11 +322,11 @@ fn parse_list(message: &v1::CandidateList, ids: &[ServerId]) -> Result<Candidate
     Ok(CandidateList { key, per_bucket: message.per_bucket as usize, candidates })
 }
 
-fn is_load(field: &str, load: f64) -> Result<(), WireError> {
-    is_load_of(field, load, 1)
+fn check_load(field: &str, load: f64) -> Result<(), WireError> {
+    check_total_load(field, load, 1)
 }
 
-fn is_load_of(field: &str, load: f64, cores: u32) -> Result<(), WireError> {
+fn check_total_load(field: &str, load: f64, cores: u32) -> Result<(), WireError> {
     let most = MAX_LOAD * f64::from(cores);
     // Smoothing may round a load up.
     if (0.0..=most * 1.000_001).contains(&load) {
@@ -344,7 +344,7 @@ fn check_length(field: &str, length: usize, expected: usize) -> Result<(), WireE
 
 #[cfg(test)]
 mod tests {
-    use coreward_model::policy::{Pool, PoolServer, named};
+    use coreward_model::policy::{Pool, PoolServer, policy_by_name};
     use coreward_model::rss::{IndirectionTable, Rss};
     use prost::bytes::Bytes;
 
@@ -363,7 +363,7 @@ mod tests {
             ..PoolServer::new((n * 31).try_into().unwrap())
         };
         let pool = Pool::new((0..5).map(server).collect(), 1);
-        RackSummary::of(&pool, named("crossrss-plus", 1).unwrap().as_mut(), BucketCount::PUBLISHED, 8)
+        RackSummary::of(&pool, policy_by_name("crossrss-plus", 1).unwrap().as_mut(), BucketCount::PUBLISHED, 8)
     }
 
     #[test]
@@ -377,11 +377,11 @@ mod tests {
     #[test]
     fn large_summary_is_split_into_messages() {
         let message = summary_message(ServiceIndex::new(3).unwrap(), &summary());
-        let (bytes, count) = (message.encoded_len(), 3 * MAX_MESSAGE / message.encoded_len());
+        let (bytes, count) = (message.encoded_len(), 3 * MAX_MESSAGE_BYTES / message.encoded_len());
         let agent = v1::FromAgent { stream: 7, message: None };
         let messages = rack_messages(vec![agent.clone()], vec![message.clone(); count]);
         assert!((3..=4).contains(&messages.len()), "{} of {bytes} bytes in {}", count, messages.len());
-        assert!(messages.iter().all(|message| message.encoded_len() < 2 * MAX_MESSAGE));
+        assert!(messages.iter().all(|message| message.encoded_len() < 2 * MAX_MESSAGE_BYTES));
         assert_eq!(messages[0].agents, [agent]);
         assert_eq!(
             messages.into_iter().flat_map(|message| message.summaries).collect::<Vec<_>>(),
@@ -436,13 +436,13 @@ mod tests {
     #[test]
     fn configurations_round_trip() {
         let member =
-            |id: u64, has_full_share| RackMember { id: id.try_into().unwrap(), eligible: true, has_full_share };
+            |id: u64, has_full_share| RackMember { id: id.try_into().unwrap(), is_eligible: true, has_full_share };
         let configuration = RackConfiguration {
             report_interval: Duration::from_millis(100),
             detail_interval: Duration::from_secs(2),
             alpha: Alpha::PUBLISHED,
             servers: vec![RackServer {
-                stream: 4,
+                stream_number: 4,
                 id: 9u64.try_into().unwrap(),
                 weight: Weight::new(3).unwrap(),
                 capacity: Some(Capacity::new(2.5).unwrap()),

@@ -2,7 +2,7 @@
 
 use coreward_model::rss::{IndirectionTable, InputTransform, Rss, RssKey};
 
-use crate::sanitize::readable;
+use crate::sanitize::sanitize_str;
 use crate::{WireError, v1};
 
 /// RSS of an agent's NIC.
@@ -23,7 +23,7 @@ impl From<&ReportedRss> for v1::Rss {
                 source,
                 key: rss.key.bytes().to_vec(),
                 indirection_table: rss.indirection_table.queues().iter().map(|queue| u32::from(*queue)).collect(),
-                input_transform: rss.key.input().number().into(),
+                input_transform: rss.key.input_transform().number().into(),
             },
         }
     }
@@ -33,7 +33,7 @@ impl TryFrom<&v1::Rss> for ReportedRss {
     type Error = WireError;
 
     fn try_from(message: &v1::Rss) -> Result<Self, WireError> {
-        let source = readable(&message.source);
+        let source = sanitize_str(&message.source);
         if message.key.is_empty() && message.indirection_table.is_empty() {
             return Ok(Self { source, rss: None });
         }

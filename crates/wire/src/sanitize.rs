@@ -14,14 +14,14 @@ const MAX_COUNTS: usize = 1024;
 const MAX_SERVERS: usize = 16_384;
 
 /// Returns the text in displayable form.
-pub fn readable(text: &str) -> String {
+pub fn sanitize_str(text: &str) -> String {
     text.chars().take(MAX_CHARACTERS).map(|c| if c.is_control() { '\u{fffd}' } else { c }).collect()
 }
 
 /// Returns the text in displayable form, without a copy if nothing changes.
 pub fn sanitize(text: String) -> String {
     let is_readable = text.len() <= MAX_CHARACTERS && !text.chars().any(char::is_control);
-    if is_readable { text } else { readable(&text) }
+    if is_readable { text } else { sanitize_str(&text) }
 }
 
 fn all_readable(texts: Vec<String>) -> Vec<String> {

@@ -73,7 +73,7 @@ impl TryFrom<&v1::SocketQuery> for SocketQuery {
     type Error = WireError;
 
     fn try_from(message: &v1::SocketQuery) -> Result<Self, WireError> {
-        at_most("clients", message.clients.len())?;
+        check_client_count("clients", message.clients.len())?;
         let service = message.service.as_ref().ok_or_else(|| WireError::missing("service"))?;
         let client = |(position, client): (usize, &v1::Client)| {
             let ip = parse_address("address", &client.address);
@@ -100,12 +100,12 @@ impl TryFrom<v1::SocketAnswer> for SocketAnswer {
     type Error = WireError;
 
     fn try_from(message: v1::SocketAnswer) -> Result<Self, WireError> {
-        at_most("open", message.open.len())?;
+        check_client_count("open", message.open.len())?;
         Ok(Self { number: message.number, load_balancer_session: message.load_balancer_session, is_open: message.open })
     }
 }
 
-fn at_most(field: &str, length: usize) -> Result<(), WireError> {
+fn check_client_count(field: &str, length: usize) -> Result<(), WireError> {
     if length <= MAX_CLIENTS {
         return Ok(());
     }

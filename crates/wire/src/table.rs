@@ -32,16 +32,16 @@ fn message(service: ServiceIndex, table: &PlacementTable) -> v1::PlacementTable 
         bucket_count: table.bucket_count.get(),
         candidates_per_bucket: table.candidates_per_bucket,
         group_keys: table.groups.iter().map(|key| key.bytes().to_vec()).collect(),
-        group_inputs: table.groups.iter().map(|key| key.input().number().into()).collect(),
+        group_inputs: table.groups.iter().map(|key| key.input_transform().number().into()).collect(),
         candidate_load: of_candidates(|candidate| candidate.load),
         candidate_server_id: of_candidates(|candidate| candidate.server.get().into()),
         candidate_core_slot: of_candidates(|candidate| candidate.core_slot.into()),
         assignment_cost: table.assignment_cost,
         member_server_id: table.members.iter().map(|member| member.server.get().into()).collect(),
         member_load: table.members.iter().map(|member| member.load).collect(),
-        consistent_server_id: table.consistent.iter().map(|server| server.get().into()).collect(),
+        consistent_server_id: table.consistent_servers.iter().map(|server| server.get().into()).collect(),
         previous_consistent_id: table
-            .previous_consistent
+            .previous_consistent_servers
             .iter()
             .map(|previous| previous.map_or(intf::NO_SERVER, |server| server.get().into()))
             .collect(),
@@ -51,7 +51,7 @@ fn message(service: ServiceIndex, table: &PlacementTable) -> v1::PlacementTable 
             .map(|core| u32::from(core.server.get()) << 16 | u32::from(core.core))
             .collect(),
         core_slot_age: table.core_slot_ages.clone(),
-        down_server_id: table.down.iter().map(|server| server.get().into()).collect(),
+        down_server_id: table.down_servers.iter().map(|server| server.get().into()).collect(),
     }
 }
 
@@ -63,14 +63,18 @@ fn parse(message: &v1::PlacementTable) -> Result<(ServiceIndex, PlacementTable),
         bucket_count: BucketCount::new(message.bucket_count.into())
             .map_err(|error| WireError::new("bucket_count", error))?,
         groups: parse_groups(&message.group_keys, &message.group_inputs)?,
-        candidates_per_bucket: at_most("candidates_per_bucket", message.candidates_per_bucket, intf::MAX_CANDIDATES)?,
+        candidates_per_bucket: check_at_most(
+            "candidates_per_bucket",
+            message.candidates_per_bucket,
+            intf::MAX_CANDIDATES,
+        )?,
         candidates: parse_candidates(message)?,
         assignment_cost: message.assignment_cost,
         core_slots: parse_core_slots(&message.core_slot)?,
         members: parse_members(message)?,
-        consistent: parse_server_ids("consistent_server_id", &message.consistent_server_id)?,
-        previous_consistent: parse_previous(&message.previous_consistent_id)?,
-        down: parse_server_ids("down_server_id", &message.down_server_id)?,
+        consistent_servers: parse_server_ids("consistent_server_id", &message.consistent_server_id)?,
+        previous_consistent_servers: parse_previous(&message.previous_consistent_id)?,
+        down_servers: parse_server_ids("down_server_id", &message.down_server_id)?,
         core_slot_ages: message.core_slot_age.clone(),
     };
     check_lengths(&table)?;
@@ -79,14 +83,14 @@ fn parse(message: &v1::PlacementTable) -> Result<(ServiceIndex, PlacementTable),
 
 fn parse_rule(name: &str) -> Result<Rule, WireError> {
     let expected = || format!("rule {name:?} is not known: expected one of {}", intf::PLACEMENT_RULE_NAMES.join(", "));
-    Rule::named(name).ok_or_else(|| WireError::new("rule", expected()))
+    Rule::from_name(name).ok_or_else(|| WireError::new("rule", expected()))
 }
 
-fn at_most(field: &str, value: u32, largest: u32) -> Result<u32, WireError> {
+fn check_at_most(field: &str, value: u32, largest: u32) -> Result<u32, WireError> {
     if value <= largest { Ok(value) } else { Err(WireError::new(field, format!("{value}: expected 0 to {largest}"))) }
 }
 
-fn length_at_most(field: &str, length: usize, largest: u32) -> Result<(), WireError> {
+fn check_max_length(field: &str, length: usize, largest: u32) -> Result<(), WireError> {
     if length <= largest as usize {
         return Ok(());
     }
@@ -101,7 +105,7 @@ fn check_length(field: &str, length: usize, expected: usize) -> Result<(), WireE
 }
 
 fn parse_groups(keys: &[Vec<u8>], inputs: &[u32]) -> Result<Vec<RssKey>, WireError> {
-    length_at_most("group_keys", keys.len(), intf::MAX_RSS_GROUPS)?;
+    check_max_length("group_keys", keys.len(), intf::MAX_RSS_GROUPS)?;
     if !inputs.is_empty() {
         check_length("group_inputs", inputs.len(), keys.len())?;
     }
@@ -127,7 +131,7 @@ fn parse_previous(ids: &[u32]) -> Result<Vec<Option<ServerId>>, WireError> {
 
 fn parse_candidates(message: &v1::PlacementTable) -> Result<Vec<Candidate>, WireError> {
     let count = message.candidate_load.len();
-    length_at_most("candidate_load", count, intf::MAX_TABLE_CANDIDATES)?;
+    check_max_length("candidate_load", count, intf::MAX_TABLE_CANDIDATES)?;
     check_length("candidate_server_id", message.candidate_server_id.len(), count)?;
     check_length("candidate_core_slot", message.candidate_core_slot.len(), count)?;
     let slots = message.core_slot.len();
@@ -145,7 +149,7 @@ fn parse_candidates(message: &v1::PlacementTable) -> Result<Vec<Candidate>, Wire
 }
 
 fn parse_core_slots(cores: &[u32]) -> Result<Vec<Core>, WireError> {
-    length_at_most("core_slot", cores.len(), intf::MAX_CORE_SLOTS)?;
+    check_max_length("core_slot", cores.len(), intf::MAX_CORE_SLOTS)?;
     cores
         .iter()
         .map(|packed| Ok(Core { server: parse_server_id("core_slot", packed >> 16)?, core: *packed as u16 }))
@@ -153,7 +157,7 @@ fn parse_core_slots(cores: &[u32]) -> Result<Vec<Core>, WireError> {
 }
 
 fn parse_members(message: &v1::PlacementTable) -> Result<Vec<Member>, WireError> {
-    length_at_most("member_server_id", message.member_server_id.len(), intf::MAX_MEMBERS)?;
+    check_max_length("member_server_id", message.member_server_id.len(), intf::MAX_MEMBERS)?;
     check_length("member_load", message.member_load.len(), message.member_server_id.len())?;
     let parallel = message.member_server_id.iter().zip(&message.member_load);
     parallel
@@ -170,11 +174,11 @@ fn check_lengths(table: &PlacementTable) -> Result<(), WireError> {
     }
     check_length("candidate_load", table.candidates.len(), table.groups.len() * buckets * per_bucket)?;
     if table.members.is_empty() {
-        return check_length("consistent_server_id", table.consistent.len(), 0);
+        return check_length("consistent_server_id", table.consistent_servers.len(), 0);
     }
-    check_length("consistent_server_id", table.consistent.len(), buckets)?;
-    if !table.previous_consistent.is_empty() {
-        check_length("previous_consistent_id", table.previous_consistent.len(), buckets)?;
+    check_length("consistent_server_id", table.consistent_servers.len(), buckets)?;
+    if !table.previous_consistent_servers.is_empty() {
+        check_length("previous_consistent_id", table.previous_consistent_servers.len(), buckets)?;
     }
     if table.groups.is_empty() {
         return Err(WireError::new("group_keys", "0 entries: expected at least 1, as there are members"));
@@ -212,8 +216,8 @@ mod tests {
         fn tables_of_every_policy_round_trip(servers in 0u64..20, bits in 0u32..9, index in 0u32..1024) {
             for name in policy::names() {
                 let buckets = BucketCount::new(1 << bits).unwrap();
-                let mut table = policy::named(name, 5).unwrap().place(&pool(servers), buckets, 9);
-                table.down = (0..servers % 3).map(|n| (n * 31).try_into().unwrap()).collect();
+                let mut table = policy::policy_by_name(name, 5).unwrap().compute_table(&pool(servers), buckets, 9);
+                table.down_servers = (0..servers % 3).map(|n| (n * 31).try_into().unwrap()).collect();
                 let service = ServiceIndex::new(index).unwrap();
                 prop_assert_eq!(decode(encode(service, &table)), Ok((service, table)));
             }
@@ -222,7 +226,7 @@ mod tests {
 
     #[test]
     fn encoded_table_is_a_protobuf_message() {
-        let table = policy::named("crossrss", 5).unwrap().place(&pool(3), BucketCount::PUBLISHED, 9);
+        let table = policy::policy_by_name("crossrss", 5).unwrap().compute_table(&pool(3), BucketCount::PUBLISHED, 9);
         let service = ServiceIndex::new(0).unwrap();
         let decoded = v1::PlacementTable::decode(encode(service, &table)).unwrap();
         assert_eq!((decoded.bucket_count, decoded.member_server_id), (128, vec![0, 31, 62]));
@@ -231,7 +235,8 @@ mod tests {
     #[test]
     fn table_beyond_the_limits_of_the_data_plane_is_rejected() {
         let error = |change: fn(&mut v1::PlacementTable)| {
-            let table = policy::named("crossrss", 5).unwrap().place(&pool(3), BucketCount::PUBLISHED, 9);
+            let table =
+                policy::policy_by_name("crossrss", 5).unwrap().compute_table(&pool(3), BucketCount::PUBLISHED, 9);
             let mut message = message(ServiceIndex::new(0).unwrap(), &table);
             change(&mut message);
             parse(&message).unwrap_err().to_string()

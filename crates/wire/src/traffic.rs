@@ -13,7 +13,7 @@ use crate::{Context as _, WireError, v1};
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct TrafficMessage {
     /// Number of first packets by service.
-    pub opened: BTreeMap<ServiceIndex, u64>,
+    pub opened_connections: BTreeMap<ServiceIndex, u64>,
     /// Traffic to each server, of all services together.
     pub servers: BTreeMap<ServerId, ServerTraffic>,
 }
@@ -33,7 +33,7 @@ impl From<&TrafficMessage> for v1::LoadBalancerTraffic {
             bytes: traffic.bytes,
         };
         Self {
-            services: message.opened.iter().map(service).collect(),
+            services: message.opened_connections.iter().map(service).collect(),
             servers: message.servers.iter().map(server).collect(),
         }
     }
@@ -49,7 +49,7 @@ impl TryFrom<&v1::LoadBalancerTraffic> for TrafficMessage {
             let index = ServiceIndex::parse("service_index", service.service_index).within(&within)?;
             // A message has the count of the service, or of each of its servers.
             let of_servers = service.servers.iter().fold(0, |sum: u64, server| sum.saturating_add(server.opened));
-            parsed.opened.insert(index, service.opened.max(of_servers));
+            parsed.opened_connections.insert(index, service.opened.max(of_servers));
             parsed.add_servers(&service.servers, &within)?;
         }
         parsed.add_servers(&message.servers, "servers")?;
@@ -84,7 +84,7 @@ mod tests {
     fn connection_counts_round_trip() {
         let traffic = |opened: u64| ServerTraffic { opened, closed: 1, packets: 2, bytes: 3 };
         let message = TrafficMessage {
-            opened: [(ServiceIndex::new(3).unwrap(), 21), (ServiceIndex::FIRST, 12)].into(),
+            opened_connections: [(ServiceIndex::new(3).unwrap(), 21), (ServiceIndex::FIRST, 12)].into(),
             servers: [(id(7), traffic(22)), (id(8), traffic(11))].into(),
         };
         let mut sent = v1::LoadBalancerTraffic::from(&message);
@@ -103,7 +103,7 @@ mod tests {
         let services = vec![v1::ServiceTraffic { service_index: 0, servers: vec![most; 2], opened: 1 }];
         let message = v1::LoadBalancerTraffic { services, servers: vec![most] };
         let parsed = TrafficMessage::try_from(&message).unwrap();
-        assert_eq!(parsed.opened[&ServiceIndex::FIRST], u64::MAX);
+        assert_eq!(parsed.opened_connections[&ServiceIndex::FIRST], u64::MAX);
         assert_eq!((parsed.servers[&id(7)].opened, parsed.servers[&id(7)].packets), (u64::MAX, u64::MAX));
     }
 
@@ -119,7 +119,7 @@ mod tests {
         };
         let services = vec![service(0, vec![server(7, 5), server(8, 6)]), service(3, vec![server(7, 1)])];
         let parsed = TrafficMessage::try_from(&v1::LoadBalancerTraffic { services, servers: Vec::new() }).unwrap();
-        assert_eq!(parsed.opened.values().copied().collect::<Vec<_>>(), [11, 1]);
+        assert_eq!(parsed.opened_connections.values().copied().collect::<Vec<_>>(), [11, 1]);
         let of = |n: u64| (parsed.servers[&id(n)].opened, parsed.servers[&id(n)].closed);
         assert_eq!((of(7), of(8)), ((6, 2), (6, 1)));
     }

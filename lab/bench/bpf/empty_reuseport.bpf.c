@@ -21,7 +21,7 @@ struct {
 } only SEC(".maps");
 
 SEC("sk_reuseport")
-int selects(struct sk_reuseport_md *ctx)
+int select_socket(struct sk_reuseport_md *ctx)
 {
 	__u32 slot = 0;
 

@@ -27,7 +27,7 @@ __u64 next_packet;
 /* Packets 0 .. mask are taken in turn. */
 const volatile __u32 mask;
 /* Offset of the client's address in the frame: that of the source, or of a reply's destination. */
-const volatile __u32 client_at;
+const volatile __u32 client_offset;
 
 struct {
 	__uint(type, BPF_MAP_TYPE_PROG_ARRAY);

@@ -27,7 +27,7 @@ static __always_inline bool is_tcp_ipv4(const void *data, const void *data_end)
 static __always_inline bool is_tcp_ipv6(const void *data, const void *data_end)
 {
 	return data + FAST_PATH_IPV6_OPTIONS <= data_end && is_ipv6_frame(data, data_end) &&
-	       PACKET_U8(data, IPV6_AT(next_header)) == IPPROTO_TCP;
+	       PACKET_U8(data, IPV6_FIELD_OFFSET(next_header)) == IPPROTO_TCP;
 }
 
 /* Swaps the MAC addresses of a frame with a TCP segment; false: it has none. */

@@ -53,9 +53,9 @@ const volatile __u64 first_word;
 const volatile __u64 second_word;
 const volatile __u32 frame_length;
 /* Offset of TSecr, or of a reply's TSval. Restored each time: first packets of stateful services leave with another. */
-const volatile __u32 tsecr_at;
+const volatile __u32 tsecr_offset;
 /* Offset of the ports. */
-const volatile __u32 ports_at;
+const volatile __u32 ports_offset;
 /* Upper half of `ports` from generated_source(). */
 const volatile __u32 destination_port;
 
@@ -65,13 +65,13 @@ static __always_inline int call_measured(struct xdp_md *ctx, __u32 client_addres
 	void *data = (void *)(long)ctx->data;
 	void *data_end = (void *)(long)ctx->data_end;
 
-	if (data + FAST_PATH_LENGTH > data_end || data + tsecr_at + sizeof(tsecr) > data_end ||
-	    data + client_at + sizeof(client_address) > data_end || data + ports_at + sizeof(ports) > data_end)
+	if (data + FAST_PATH_LENGTH > data_end || data + tsecr_offset + sizeof(tsecr) > data_end ||
+	    data + client_offset + sizeof(client_address) > data_end || data + ports_offset + sizeof(ports) > data_end)
 		return XDP_ABORTED;
 	PACKET_U64(data, 0) = first_word;
-	PACKET_U32(data, client_at) = client_address;
-	PACKET_U32(data, ports_at) = ports;
-	PACKET_U32(data, tsecr_at) = tsecr;
+	PACKET_U32(data, client_offset) = client_address;
+	PACKET_U32(data, ports_offset) = ports;
+	PACKET_U32(data, tsecr_offset) = tsecr;
 	bpf_tail_call_static(ctx, &measured, 0);
 	return XDP_ABORTED;
 }

@@ -14,8 +14,8 @@
 #define NANOSECONDS_PER_MS 1000000
 
 /* Offsets in the frame: of the ports, and of the timestamp to set. */
-const volatile __u32 ports_at;
-const volatile __u32 timestamp_at;
+const volatile __u32 ports_offset;
+const volatile __u32 timestamp_offset;
 
 /* Runs the measured program. Returns only if it cannot. */
 static __always_inline int call_measured(struct __sk_buff *skb, const struct variation *packet, __u32 timestamp)
@@ -23,12 +23,12 @@ static __always_inline int call_measured(struct __sk_buff *skb, const struct var
 	void *data = (void *)(long)skb->data;
 	void *data_end = (void *)(long)skb->data_end;
 
-	if (data + client_at + sizeof(__u32) > data_end || data + ports_at + sizeof(__u32) > data_end ||
-	    data + timestamp_at + sizeof(__u32) > data_end)
+	if (data + client_offset + sizeof(__u32) > data_end || data + ports_offset + sizeof(__u32) > data_end ||
+	    data + timestamp_offset + sizeof(__u32) > data_end)
 		return TC_ACT_SHOT;
-	*(__u32 *)(data + client_at) = packet->client_address;
-	*(__u32 *)(data + ports_at) = packet->ports;
-	*(__u32 *)(data + timestamp_at) = timestamp;
+	*(__u32 *)(data + client_offset) = packet->client_address;
+	*(__u32 *)(data + ports_offset) = packet->ports;
+	*(__u32 *)(data + timestamp_offset) = timestamp;
 	bpf_tail_call_static(skb, &measured, 0);
 	return TC_ACT_SHOT;
 }

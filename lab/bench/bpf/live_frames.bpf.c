@@ -50,7 +50,7 @@ __u64 next_packet;
 /* By enum live_packet_kind; user space sets all constants before the program is loaded. */
 const volatile struct live_frame frames[LIVE_PACKET_KINDS];
 /* Index of the device into which frames are redirected. */
-const volatile __u32 target;
+const volatile __u32 target_ifindex;
 
 /* A TSecr that no frame has. */
 #define NO_TSECR 0xffffffff
@@ -83,14 +83,14 @@ int generate(struct xdp_md *ctx)
 	if (kind == LIVE_NEW) {
 		__u64 client = new_client(number);
 
-		PACKET_U32(data, IP_AT(saddr)) = client;
+		PACKET_U32(data, IP_FIELD_OFFSET(saddr)) = client;
 		PACKET_U16(data, FAST_PATH_TCP) = client >> 32;
 	} else {
-		PACKET_U32(data, IP_AT(saddr)) = packet->client_address;
+		PACKET_U32(data, IP_FIELD_OFFSET(saddr)) = packet->client_address;
 		PACKET_U32(data, FAST_PATH_TCP) = packet->ports;
 		PACKET_U32(data, FAST_PATH_TSECR) = packet->tsecr;
 	}
-	return bpf_redirect(target, 0);
+	return bpf_redirect(target_ifindex, 0);
 }
 
 static __always_inline int swap_macs_and_return(struct ethhdr *ethernet)

@@ -147,7 +147,7 @@ fn report(args: &Args, windows: &[Window]) -> Report {
         let summary = summarize(windows.iter().map(of));
         // One decimal is not enough for a percentage below 1.
         let values = summary.map(|value| format!("{value:.2}").into());
-        table.row([what.into()].into_iter().chain(values).chain(goal_cells(goal, summary[0])));
+        table.add_row([what.into()].into_iter().chain(values).chain(goal_cells(goal, summary[0])));
     };
     row("CPU of the agent, % of one", |window| window.cpu_pct, Some(Goal::AtMost(1.0)));
     row("CPU per report (its share of the looks included), us", |window| window.cpu_per_report_us, None);

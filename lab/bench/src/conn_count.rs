@@ -7,7 +7,7 @@ use crate::cpus::thread_time;
 use crate::default_args::default_args;
 use crate::namespace::{self, ip};
 use anyhow::{Context as _, ensure};
-use coreward_dataplane::sockets::counts::connections_of;
+use coreward_dataplane::sockets::counts::connection_counts;
 use coreward_model::statistics::median;
 
 use crate::report::{Report, Table};
@@ -54,7 +54,7 @@ fn measure(args: &Args) -> anyhow::Result<Report> {
         let one_port = server.rounds(args.rounds, &[server.address])?;
         let other = |port| SocketAddr::from((Ipv4Addr::LOCALHOST, port));
         let four_services = server.rounds(args.rounds, &[server.address, other(1), other(2), other(3)])?;
-        table.row([
+        table.add_row([
             (*connections).into(),
             one_port.0.into(),
             one_port.1.into(),
@@ -110,7 +110,7 @@ impl Server {
         let (mut times, mut cpu_times) = (Vec::new(), Vec::new());
         for _ in 0..rounds {
             let (start, cpu) = (Instant::now(), thread_time());
-            let counted = connections_of(services)?;
+            let counted = connection_counts(services)?;
             times.push(start.elapsed().as_secs_f64() * 1e3);
             cpu_times.push((thread_time() - cpu).as_secs_f64() * 1e3);
             ensure!(counted[0] == self.open, "{} connections were counted: expected {}", counted[0], self.open);

@@ -148,7 +148,7 @@ fn report(args: &Args, measured: &Measured) -> Report {
     let mut table = Table::new(&["", "median", "least", "most", "goal", "verdict"]);
     let mut row = |what: &str, of: fn(&Window) -> f64, goal: Option<Goal>| {
         let summary = summarize(measured.windows.iter().map(of));
-        table.row([what.into()].into_iter().chain(summary.map(Cell::Number)).chain(goal_cells(goal, summary[0])));
+        table.add_row([what.into()].into_iter().chain(summary.map(Cell::Number)).chain(goal_cells(goal, summary[0])));
     };
     let half_a_cpu = Some(Goal::AtMost(50.0));
     row("CPU of the controller, % of one", |window| window.user_pct + window.system_pct, half_a_cpu);

@@ -89,7 +89,7 @@ fn measure(args: &Args) -> anyhow::Result<Report> {
         let column = |value: fn(&Window) -> f64| windows.iter().map(value).collect::<Vec<_>>();
         let difference = column(Window::difference);
         let events = column(|window| window.events_per_second);
-        loads.row([
+        loads.add_row([
             case.name.into(),
             median_of(&column(|window| window.load)).into(),
             median_of(&column(|window| window.kernel.not_idle)).into(),
@@ -101,7 +101,7 @@ fn measure(args: &Args) -> anyhow::Result<Report> {
         ]);
         let (program, empty) = (column(|window| window.program_ns), column(|window| window.empty_ns));
         let cpu = column(|window| window.events_per_second * window.program_ns / 1e7);
-        costs.row([
+        costs.add_row([
             case.name.into(),
             median_of(&program).into(),
             median_of(&empty).into(),

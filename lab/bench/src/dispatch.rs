@@ -71,7 +71,7 @@ fn measure(args: &Args) -> anyhow::Result<Report> {
         let mut services = vec![Service::floor(workers, Floor::Empty)?, Service::floor(workers, Floor::SelectSocket)?];
         let mut names = vec!["(always the same)"];
         for policy in Policy::all() {
-            services.push(Service::dispatched(workers, policy)?);
+            services.push(Service::with_policy(workers, policy)?);
             names.push(policy.name());
         }
         // By service, then by round.
@@ -88,7 +88,7 @@ fn measure(args: &Args) -> anyhow::Result<Report> {
         for (name, times) in names.into_iter().zip(&times[1..]) {
             let fastest = fastest_difference(times, &empty);
             let [goal, verdict] = goal_cells(goal_of(name, workers), fastest);
-            table.row([
+            table.add_row([
                 name.into(),
                 (workers as u64).into(),
                 median_of(&difference(times, &empty)).into(),
@@ -137,8 +137,8 @@ fn egress_rows(args: &Args, services: &[Service], table: &mut Table) -> anyhow::
         of_empty.push(each[0]);
     }
     let empty = median_of(&of_empty);
-    table.row(["a response of the service".into(), median_of(&of_service).into(), empty.into()]);
-    table.row(["any other UDP datagram".into(), median_of(&of_others).into(), empty.into()]);
+    table.add_row(["a response of the service".into(), median_of(&of_service).into(), empty.into()]);
+    table.add_row(["any other UDP datagram".into(), median_of(&of_others).into(), empty.into()]);
     Ok(())
 }
 
@@ -198,7 +198,7 @@ impl Service {
             Floor::SelectSocket => {
                 let socket = (workers[0].as_raw_fd() as u64).to_ne_bytes();
                 loaded.maps.only.update(&0u32.to_ne_bytes(), &socket, MapFlags::ANY)?;
-                loaded.progs.selects.as_fd()
+                loaded.progs.select_socket.as_fd()
             }
         };
         let program = program.try_clone_to_owned()?;
@@ -209,7 +209,7 @@ impl Service {
         Ok(Self { address, workers, clients: clients(address)?, program, egress, _link: link, dispatch: None })
     }
 
-    fn dispatched(workers: usize, policy: Policy) -> anyhow::Result<Self> {
+    fn with_policy(workers: usize, policy: Policy) -> anyhow::Result<Self> {
         let (address, sockets) = Self::sockets(workers)?;
         let by_type = matches!(policy, Policy::LightestQueue | Policy::RankedQueue);
         let long = RequestType { value: *b"l\0\0\0\0\0\0\0", mask: *b"\xff\0\0\0\0\0\0\0", class: 1 };
@@ -220,7 +220,7 @@ impl Service {
             type_offset: 0,
             types: if by_type { vec![long] } else { Vec::new() },
             other_class: 0,
-            learn: false,
+            observes_service_times: false,
         };
         let name = format!("coreward-bench-dispatch-{}-{}", std::process::id(), address.port());
         let pins = Pins(PathBuf::from("/sys/fs/bpf").join(name));

@@ -210,7 +210,7 @@ fn measure_case(
         }
     }
     let [ingress, egress] = times;
-    table.row([
+    table.add_row([
         name.into(),
         median_of(&ingress).into(),
         quartiles(&ingress).into(),

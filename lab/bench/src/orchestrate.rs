@@ -63,15 +63,15 @@ fn measure(args: &Args) -> anyhow::Result<Report> {
         let millions = (0..args.rounds).map(|_| measure()).collect::<anyhow::Result<Vec<f64>>>()?;
         let (middle, [cell, least, most, each]) = rate_cells(&millions, 1e3);
         let [goal, verdict] = goal_cells(Some(Goal::AtLeast(goal)), middle);
-        rates.row([name.into(), cell, least, most, each, goal, verdict]);
+        rates.add_row([name.into(), cell, least, most, each, goal, verdict]);
         Ok(())
     };
     for (cores, goal) in [(16, 3.0), (64, 1.5)] {
         add(&format!("decisions of the model, {cores} cores"), goal, &|| Ok(decide(cores, args.operations)))?;
         add(&format!("requests through the memory, {cores} cores"), goal, &|| dispatch(cores, args.operations))?;
     }
-    add("feedback messages of one core", 20.0, &|| feedback(args.operations))?;
-    add("hints to one core", 20.0, &|| hints(args.operations))?;
+    add("feedback messages of one core", 20.0, &|| measure_feedback(args.operations))?;
+    add("hints to one core", 20.0, &|| measure_hints(args.operations))?;
     let mut trips = Table::new(&["round trip, ns", "median", "p99", "goal", "verdict"]);
     let count = args.operations.min(200_000);
     let (mut requests, mut lines) = (Vec::new(), Vec::new());
@@ -86,15 +86,15 @@ fn measure(args: &Args) -> anyhow::Result<Report> {
         let middle = |quantile: usize| median(&rounds.iter().map(|trip| trip[quantile]).collect::<Vec<f64>>());
         let (trip, slow_trip) = (middle(0).context("a round")?, middle(1).context("a round")?);
         let [goal, verdict] = goal_cells(goal, trip);
-        trips.row([name.into(), trip.into(), slow_trip.into(), goal, verdict]);
+        trips.add_row([name.into(), trip.into(), slow_trip.into(), goal, verdict]);
     }
     let over_sockets = measure_sockets(args)?;
     Ok(Report {
         name: "orchestrate",
         title: "Requests to cores through shared memory",
         about: format!(
-            "coreward-orchestrator and coreward-runtime: JBSRQ and FEO, {SERVICE_COUNT} services, depth {DEPTH}, {} bytes \
-             of payload; without sockets, except the last table ({} cores). The orchestrator is on CPU {}, \
+            "coreward-orchestrator and coreward-runtime: JBSRQ and FEO, {SERVICE_COUNT} services, depth {DEPTH}, {} \
+             bytes of payload; without sockets, except the last table ({} cores). The orchestrator is on CPU {}, \
              all workers share a thread on CPU {}; where they are slower, they are the limit. A decision is a request \
              that is sent to a core, and its feedback. {} operations per case, {} rounds; medians.",
             PAYLOAD.len(),
@@ -138,7 +138,7 @@ fn measure_sockets(args: &Args) -> anyhow::Result<Table> {
         let rates: Vec<f64> = times.iter().map(|times| 1e6 / times.server).collect();
         let delivery = median(&times.iter().map(|times| times.delivery).collect::<Vec<_>>()).context("a round")?;
         let (_, [middle, least, most, each]) = rate_cells(&rates, 1e6);
-        table.row([(*name).into(), middle, least, most, each, delivery.into()]);
+        table.add_row([(*name).into(), middle, least, most, each, delivery.into()]);
     }
     Ok(table)
 }
@@ -160,7 +160,7 @@ fn decide(cores: u16, decisions: u64) -> f64 {
     let ranked: Vec<_> =
         (0..SERVICE_COUNT).map(|priority| RankedService { priority, lambda: Lambda::PUBLISHED }).collect();
     let ranks = RankArrays::new(cores, &ranked, RankRule::Ranked, DEPTH);
-    let mut balancer = JoinBoundedShortestRankedQueue::with_ranks(ranks, &FeoConfig::strict(0..SERVICE_COUNT))
+    let mut balancer = JoinBoundedShortestRankedQueue::with_ranks(ranks, &FeoConfig::strict_priority(0..SERVICE_COUNT))
         .expect("a valid configuration");
     let mut outstanding = VecDeque::new();
     let started = Instant::now();
@@ -194,11 +194,11 @@ fn config(cores: u16, address: SocketAddrV4) -> EngineConfig {
         ServiceConfig { entry, lambda: Lambda::PUBLISHED }
     };
     EngineConfig {
-        cores,
+        core_count: cores,
         depth: DEPTH,
-        rule: RankRule::Ranked,
+        rank_rule: RankRule::Ranked,
         services: (0..SERVICE_COUNT).map(service).collect(),
-        scheduler: FeoConfig { capacity: 1024, ..FeoConfig::strict(0..SERVICE_COUNT) },
+        scheduler: FeoConfig { capacity: 1024, ..FeoConfig::strict_priority(0..SERVICE_COUNT) },
         payload_bytes: 64,
         stall_after: Duration::from_secs(10),
     }
@@ -370,7 +370,7 @@ fn line_round_trip(trips: u64) -> anyhow::Result<[f64; 2]> {
 fn create_queues() -> anyhow::Result<(tempfile::TempDir, PathBuf, CoreQueues)> {
     let directory = tempfile::tempdir_in("/dev/shm")?;
     let path = directory.path().join("cores");
-    let geometry = Geometry { cores: 1, priorities: 1, slots: 4, slot_bytes: 128 };
+    let geometry = Geometry { core_count: 1, priority_count: 1, slots: 4, slot_bytes: 128 };
     let queues = CoreQueues::create(&path, geometry, &[ServiceEntry { address: address(), priority: 0 }])?;
     Ok((directory, path, queues))
 }
@@ -387,7 +387,7 @@ fn accept(
     Ok(())
 }
 
-fn feedback(messages: u64) -> anyhow::Result<f64> {
+fn measure_feedback(messages: u64) -> anyhow::Result<f64> {
     let (_directory, path, mut queues) = create_queues()?;
     let runtime = Runtime::connect(&path)?;
     std::thread::scope(|scope| {
@@ -410,7 +410,7 @@ fn feedback(messages: u64) -> anyhow::Result<f64> {
     })
 }
 
-fn hints(messages: u64) -> anyhow::Result<f64> {
+fn measure_hints(messages: u64) -> anyhow::Result<f64> {
     let (_directory, path, mut queues) = create_queues()?;
     let runtime = Runtime::connect(&path)?;
     std::thread::scope(|scope| {

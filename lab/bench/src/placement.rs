@@ -3,8 +3,8 @@
 
 use comfy_table::Table;
 use coreward_model::arrivals::Workload;
-use coreward_model::policy::{CrossRssPlus, Policy, named};
-use coreward_model::replay::{Placer, Pools, replay};
+use coreward_model::policy::{CrossRssPlus, Policy, policy_by_name};
+use coreward_model::replay::{Placer, ReplaySettings, replay};
 use coreward_model::statistics::median;
 
 /// Options of `coreward-lab bench placement`.
@@ -36,7 +36,10 @@ type Row = (String, Box<dyn Fn(u64) -> Option<Box<dyn Policy>>>);
 fn rows() -> Vec<Row> {
     let mut rows: Vec<Row> = Vec::new();
     for name in ["hash", "rr", "pow2", "crossrss", "crossrss-plus"] {
-        rows.push((name.to_string(), Box::new(move |seed| Some(named(name, seed).expect("a policy of the registry")))));
+        rows.push((
+            name.to_string(),
+            Box::new(move |seed| Some(policy_by_name(name, seed).expect("a policy of the registry"))),
+        ));
     }
     for share in [0.1, 0.25, 0.5, 1.0, 2.0] {
         let make = move |seed| Some(Box::new(CrossRssPlus::with_share(seed, share)) as Box<dyn Policy>);
@@ -58,7 +61,7 @@ pub fn run(args: &Args) {
                 .map(|seed| {
                     let mut policy = policy(seed);
                     let placer = policy.as_mut().map_or(Placer::Oracle, |policy| Placer::Policy(policy.as_mut()));
-                    replay(&workload.generate(seed), Pools { seed, ..Pools::default() }, placer)
+                    replay(&workload.generate(seed), ReplaySettings { seed, ..ReplaySettings::default() }, placer)
                 })
                 .collect();
             let core = median(&all.iter().map(|v| v.core_pct).collect::<Vec<_>>()).unwrap_or_default();

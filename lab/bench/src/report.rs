@@ -110,7 +110,7 @@ impl Table {
     }
 
     /// Adds a row. Panics when its length differs from the header's.
-    pub fn row(&mut self, cells: impl IntoIterator<Item = Cell>) {
+    pub fn add_row(&mut self, cells: impl IntoIterator<Item = Cell>) {
         let cells: Vec<Cell> = cells.into_iter().collect();
         assert_eq!(cells.len(), self.head.len(), "a row as long as the head {:?}", self.head);
         self.rows.push(cells);
@@ -118,7 +118,7 @@ impl Table {
 
     /// Adds a row: a name, median, minimum and maximum of values, and further cells.
     pub fn summary(&mut self, name: &str, values: impl IntoIterator<Item = f64>, more: impl IntoIterator<Item = Cell>) {
-        self.row([name.into()].into_iter().chain(summarize(values).map(Cell::Number)).chain(more));
+        self.add_row([name.into()].into_iter().chain(summarize(values).map(Cell::Number)).chain(more));
     }
 
     fn json(&self) -> serde_json::Value {
@@ -195,8 +195,8 @@ mod tests {
     #[test]
     fn report_is_printed_as_markdown_and_json() {
         let mut table = Table::new(&["what", "ns"]);
-        table.row(["first".into(), 12.34.into()]);
-        table.row(["second one".into(), 5u32.into()]);
+        table.add_row(["first".into(), 12.34.into()]);
+        table.add_row(["second one".into(), 5u32.into()]);
         let report = Report { name: "xdp", title: "Cost", about: "how it was".to_string(), tables: vec![table] };
         let expected = "## Cost\n\nhow it was\n\n\
                         | what       |   ns |\n|------------|------|\n| first      | 12.3 |\n| second one |    5 |\n";

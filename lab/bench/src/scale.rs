@@ -115,7 +115,7 @@ fn scrape(address: SocketAddr) -> anyhow::Result<String> {
 }
 
 /// Returns the upper bounds of a histogram's buckets and their cumulative counts.
-fn classes(page: &str, name: &str) -> Vec<(f64, f64)> {
+fn histogram_buckets(page: &str, name: &str) -> Vec<(f64, f64)> {
     let prefix = format!("{name}_bucket{{");
     let class = |line: &str| {
         let (labels, count) = line.strip_prefix(&prefix)?.split_once("} ")?;
@@ -127,7 +127,7 @@ fn classes(page: &str, name: &str) -> Vec<(f64, f64)> {
 
 /// Returns the cumulative shares of the values between two scrapes, by bucket bound.
 fn shares(before: &str, after: &str, name: &str) -> Vec<(f64, f64)> {
-    let (before, after) = (classes(before, name), classes(after, name));
+    let (before, after) = (histogram_buckets(before, name), histogram_buckets(after, name));
     let new: Vec<(f64, f64)> = after.iter().zip(&before).map(|(new, old)| (new.0, new.1 - old.1)).collect();
     let all = new.last().map_or(0.0, |(_, count)| *count);
     new.into_iter().map(|(bound, count)| (bound, count / all)).collect()

@@ -54,7 +54,7 @@ pub fn run(args: &Args) -> anyhow::Result<Report> {
     let mut table = Table::new(&["requests at cores", "million requests/s", "least", "most", "goal", "verdict"]);
     for (number, case) in cases.iter().enumerate() {
         let goal = (number == 0).then_some(Goal::AtLeast(8.0));
-        table.row(std::iter::once(case.name.clone().into()).chain(rates(&case.millions_per_second, goal)));
+        table.add_row(std::iter::once(case.name.clone().into()).chain(rates(&case.millions_per_second, goal)));
     }
     Ok(Report {
         name: "sim",
@@ -106,7 +106,7 @@ fn captures(args: &Args) -> anyhow::Result<Table> {
     let mut table = Table::new(&head);
     for ((name, policies), millions_per_second) in cases.iter().zip(&millions_per_second) {
         let goal = (policies.len() == 1).then_some(Goal::AtLeast(20.0));
-        table.row(std::iter::once((*name).into()).chain(rates(millions_per_second, goal)));
+        table.add_row(std::iter::once((*name).into()).chain(rates(millions_per_second, goal)));
     }
     Ok(table)
 }

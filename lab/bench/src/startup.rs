@@ -207,7 +207,7 @@ async fn change_server(
     let began = Instant::now();
     let watching = std::thread::spawn(move || {
         while began.elapsed() < TIMEOUT {
-            if servers.server(service, id).is_some_and(|server| !server.eligible) {
+            if servers.server(service, id).is_some_and(|server| !server.is_eligible) {
                 return Some(began.elapsed());
             }
             std::thread::sleep(Duration::from_micros(100));

@@ -19,7 +19,7 @@ use crate::report::{Report, Table, goal_cells};
 use balancer::Balancer;
 use established::ByConnections;
 use goals::Goals;
-use interleaved::{Program, Rounds, Turn, run_interleaved};
+use interleaved::{Program, RoundTimes, Turn, run_interleaved};
 pub use interleaved::{difference, fastest_difference, median_of, quartiles};
 use runner::{PACKET_COUNT, Runner};
 use workload::Case;
@@ -64,7 +64,7 @@ pub struct Cost {
     pub series: String,
     pub connections: usize,
     /// Cost above the empty program (ns), by round.
-    pub above_empty: Rounds,
+    pub above_empty: RoundTimes,
 }
 
 /// Measures packets of open connections.
@@ -87,7 +87,7 @@ struct Measured {
     /// Median of the empty program (ns).
     empty: f64,
     /// Cost of the load balancer above the empty program (ns), by round.
-    above_empty: Rounds,
+    above_empty: RoundTimes,
     /// Cost of the load balancer by the fastest rounds (ns).
     fastest: f64,
     /// Cost of parsing and swapping MACs by the fastest rounds (ns).
@@ -96,7 +96,7 @@ struct Measured {
 
 impl Measured {
     /// `times` of the programs in this order: empty, parse and swap MACs, load balancer.
-    fn new(balancer: &Balancer, times: [&Rounds; 3]) -> anyhow::Result<Self> {
+    fn new(balancer: &Balancer, times: [&RoundTimes; 3]) -> anyhow::Result<Self> {
         Ok(Self {
             case: balancer.case(),
             empty: median_of(times[0]),
@@ -163,7 +163,7 @@ fn costs(established: &[ByConnections], alone: &[Measured], goals: &Goals<'_>) -
     let by_mode = modes.into_iter().flat_map(|mode| established.iter().map(mode));
     for m in by_mode.chain(alone) {
         let [goal, verdict] = goal_cells(goals.goal_of(m.case), m.fastest);
-        table.row([
+        table.add_row([
             m.case.to_string().into(),
             median_of(&m.above_empty).into(),
             quartiles(&m.above_empty).into(),

@@ -95,7 +95,7 @@ impl Document {
 }
 
 /// Returns the reason why a link of `document` is broken.
-fn broken(link: &str, document: &Path, all: &BTreeMap<PathBuf, Document>) -> Option<String> {
+fn broken_link_reason(link: &str, document: &Path, all: &BTreeMap<PathBuf, Document>) -> Option<String> {
     // External links would need network access.
     if link.contains("://") || link.starts_with("mailto:") {
         return None;
@@ -125,7 +125,7 @@ fn commands<'a>(line: &'a str, program: &'a str) -> impl Iterator<Item = Vec<&'a
 }
 
 /// Returns the first word of a command that does not exist. Optional parts are in brackets: `[--fix]`.
-fn unknown(words: &[&str], of: &clap::Command) -> Option<String> {
+fn unknown_word(words: &[&str], of: &clap::Command) -> Option<String> {
     let mut command = of.clone();
     command.build();
     let (mut command, mut words) = (&command, words.iter().copied().peekable());
@@ -149,7 +149,7 @@ fn unknown(words: &[&str], of: &clap::Command) -> Option<String> {
 
 /// Returns the unknown words of commands in a line.
 fn unknown_of<'a>(line: &'a str, of: &'a clap::Command) -> impl Iterator<Item = String> {
-    commands(line, of.get_name()).filter_map(|words| unknown(&words, of))
+    commands(line, of.get_name()).filter_map(|words| unknown_word(&words, of))
 }
 
 fn assert_none(mistakes: Vec<String>) {
@@ -160,7 +160,7 @@ fn assert_none(mistakes: Vec<String>) {
 fn every_link_has_a_target() {
     let all = documents();
     let mistakes = all.iter().flat_map(|(path, document)| {
-        let broken = document.links.iter().filter_map(|link| broken(link, path, &all));
+        let broken = document.links.iter().filter_map(|link| broken_link_reason(link, path, &all));
         broken.map(|why| format!("{}: {why}", path.display()))
     });
     assert_none(mistakes.collect());
@@ -237,9 +237,9 @@ fn numbers_are_those_of_the_constants() {
     let servers = thousands(coreward_model::ServerId::COUNT);
     let of_server = coreward_intf::MAX_SERVICES_OF_SERVER;
     let owners = coreward_model::connection_table::OwnerNumber::all().count();
-    let megabytes = coreward_http::endpoints::DOCUMENT_BODY >> 20;
-    let kilobytes = coreward_http::endpoints::SMALL_BODY >> 10;
-    let entries = thousands(audit::ENTRIES);
+    let megabytes = coreward_http::endpoints::MAX_DOCUMENT_BYTES >> 20;
+    let kilobytes = coreward_http::endpoints::DEFAULT_MAX_BODY_BYTES >> 10;
+    let entries = thousands(audit::MAX_ENTRIES);
     for (page, text) in [
         ("config.md", format!("`[[service]]`, at most {services}:")),
         ("limits.md", format!("* **{services} services, {servers} server ids of the whole fleet**:")),
@@ -297,7 +297,7 @@ fn mistakes_of_documents_are_detected() {
         (vec!["b.md#c".into()], vec!["two".into(), "coreward status".into(), "make x   # y".into()])
     );
     let all = documents();
-    let why = |link| broken(link, Path::new("docs/config.md"), &all);
+    let why = |link| broken_link_reason(link, Path::new("docs/config.md"), &all);
     assert_eq!(why("nowhere.md").unwrap(), "nowhere.md: there is no docs/nowhere.md");
     assert_eq!(why("../README.md#nothing").unwrap(), "../README.md#nothing: no heading has the anchor #nothing");
     assert_eq!((why("../README.md"), why("https://example.org/x")), (None, None));

@@ -73,7 +73,7 @@ impl Campaign {
                 let number = next.fetch_add(1, Ordering::Relaxed);
                 let Some(packets) = self.packets_of(number, start) else { break };
                 let mut outcomes = vec![0; intf::LB_COUNTER_COUNT as usize];
-                let (given, found) = self.epoch(number, packets, start, &ended, &mut outcomes)?;
+                let (given, found) = self.run_epoch(number, packets, start, &ended, &mut outcomes)?;
                 let mut summary = summary.lock().expect("no thread panicked");
                 summary.packets += given;
                 summary.epochs += 1;
@@ -109,7 +109,7 @@ impl Campaign {
     }
 
     /// Runs one epoch in parts, so that the time limit also ends a long epoch.
-    fn epoch(
+    fn run_epoch(
         &self,
         number: u64,
         packets: u64,
@@ -130,6 +130,6 @@ impl Campaign {
                 break;
             }
         }
-        Ok((given, epoch.end()?))
+        Ok((given, epoch.compare_large_tables()?))
     }
 }

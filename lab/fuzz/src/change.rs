@@ -2,10 +2,10 @@
 
 use std::fmt;
 
-use coreward_model::connection_table::{Clock, ConnectionIndex, OwnerNumber};
+use coreward_model::connection_table::{ClockTicks, ConnectionIndex, OwnerNumber};
 use coreward_model::consistency::ServiceMode;
 use coreward_model::cookie::FleetKeys;
-use coreward_model::lb::{Buckets, Owner, Server};
+use coreward_model::lb::{Owner, Server, TokenBucketSelector};
 use coreward_model::placement::PlacementTable;
 use coreward_model::{ServerId, ServiceAddress};
 
@@ -21,14 +21,14 @@ pub enum Change {
     Masked(usize, ServerId, bool),
     Table(usize, PlacementTable),
     /// Sets whether tokens for broadcasts are available.
-    Tokens(Buckets, bool),
+    BroadcastTokens(TokenBucketSelector, bool),
     /// Sets the load balancer's number among the owners of connection tables.
-    Number(Option<OwnerNumber>),
+    LocalOwnerNumber(Option<OwnerNumber>),
     Owner(OwnerNumber, Owner),
     /// Limits the connection-table entries of one source prefix.
     LimitEntries(Option<u32>),
     /// Sets the time that packets see.
-    Clock(Clock),
+    Clock(ClockTicks),
     /// User space scans the connection table for expired entries.
     Sweep,
     /// User space frees entries of the connection table.
@@ -38,15 +38,15 @@ pub enum Change {
 /// Packet or state for which program and reference model differ.
 #[derive(Debug, Clone)]
 pub struct Difference {
-    pub what: String,
+    pub subject: String,
     /// Result of the reference model.
     pub expected: String,
     /// Result of the BPF program.
-    pub found: String,
+    pub actual: String,
 }
 
 impl fmt::Display for Difference {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}\n  reference model:\n    {}\n  BPF program:\n    {}", self.what, self.expected, self.found)
+        write!(f, "{}\n  reference model:\n    {}\n  BPF program:\n    {}", self.subject, self.expected, self.actual)
     }
 }

@@ -18,7 +18,7 @@ use anyhow::ensure;
 use coreward_intf as intf;
 use coreward_model::consistency::ServiceMode;
 use coreward_model::cookie::{self, Cookie, CookieKey, FleetKeys, KeyIndex};
-use coreward_model::lb::{Buckets, Server};
+use coreward_model::lb::{Server, TokenBucketSelector};
 use coreward_model::tuple::Protocol;
 use coreward_model::{FourTuple, ServerId, ServiceAddress};
 
@@ -33,19 +33,19 @@ const ACK: u8 = 0x10;
 /// Hits of each server, and their expected number.
 #[derive(Debug, Clone)]
 pub struct TsecrCoverage {
-    pub tried: u64,
-    pub reached: BTreeMap<ServerId, u64>,
+    pub tried_count: u64,
+    pub packets_by_server: BTreeMap<ServerId, u64>,
 }
 
 impl TsecrCoverage {
     /// Returns how many standard deviations Pearson's chi-square over "server 1, server 2, ..., none" is from its mean,
     /// if a TSecr reaches each server with probability 2^-15. (With thousands of servers chi-square is nearly normal.)
     pub fn z_score(&self) -> f64 {
-        let servers = self.reached.len() as f64;
-        let each = self.tried as f64 / f64::from(intf::COOKIE_HIDDEN_MASK + 1);
-        let hits: u64 = self.reached.values().sum();
-        let none = (self.tried as f64 - each * servers, (self.tried - hits) as f64);
-        let cells = self.reached.values().map(|count| (each, *count as f64)).chain([none]);
+        let servers = self.packets_by_server.len() as f64;
+        let each = self.tried_count as f64 / f64::from(intf::COOKIE_HIDDEN_MASK + 1);
+        let hits: u64 = self.packets_by_server.values().sum();
+        let none = (self.tried_count as f64 - each * servers, (self.tried_count - hits) as f64);
+        let cells = self.packets_by_server.values().map(|count| (each, *count as f64)).chain([none]);
         let chi_square: f64 = cells.map(|(expected, found)| (found - expected).powi(2) / expected).sum();
         (chi_square - servers) / (2.0 * servers).sqrt()
     }
@@ -57,13 +57,13 @@ pub struct BitFlipCounts {
     /// Valid cookies tried.
     pub cookies: u64,
     /// Packets that reached another server, by flipped bit of TSecr.
-    pub elsewhere: [u64; 32],
+    pub other_server_counts: [u64; 32],
     /// Packets that reached the cookie's server, by flipped bit of TSecr.
-    pub same: [u64; 32],
+    pub same_server_counts: [u64; 32],
 }
 
 /// Load balancer with one service, for forged cookies.
-pub struct Cookies {
+pub struct CookieTester {
     harness: Harness,
     keys: FleetKeys,
     servers: Vec<ServerId>,
@@ -73,7 +73,7 @@ pub struct Cookies {
     packet: Vec<u8>,
 }
 
-impl Cookies {
+impl CookieTester {
     /// Creates a service with `servers` random ids (at most 16,384). `with_program`: also load the BPF program, which
     /// fails without the necessary capabilities.
     pub fn new(seed: u64, servers: usize, with_program: bool) -> anyhow::Result<Self> {
@@ -101,7 +101,7 @@ impl Cookies {
     }
 
     /// Returns a random server and a valid cookie of it under a random key.
-    fn valid(&mut self, client: (Ipv4Addr, u16)) -> (ServerId, u32) {
+    fn draw_valid_cookie(&mut self, client: (Ipv4Addr, u16)) -> (ServerId, u32) {
         let server = self.rng.pick(&self.servers);
         let current = self.rng.pick(&[KeyIndex::First, KeyIndex::Second]);
         let keys = FleetKeys { current, ..self.keys };
@@ -111,9 +111,9 @@ impl Cookies {
     }
 
     /// Returns the server that a packet with `tsecr` reaches; `None` when it is broadcast or dropped.
-    fn reached(&mut self, client: (Ipv4Addr, u16), tsecr: u32) -> anyhow::Result<Option<ServerId>> {
-        let buckets = Buckets::Service(self.service_slot, intf::LIMITED_UNKNOWN_COOKIE);
-        self.harness.change(&Change::Tokens(buckets, true))?;
+    fn send_and_find_server(&mut self, client: (Ipv4Addr, u16), tsecr: u32) -> anyhow::Result<Option<ServerId>> {
+        let buckets = TokenBucketSelector::Service(self.service_slot, intf::LIMITED_UNKNOWN_COOKIE);
+        self.harness.change(&Change::BroadcastTokens(buckets, true))?;
         let ip = Ip {
             mac: OWN_MAC,
             source: client.0,
@@ -122,13 +122,13 @@ impl Cookies {
             identification: 0,
             fragment: 0x4000,
             option_words: 0,
-            service_and_life: [0, 64],
+            tos_and_ttl: [0, 64],
         };
         let options = [&[1, 1][..], &timestamp(1, tsecr)].concat();
         let segment = Tcp { ports: (client.1, VIP.1), flags: ACK, options };
         self.packet.clear();
-        ip.packet(&mut self.packet, |packet| segment.segment(packet, (1, 1), 0));
-        let (outcome, difference) = self.harness.packet(&self.packet)?;
+        ip.append_frame(&mut self.packet, |packet| segment.append_segment(packet, (1, 1), 0));
+        let (outcome, difference) = self.harness.process_packet(&self.packet)?;
         if let Some(difference) = difference {
             anyhow::bail!("BPF program and reference model differ in {difference}");
         }
@@ -143,7 +143,7 @@ impl Cookies {
         Ok(outcome.server)
     }
 
-    fn spread(
+    fn measure_coverage(
         &mut self,
         tsecr_values: u64,
         mut tsecr: impl FnMut(&mut Self) -> ((Ipv4Addr, u16), u32),
@@ -151,39 +151,42 @@ impl Cookies {
         let mut reached: BTreeMap<ServerId, u64> = self.servers.iter().map(|id| (*id, 0)).collect();
         for _ in 0..tsecr_values {
             let (client, tsecr) = tsecr(self);
-            if let Some(id) = self.reached(client, tsecr)? {
+            if let Some(id) = self.send_and_find_server(client, tsecr)? {
                 *reached.get_mut(&id).expect("a known server") += 1;
             }
         }
-        Ok(TsecrCoverage { tried: tsecr_values, reached })
+        Ok(TsecrCoverage { tried_count: tsecr_values, packets_by_server: reached })
     }
 
     /// Sends random TSecr values from random clients. Fails when a packet reaches an unknown server, or program and
     /// reference model differ.
-    pub fn random(&mut self, tsecr_values: u64) -> anyhow::Result<TsecrCoverage> {
-        self.spread(tsecr_values, |cookies| (cookies.client(), cookies.rng.u32()))
+    pub fn send_random_tsecrs(&mut self, tsecr_values: u64) -> anyhow::Result<TsecrCoverage> {
+        self.measure_coverage(tsecr_values, |cookies| (cookies.client(), cookies.rng.u32()))
     }
 
     /// Sends valid cookies of one connection on another one.
-    pub fn replayed(&mut self, tsecr_values: u64) -> anyhow::Result<TsecrCoverage> {
-        self.spread(tsecr_values, |cookies| {
+    pub fn replay_cookies(&mut self, tsecr_values: u64) -> anyhow::Result<TsecrCoverage> {
+        self.measure_coverage(tsecr_values, |cookies| {
             let (client, other) = (cookies.client(), cookies.client());
-            (other, cookies.valid(client).1)
+            (other, cookies.draw_valid_cookie(client).1)
         })
     }
 
-    /// Flips each single bit of `cookies` valid cookies. Fails as [`random`](Self::random) does, and when an unchanged
-    /// cookie does not reach its server.
-    pub fn flipped(&mut self, cookies: u64) -> anyhow::Result<BitFlipCounts> {
+    /// Flips each single bit of `cookies` valid cookies. Fails as [`send_random_tsecrs`](Self::send_random_tsecrs)
+    /// does, and when an unchanged cookie does not reach its server.
+    pub fn flip_cookie_bits(&mut self, cookies: u64) -> anyhow::Result<BitFlipCounts> {
         let mut flips = BitFlipCounts { cookies, ..BitFlipCounts::default() };
         for _ in 0..cookies {
             let client = self.client();
-            let (server, tsecr) = self.valid(client);
-            ensure!(self.reached(client, tsecr)? == Some(server), "a valid cookie of {server} went astray");
+            let (server, tsecr) = self.draw_valid_cookie(client);
+            ensure!(
+                self.send_and_find_server(client, tsecr)? == Some(server),
+                "a valid cookie of {server} went astray"
+            );
             for bit in 0..32 {
-                match self.reached(client, tsecr ^ 1 << bit)? {
-                    Some(id) if id == server => flips.same[bit] += 1,
-                    Some(_) => flips.elsewhere[bit] += 1,
+                match self.send_and_find_server(client, tsecr ^ 1 << bit)? {
+                    Some(id) if id == server => flips.same_server_counts[bit] += 1,
+                    Some(_) => flips.other_server_counts[bit] += 1,
                     None => {}
                 }
             }

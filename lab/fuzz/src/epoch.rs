@@ -27,7 +27,7 @@ pub struct Epoch {
     /// The BPF program with the reference model, or the reference model only.
     pub harness: Harness,
     /// Changes to apply before the next packet.
-    due: Vec<Change>,
+    due_changes: Vec<Change>,
     packet: Vec<u8>,
     packets: u64,
 }
@@ -47,25 +47,25 @@ impl Epoch {
         let mut state = GenState::new(&mut rng);
         let harness = Harness::new(state.setup, with_program)?;
         let number = OwnerNumber::try_from(1).expect("in range");
-        let due = vec![state.new_services(&mut rng), Change::Number(Some(number))];
-        Ok(Self { rng, state, harness, due, packet: Vec::new(), packets: 0 })
+        let due = vec![state.new_services(&mut rng), Change::LocalOwnerNumber(Some(number))];
+        Ok(Self { rng, state, harness, due_changes: due, packet: Vec::new(), packets: 0 })
     }
 
     fn draw_changes(&mut self) {
         match self.rng.below(20_000) {
-            0 => self.due.push(self.state.new_services(&mut self.rng)),
-            1 => self.due.extend(self.state.table_change(&mut self.rng)),
-            2..100 => self.due.push(self.state.small_change(&mut self.rng)),
+            0 => self.due_changes.push(self.state.new_services(&mut self.rng)),
+            1 => self.due_changes.extend(self.state.table_change(&mut self.rng)),
+            2..100 => self.due_changes.push(self.state.small_change(&mut self.rng)),
             100..110 if self.state.frees_connections => {
-                let free = self.free();
-                self.due.push(free);
+                let free = self.draw_free_change();
+                self.due_changes.push(free);
             }
             _ => {}
         }
     }
 
     /// Frees some of the connection table's entries in random order.
-    fn free(&mut self) -> Change {
+    fn draw_free_change(&mut self) -> Change {
         let mut indexes: Vec<_> = self.harness.model.connections().map(|connection| connection.index).collect();
         let share = self.rng.below(4);
         indexes.retain(|_| self.rng.below(4) < share);
@@ -78,13 +78,13 @@ impl Epoch {
     fn apply(&mut self, change: &Change) -> anyhow::Result<()> {
         let service_slots = self.harness.change(change)?;
         if let Change::Services(services) = change {
-            self.state.services_placed(services, &service_slots);
+            self.state.record_service_slots(services, &service_slots);
             for service in 0..services.len() {
                 // Only new services: services that stay keep their servers.
                 if self.state.services[service].servers.is_empty() {
                     let mut filling = self.state.fill_service(service, &mut self.rng);
                     filling.reverse();
-                    self.due.splice(0..0, filling);
+                    self.due_changes.splice(0..0, filling);
                 }
             }
         }
@@ -92,11 +92,11 @@ impl Epoch {
     }
 
     /// Applies the changes that are due, and passes each to `record`.
-    fn change(&mut self, mut record: impl FnMut(Change)) -> anyhow::Result<()> {
-        if self.due.is_empty() {
+    fn apply_due_changes(&mut self, mut record: impl FnMut(Change)) -> anyhow::Result<()> {
+        if self.due_changes.is_empty() {
             self.draw_changes();
         }
-        while let Some(change) = self.due.pop() {
+        while let Some(change) = self.due_changes.pop() {
             self.apply(&change)?;
             record(change);
         }
@@ -104,10 +104,10 @@ impl Epoch {
     }
 
     /// Processes the next packet, `self.packet`, in the harness.
-    fn packet(&mut self) -> anyhow::Result<(Outcome, Option<Difference>)> {
-        generate::packet(&self.state, &mut self.rng, &mut self.packet);
+    fn process_next_packet(&mut self) -> anyhow::Result<(Outcome, Option<Difference>)> {
+        generate::write_packet(&self.state, &mut self.rng, &mut self.packet);
         self.packets += 1;
-        let (outcome, difference) = self.harness.packet(&self.packet)?;
+        let (outcome, difference) = self.harness.process_packet(&self.packet)?;
         self.state.observe(&outcome, &frame::untagged(&self.packet));
         Ok((outcome, difference))
     }
@@ -115,8 +115,8 @@ impl Epoch {
     /// Processes packets up to number `packets` and compares. Passes every outcome to `seen`.
     pub fn run(&mut self, packets: u64, mut seen: impl FnMut(Outcome)) -> anyhow::Result<Option<Mismatch>> {
         while self.packets < packets {
-            self.change(|_| ())?;
-            let (outcome, difference) = self.packet()?;
+            self.apply_due_changes(|_| ())?;
+            let (outcome, difference) = self.process_next_packet()?;
             seen(outcome);
             let difference = difference.or_else(|| {
                 let due = self.packets.is_multiple_of(STATE_INTERVAL) || self.packets == packets;
@@ -130,7 +130,7 @@ impl Epoch {
     }
 
     /// Compares the tables that are too large to compare during the epoch.
-    pub fn end(&self) -> anyhow::Result<Option<Mismatch>> {
+    pub fn compare_large_tables(&self) -> anyhow::Result<Option<Mismatch>> {
         let flows = self.harness.compare_tables()?;
         Ok(flows.map(|difference| Mismatch { packets: self.packets, difference }))
     }
@@ -141,8 +141,8 @@ impl Epoch {
         let setup = epoch.state.setup;
         let mut steps = Vec::new();
         while epoch.packets < packets {
-            epoch.change(|change| steps.push(Step::Change(change)))?;
-            epoch.packet()?;
+            epoch.apply_due_changes(|change| steps.push(Step::Change(change)))?;
+            epoch.process_next_packet()?;
             steps.push(Step::Packet(epoch.packet.clone()));
         }
         Ok((setup, steps))

@@ -4,7 +4,7 @@ use std::borrow::Cow;
 use std::net::Ipv4Addr;
 
 /// Offset of the IP header.
-pub const ETHERNET: usize = 14;
+pub const ETHERNET_HEADER_BYTES: usize = 14;
 /// IP protocol numbers of the frames.
 pub const ICMP: u8 = 1;
 pub const TCP: u8 = 6;
@@ -25,7 +25,7 @@ pub struct Ip {
     /// Words of NOPs behind the fixed header, 0 to 10.
     pub option_words: usize,
     /// Type of service and time to live.
-    pub service_and_life: [u8; 2],
+    pub tos_and_ttl: [u8; 2],
 }
 
 #[derive(Debug, Clone)]
@@ -55,34 +55,34 @@ pub fn transport_sum(ip: &[u8], protocol: u8, segment: &[u8]) -> u16 {
     ones_complement_sum(segment, pseudo)
 }
 
-fn put(frame: &mut [u8], offset: usize, value: u16) {
+fn put_u16(frame: &mut [u8], offset: usize, value: u16) {
     frame[offset..offset + 2].copy_from_slice(&value.to_be_bytes());
 }
 
 impl Ip {
     /// Appends Ethernet and IP header, and the payload that `payload` appends.
-    pub fn packet(&self, frame: &mut Vec<u8>, payload: impl FnOnce(&mut Vec<u8>)) {
+    pub fn append_frame(&self, frame: &mut Vec<u8>, payload: impl FnOnce(&mut Vec<u8>)) {
         frame.extend(self.mac);
         frame.extend([2, 0, 0, 0, 0, 9, 8, 0]);
-        self.datagram(frame, payload);
+        self.append_datagram(frame, payload);
     }
 
     /// Appends the IP header, and the payload that `payload` appends.
-    pub fn datagram(&self, frame: &mut Vec<u8>, payload: impl FnOnce(&mut Vec<u8>)) {
+    pub fn append_datagram(&self, frame: &mut Vec<u8>, payload: impl FnOnce(&mut Vec<u8>)) {
         let start = frame.len();
-        frame.extend([0x45 + self.option_words as u8, self.service_and_life[0], 0, 0]);
+        frame.extend([0x45 + self.option_words as u8, self.tos_and_ttl[0], 0, 0]);
         frame.extend(self.identification.to_be_bytes());
         frame.extend(self.fragment.to_be_bytes());
-        frame.extend([self.service_and_life[1], self.protocol, 0, 0]);
+        frame.extend([self.tos_and_ttl[1], self.protocol, 0, 0]);
         frame.extend(self.source.octets());
         frame.extend(self.destination.octets());
         frame.extend(std::iter::repeat_n(1, 4 * self.option_words));
         let behind = frame.len();
         payload(frame);
         let total = (frame.len() - start) as u16;
-        put(frame, start + 2, total);
+        put_u16(frame, start + 2, total);
         let sum = !ones_complement_sum(&frame[start..behind], 0);
-        put(frame, start + 10, sum);
+        put_u16(frame, start + 10, sum);
         self.checksum_payload(frame, start, behind);
     }
 
@@ -98,20 +98,20 @@ impl Ip {
         if payload.len() < first || self.fragment & 0x1fff != 0 {
             return;
         }
-        put(payload, at, 0);
+        put_u16(payload, at, 0);
         let sum = match self.protocol {
             ICMP => ones_complement_sum(payload, 0),
             _ => transport_sum(&header[start..], self.protocol, payload),
         };
         // 0 in UDP means no checksum (RFC 768).
         let sum = if self.protocol == UDP && sum == 0xffff { 0xffff } else { !sum };
-        put(payload, at, sum);
+        put_u16(payload, at, sum);
     }
 }
 
 impl Tcp {
     /// Appends a TCP header and `payload` bytes of data.
-    pub fn segment(&self, frame: &mut Vec<u8>, numbers: (u32, u32), payload: usize) {
+    pub fn append_segment(&self, frame: &mut Vec<u8>, numbers: (u32, u32), payload: usize) {
         let options = self.options.len().next_multiple_of(4);
         frame.extend(self.ports.0.to_be_bytes());
         frame.extend(self.ports.1.to_be_bytes());
@@ -143,15 +143,17 @@ pub fn timestamp(value: u32, tsecr: u32) -> [u8; 10] {
 /// Inserts an 802.1Q tag.
 pub fn insert_tag(frame: &mut Vec<u8>, tag: u16) {
     let [high, low] = tag.to_be_bytes();
-    frame.splice(ETHERNET - 2..ETHERNET - 2, [0x81, 0, high, low]);
+    frame.splice(ETHERNET_HEADER_BYTES - 2..ETHERNET_HEADER_BYTES - 2, [0x81, 0, high, low]);
 }
 
 /// Returns the frame without its first 802.1Q tag.
 pub fn untagged(frame: &[u8]) -> Cow<'_, [u8]> {
-    if frame.get(ETHERNET - 2..ETHERNET) != Some(&[0x81, 0]) || frame.len() < ETHERNET + 4 {
+    if frame.get(ETHERNET_HEADER_BYTES - 2..ETHERNET_HEADER_BYTES) != Some(&[0x81, 0])
+        || frame.len() < ETHERNET_HEADER_BYTES + 4
+    {
         return frame.into();
     }
-    [&frame[..ETHERNET - 2], &frame[ETHERNET + 2..]].concat().into()
+    [&frame[..ETHERNET_HEADER_BYTES - 2], &frame[ETHERNET_HEADER_BYTES + 2..]].concat().into()
 }
 
 /// Returns bytes in hexadecimal, 16 per line.

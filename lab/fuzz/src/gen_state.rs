@@ -3,11 +3,13 @@
 use std::net::{IpAddr, Ipv4Addr};
 
 use coreward_intf as intf;
-use coreward_model::connection_table::{Clock, OwnerNumber, TableSize};
+use coreward_model::connection_table::{ClockTicks, OwnerNumber, TableSize};
 use coreward_model::consistency::{Consistency, ServiceMode, Timestamps, Transfer};
 use coreward_model::cookie::{CookieKey, FleetKeys, KeyIndex};
 use coreward_model::forwarding::Forwarding;
-use coreward_model::lb::{Buckets, Mac, Outcome, Outer, Owner, REASONS, Reason, Server, Vlans};
+use coreward_model::lb::{
+    BroadcastReason, Mac, Outcome, OuterHeader, Owner, REASON_COUNT, Server, TokenBucketSelector, Vlans,
+};
 use coreward_model::lb_stamping;
 use coreward_model::placement::{PlacementTable, Rule};
 use coreward_model::tuple::Protocol;
@@ -15,7 +17,7 @@ use coreward_model::vlan::Vlan;
 use coreward_model::{ServerId, ServiceAddress};
 
 use crate::change::Change;
-use crate::frame::ETHERNET;
+use crate::frame::ETHERNET_HEADER_BYTES;
 use crate::fuzz_rng::FuzzRng;
 use crate::harness::{OWN_MAC, SERVER_VLANS, Setup};
 use crate::ipv6;
@@ -42,7 +44,7 @@ const MODES: [Consistency; 7] = [
     Consistency::Beamer,
 ];
 /// Limit of stored connections with an entry of the connection table.
-const INDEXED: usize = 2048;
+const MAX_TABLE_CONNECTIONS: usize = 2048;
 
 /// Connection that got an entry of the connection table.
 #[derive(Debug, Clone, Copy)]
@@ -66,7 +68,7 @@ pub struct GeneratedService {
     /// Ids of present and earlier servers.
     pub servers: Vec<ServerId>,
     /// MAC addresses of present and earlier servers, the sources of their packets.
-    pub addresses: Vec<Mac>,
+    pub server_macs: Vec<Mac>,
 }
 
 impl GeneratedService {
@@ -74,10 +76,10 @@ impl GeneratedService {
     fn server_change(&mut self, id: ServerId, rng: &mut FuzzRng) -> Change {
         let mut server = server(rng);
         if let Some(mac) = &mut server.mac {
-            if !self.addresses.is_empty() && rng.chance(1, 8) {
-                *mac = rng.pick(&self.addresses);
+            if !self.server_macs.is_empty() && rng.chance(1, 8) {
+                *mac = rng.pick(&self.server_macs);
             }
-            self.addresses.push(*mac);
+            self.server_macs.push(*mac);
         }
         Change::Server(self.service_slot, id, Some(server))
     }
@@ -96,11 +98,11 @@ pub struct GenState {
     /// Clients that later packets use again.
     pub clients: Vec<(Ipv4Addr, u16)>,
     /// Present and earlier connections with an entry of the connection table.
-    pub indexed: Vec<TableConnection>,
+    pub table_connections: Vec<TableConnection>,
     /// MAC addresses of other load balancers.
-    pub owners: Vec<Mac>,
+    pub owner_macs: Vec<Mac>,
     /// Time that packets see.
-    pub clock: Clock,
+    pub clock: ClockTicks,
     /// Whether user space frees entries of the connection table. Otherwise the table fills, and packets reuse expired
     /// entries.
     pub frees_connections: bool,
@@ -125,26 +127,26 @@ impl GenState {
             // Small sizes fill sets; large sizes leave most sets with room.
             flow_set_count: rng.pick(&[1, 24, 1 << 10, 1 << 15]),
             // The small MTU makes some frames too long.
-            outer: Outer { mtu: rng.pick(&[1500, 90]), ..outer },
+            outer: OuterHeader { mtu: rng.pick(&[1500, 90]), ..outer },
             vlans: vlans(rng),
             ..Setup::new(OWN_MAC, keys(rng))
         };
-        let (rules, modes) = (some(&Rule::ALL, rng), some(&MODES, rng));
+        let (rules, modes) = (pick_subset(&Rule::ALL, rng), pick_subset(&MODES, rng));
         let protocols = rng.pick(&[&[Protocol::Tcp][..], &[Protocol::Tcp, Protocol::Tcp, Protocol::Udp]]).to_vec();
         Self {
             setup,
             services: Vec::new(),
             clients,
-            indexed: Vec::new(),
-            owners: vec![[2, 0, 0, 2, 0, 1]],
-            clock: Clock(0),
+            table_connections: Vec::new(),
+            owner_macs: vec![[2, 0, 0, 2, 0, 1]],
+            clock: ClockTicks(0),
             frees_connections: rng.chance(1, 2),
             // An address family without a service is not compiled into the program.
             vips: rng.pick(&[&VIPS[..], &VIPS[..3], &VIPS[3..]]).to_vec(),
             rules,
             modes,
             protocols,
-            forwardings: some(&Forwarding::ALL, rng),
+            forwardings: pick_subset(&Forwarding::ALL, rng),
             generation: 0,
         }
     }
@@ -202,7 +204,7 @@ impl GenState {
     }
 
     /// Records the slots of the services of a [`Change::Services`].
-    pub fn services_placed(&mut self, services: &[(ServiceAddress, ServiceMode)], service_slots: &[usize]) {
+    pub fn record_service_slots(&mut self, services: &[(ServiceAddress, ServiceMode)], service_slots: &[usize]) {
         let before = std::mem::take(&mut self.services);
         let placed = services.iter().zip(service_slots).map(|((address, mode), service_slot)| {
             let kept = before.iter().find(|service| service.address == *address);
@@ -211,14 +213,14 @@ impl GenState {
                 IpAddr::V6(vip) => ipv6::placeholder(vip),
             };
             let (servers, addresses) =
-                kept.map_or_else(Default::default, |service| (service.servers.clone(), service.addresses.clone()));
+                kept.map_or_else(Default::default, |service| (service.servers.clone(), service.server_macs.clone()));
             GeneratedService {
                 address: *address,
                 vip: (vip, address.socket.port()),
                 mode: *mode,
                 service_slot: *service_slot,
                 servers,
-                addresses,
+                server_macs: addresses,
             }
         });
         self.services = placed.collect();
@@ -251,7 +253,7 @@ impl GenState {
             0 => 0,
             1 => intf::SERVER_ID_COUNT as usize - 1,
             // LB-side cookies can name nearly all ids.
-            2..39 if planned.is_lb_stamped() => rng.below(lb_stamping::SERVER_IDS as usize),
+            2..39 if planned.is_lb_stamped() => rng.below(lb_stamping::SERVER_ID_COUNT as usize),
             _ => rng.below(intf::SERVER_ID_COUNT as usize),
         };
         let id = ServerId::try_from(number as u64).expect("in range");
@@ -275,42 +277,45 @@ impl GenState {
         if rng.chance(1, 20) {
             // A placement table without an eligible server.
             table.members.clear();
-            table.consistent.clear();
-            table.previous_consistent.clear();
+            table.consistent_servers.clear();
+            table.previous_consistent_servers.clear();
         }
         let is_member = |id: &ServerId| table.members.iter().any(|member| member.server == *id);
-        table.down = servers.into_iter().filter(|id| !is_member(id) && rng.chance(2, 3)).collect();
+        table.down_servers = servers.into_iter().filter(|id| !is_member(id) && rng.chance(2, 3)).collect();
         Some(Change::Table(planned.service_slot, table))
     }
 
     /// Records the entry that a new connection got. `frame`: before the program changed it.
     pub fn observe(&mut self, outcome: &Outcome, frame: &[u8]) {
-        let (Some(reported), Some(service_slot)) = (outcome.reported, outcome.service) else { return };
+        let (Some(reported), Some(service_slot)) = (outcome.reported_entry, outcome.service) else { return };
         let bytes = |at: usize| <[u8; 4]>::try_from(&frame[at..at + 4]).expect("four bytes");
         let (client, transport) = match ipv6::read(frame) {
-            Some(headers) => (ipv6::placeholder(headers.ends[0]), headers.transport),
-            None => (Ipv4Addr::from(bytes(ETHERNET + 12)), ETHERNET + usize::from(frame[ETHERNET] & 0xf) * 4),
+            Some(headers) => (ipv6::placeholder(headers.ends[0]), headers.transport_offset),
+            None => (
+                Ipv4Addr::from(bytes(ETHERNET_HEADER_BYTES + 12)),
+                ETHERNET_HEADER_BYTES + usize::from(frame[ETHERNET_HEADER_BYTES] & 0xf) * 4,
+            ),
         };
         let port = u16::from_be_bytes([frame[transport], frame[transport + 1]]);
         let new =
             TableConnection { service_slot, client: (client, port), number: (reported & intf::COOKIE_ID_MASK) as u16 };
         // Makes room by removing an old connection.
-        if self.indexed.len() == INDEXED {
-            self.indexed.swap_remove(reported as usize % INDEXED);
+        if self.table_connections.len() == MAX_TABLE_CONNECTIONS {
+            self.table_connections.swap_remove(reported as usize % MAX_TABLE_CONNECTIONS);
         }
-        self.indexed.push(new);
+        self.table_connections.push(new);
     }
 
     fn owner_change(&mut self, rng: &mut FuzzRng) -> Change {
         // Few numbers, so that forged and old indexes often match an owner.
         let number = OwnerNumber::try_from(rng.below(4) as u64).expect("in range");
         match rng.below(4) {
-            0 if rng.chance(1, 4) => Change::Number(rng.chance(3, 4).then_some(number)),
+            0 if rng.chance(1, 4) => Change::LocalOwnerNumber(rng.chance(3, 4).then_some(number)),
             1 => Change::Owner(number, Owner::Lost),
             2 => Change::Owner(number, Owner::Unknown),
             _ => {
                 let mac = [2, 0, 0, 2, 0, rng.u8()];
-                self.owners.push(mac);
+                self.owner_macs.push(mac);
                 Change::Owner(number, Owner::Reachable(mac))
             }
         }
@@ -325,21 +330,21 @@ impl GenState {
             14 => Change::LimitEntries(rng.chance(1, 2).then(|| 1 + rng.below(3) as u32)),
             10..12 => self.owner_change(rng),
             12 => {
-                let reason = rng.below(REASONS) as Reason;
+                let reason = rng.below(REASON_COUNT) as BroadcastReason;
                 let buckets = match rng.below(2) {
-                    0 => Buckets::Total(reason),
-                    _ => Buckets::Sources(rng.below(8)),
+                    0 => TokenBucketSelector::Total(reason),
+                    _ => TokenBucketSelector::Sources(rng.below(8)),
                 };
-                Change::Tokens(buckets, rng.chance(3, 4))
+                Change::BroadcastTokens(buckets, rng.chance(3, 4))
             }
             13 => {
                 // Small steps in both directions put some flows over the idle limit, others not; some steps are
                 // arbitrary.
-                let step = rng.below(2 * intf::FLOW_IDLE_UDP as usize) as u32;
+                let step = rng.below(2 * intf::FLOW_IDLE_UDP_TICKS as usize) as u32;
                 self.clock = match rng.below(8) {
-                    0 => Clock(rng.u32()),
-                    1 => Clock(self.clock.0.wrapping_sub(step)),
-                    _ => Clock(self.clock.0.wrapping_add(step)),
+                    0 => ClockTicks(rng.u32()),
+                    1 => ClockTicks(self.clock.0.wrapping_sub(step)),
+                    _ => ClockTicks(self.clock.0.wrapping_add(step)),
                 };
                 Change::Clock(self.clock)
             }
@@ -353,8 +358,8 @@ impl GenState {
                 Change::Keys(self.setup.keys)
             }
             2..4 => {
-                let reason = rng.below(REASONS) as Reason;
-                Change::Tokens(Buckets::Service(planned.service_slot, reason), rng.chance(1, 2))
+                let reason = rng.below(REASON_COUNT) as BroadcastReason;
+                Change::BroadcastTokens(TokenBucketSelector::Service(planned.service_slot, reason), rng.chance(1, 2))
             }
             4 if !planned.servers.is_empty() => Change::Server(planned.service_slot, rng.pick(&planned.servers), None),
             5 if !planned.servers.is_empty() => {
@@ -376,7 +381,7 @@ impl GenState {
 }
 
 /// Returns all, one, or two of `all`: a part that is not in use is not compiled into the program.
-fn some<T: Copy>(all: &[T], rng: &mut FuzzRng) -> Vec<T> {
+fn pick_subset<T: Copy>(all: &[T], rng: &mut FuzzRng) -> Vec<T> {
     match rng.below(3) {
         0 => all.to_vec(),
         1 => vec![rng.pick(all)],
@@ -388,7 +393,7 @@ fn some<T: Copy>(all: &[T], rng: &mut FuzzRng) -> Vec<T> {
 fn vlans(rng: &mut FuzzRng) -> Vlans {
     let in_use = rng.chance(1, 3);
     let vip = if in_use { rng.pick(&SERVER_VLANS) } else { 0 };
-    Vlans { in_use, vip: Vlan::from_word(vip.into()).expect("in range") }
+    Vlans { is_tagging_enabled: in_use, vip: Vlan::from_id(vip.into()).expect("in range") }
 }
 
 fn keys(rng: &mut FuzzRng) -> FleetKeys {

@@ -23,20 +23,20 @@ const PSH: u8 = 0x08;
 const ACK: u8 = 0x10;
 
 /// Writes the next packet into `packet`.
-pub fn packet(state: &GenState, rng: &mut FuzzRng, packet: &mut Vec<u8>) {
+pub fn write_packet(state: &GenState, rng: &mut FuzzRng, packet: &mut Vec<u8>) {
     packet.clear();
     match rng.below(100) {
-        0..2 => return mutate::random(state, rng, packet),
-        2..4 => other_protocol(state, rng, packet),
-        4..8 => fragment(state, rng, packet),
-        8..20 => icmp(state, rng, packet),
-        20..40 => answer(state, rng, packet),
-        _ => whole(state, rng, packet),
+        0..2 => return mutate::write_random_bytes(state, rng, packet),
+        2..4 => write_other_protocol(state, rng, packet),
+        4..8 => write_fragment(state, rng, packet),
+        8..20 => write_icmp(state, rng, packet),
+        20..40 => write_server_packet(state, rng, packet),
+        _ => write_service_packet(state, rng, packet),
     }
     ipv6::translate(rng, packet);
     // A packet from another load balancer.
     if rng.chance(1, 10) {
-        packet[6..12].copy_from_slice(&rng.pick(&state.owners));
+        packet[6..12].copy_from_slice(&rng.pick(&state.owner_macs));
     }
     insert_tag(state, rng, packet);
     if rng.chance(1, 4) {
@@ -47,7 +47,7 @@ pub fn packet(state: &GenState, rng: &mut FuzzRng, packet: &mut Vec<u8>) {
 /// Tags the frame, mostly with the VIPs' VLAN or a server's.
 fn insert_tag(state: &GenState, rng: &mut FuzzRng, packet: &mut Vec<u8>) {
     let vlans = state.setup.vlans;
-    if !vlans.in_use {
+    if !vlans.is_tagging_enabled {
         return;
     }
     let vlan = match rng.below(16) {
@@ -75,8 +75,8 @@ fn pick_endpoints<'a>(
     state: &'a GenState,
     rng: &mut FuzzRng,
 ) -> ((Ipv4Addr, u16), &'a GeneratedService, (Ipv4Addr, u16)) {
-    if !state.indexed.is_empty() && rng.chance(1, 4) {
-        let entry = rng.pick(&state.indexed);
+    if !state.table_connections.is_empty() && rng.chance(1, 4) {
+        let entry = rng.pick(&state.table_connections);
         if let Some(planned) = state.services.iter().find(|planned| planned.service_slot == entry.service_slot) {
             return (entry.client, planned, planned.vip);
         }
@@ -114,22 +114,22 @@ fn ip(rng: &mut FuzzRng, source: Ipv4Addr, destination: Ipv4Addr, protocol: u8) 
         // "Don't fragment", nothing, or the reserved bit.
         fragment: rng.pick(&[0x4000, 0x4000, 0x4000, 0, 0x8000, 0xc000]),
         option_words: if rng.chance(1, 20) { rng.below(11) } else { 0 },
-        service_and_life: [rng.u8(), rng.u8()],
+        tos_and_ttl: [rng.u8(), rng.u8()],
     }
 }
 
 /// Writes a packet of the service's protocol, sometimes of the other protocol.
-fn whole(state: &GenState, rng: &mut FuzzRng, packet: &mut Vec<u8>) {
+fn write_service_packet(state: &GenState, rng: &mut FuzzRng, packet: &mut Vec<u8>) {
     let (client, planned, vip) = pick_endpoints(state, rng);
     let udp = (planned.address.protocol == Protocol::Udp) != rng.chance(1, 16);
     let payload = payload_length(rng);
     let ip = ip(rng, client.0, vip.0, if udp { frame::UDP } else { frame::TCP });
     if udp {
-        ip.packet(packet, |packet| frame::udp(packet, (client.1, vip.1), payload));
+        ip.append_frame(packet, |packet| frame::udp(packet, (client.1, vip.1), payload));
     } else {
         let segment = segment(state, planned, rng, client, vip);
         let numbers = (rng.u32(), rng.u32());
-        ip.packet(packet, |packet| segment.segment(packet, numbers, payload));
+        ip.append_frame(packet, |packet| segment.append_segment(packet, numbers, payload));
     }
     // Ethernet's padding, or a sender's bytes behind the packet.
     if rng.chance(1, 16) {
@@ -139,15 +139,15 @@ fn whole(state: &GenState, rng: &mut FuzzRng, packet: &mut Vec<u8>) {
 
 /// Writes a server's packet to a client, if the service has LB-side stamping and a server; otherwise an unrelated
 /// packet.
-fn answer(state: &GenState, rng: &mut FuzzRng, packet: &mut Vec<u8>) {
+fn write_server_packet(state: &GenState, rng: &mut FuzzRng, packet: &mut Vec<u8>) {
     let lb_stamped: Vec<&GeneratedService> = state.services.iter().filter(|planned| planned.is_lb_stamped()).collect();
     let planned = if lb_stamped.is_empty() { &state.services[0] } else { rng.pick(&lb_stamped) };
     let (client, source) = (client(state, rng), planned.vip);
     let mut address = OWN_MAC;
     rng.fill(&mut address);
     // Few clients, so that each sends several packets.
-    if !planned.addresses.is_empty() && !rng.chance(1, 20) {
-        address = planned.addresses[rng.below(planned.addresses.len().min(4))];
+    if !planned.server_macs.is_empty() && !rng.chance(1, 20) {
+        address = planned.server_macs[rng.below(planned.server_macs.len().min(4))];
     }
     let flags = match rng.below(8) {
         0..3 => SYN | ACK,
@@ -159,7 +159,7 @@ fn answer(state: &GenState, rng: &mut FuzzRng, packet: &mut Vec<u8>) {
     let segment = Tcp { ports: (source.1, client.1), flags, options: options_with(rng, flags, &timestamp(own, tsecr)) };
     let (payload, numbers) = (payload_length(rng), (rng.u32(), rng.u32()));
     let ip = ip(rng, source.0, client.0, frame::TCP);
-    ip.packet(packet, |packet| segment.segment(packet, numbers, payload));
+    ip.append_frame(packet, |packet| segment.append_segment(packet, numbers, payload));
     packet[6..12].copy_from_slice(&address);
 }
 
@@ -177,7 +177,7 @@ fn server_clock(state: &GenState, address: &[u8; 6], client: (Ipv4Addr, u16), rn
 }
 
 /// Writes an ICMP message, mostly an error that quotes a server's packet to a client, cut at any length.
-fn icmp(state: &GenState, rng: &mut FuzzRng, packet: &mut Vec<u8>) {
+fn write_icmp(state: &GenState, rng: &mut FuzzRng, packet: &mut Vec<u8>) {
     let (client, planned, vip) = pick_endpoints(state, rng);
     let mut quoted = Vec::new();
     let source = if rng.chance(1, 30) { client.0 } else { vip.0 };
@@ -187,7 +187,7 @@ fn icmp(state: &GenState, rng: &mut FuzzRng, packet: &mut Vec<u8>) {
         ..ip(rng, source, client.0, planned.address.protocol.number())
     };
     match planned.address.protocol {
-        Protocol::Udp => to_client.datagram(&mut quoted, |packet| frame::udp(packet, (vip.1, client.1), 20)),
+        Protocol::Udp => to_client.append_datagram(&mut quoted, |packet| frame::udp(packet, (vip.1, client.1), 20)),
         Protocol::Tcp => {
             let stamp = tsecr(state, planned, rng, ipv6::tuple(client, vip));
             let time = timestamp(stamp, rng.u32());
@@ -198,7 +198,7 @@ fn icmp(state: &GenState, rng: &mut FuzzRng, packet: &mut Vec<u8>) {
                 _ => [&[1, 1][..], &time].concat(),
             };
             let segment = Tcp { ports: (vip.1, client.1), flags: ACK, options };
-            to_client.datagram(&mut quoted, |packet| segment.segment(packet, (1, 2), 40));
+            to_client.append_datagram(&mut quoted, |packet| segment.append_segment(packet, (1, 2), 40));
         }
     }
     match rng.below(4) {
@@ -210,7 +210,7 @@ fn icmp(state: &GenState, rng: &mut FuzzRng, packet: &mut Vec<u8>) {
     let kind = if rng.chance(1, 16) { rng.u8() } else { rng.pick(&[3, 3, 3, 11, 12]) };
     let rest = [rng.u8(), 0, 0, 0, 0, rng.u8(), rng.u8()];
     let router = if rng.chance(1, 2) { Ipv4Addr::from(rng.u32()) } else { client.0 };
-    ip(rng, router, vip.0, frame::ICMP).packet(packet, |packet| {
+    ip(rng, router, vip.0, frame::ICMP).append_frame(packet, |packet| {
         packet.push(kind);
         packet.extend(rest);
         packet.extend(&quoted);
@@ -290,7 +290,7 @@ fn index_of(state: &GenState, planned: &GeneratedService, tuple: &FourTuple) -> 
     let given = |entry: &&TableConnection| {
         entry.service_slot == planned.service_slot && ipv6::tuple(entry.client, planned.vip) == *tuple
     };
-    state.indexed.iter().rev().find(given).map(|entry| entry.number)
+    state.table_connections.iter().rev().find(given).map(|entry| entry.number)
 }
 
 fn options(rng: &mut FuzzRng, flags: u8, tsecr: u32) -> Vec<u8> {
@@ -349,16 +349,16 @@ fn random_options(rng: &mut FuzzRng, time: &[u8]) -> Vec<u8> {
     options
 }
 
-fn other_protocol(state: &GenState, rng: &mut FuzzRng, packet: &mut Vec<u8>) {
+fn write_other_protocol(state: &GenState, rng: &mut FuzzRng, packet: &mut Vec<u8>) {
     let client = client(state, rng);
     let (_, vip) = destination(state, rng);
     let protocol = rng.pick(&[0, 2, 47, 132, 255]);
     let payload = payload_length(rng);
-    ip(rng, client.0, vip.0, protocol).packet(packet, |packet| frame::udp(packet, (client.1, vip.1), payload));
+    ip(rng, client.0, vip.0, protocol).append_frame(packet, |packet| frame::udp(packet, (client.1, vip.1), payload));
 }
 
 /// Writes a fragment of one of few datagrams: later fragments then find the first one, and the table never fills.
-fn fragment(state: &GenState, rng: &mut FuzzRng, packet: &mut Vec<u8>) {
+fn write_fragment(state: &GenState, rng: &mut FuzzRng, packet: &mut Vec<u8>) {
     let client = state.clients[rng.below(16)];
     let (planned, vip) = destination(state, rng);
     let fragment = match rng.below(8) {
@@ -374,8 +374,8 @@ fn fragment(state: &GenState, rng: &mut FuzzRng, packet: &mut Vec<u8>) {
     };
     let segment = segment(state, planned, rng, client, vip);
     match planned.address.protocol {
-        Protocol::Tcp => ip.packet(packet, |packet| segment.segment(packet, (1, 2), 8)),
-        Protocol::Udp => ip.packet(packet, |packet| {
+        Protocol::Tcp => ip.append_frame(packet, |packet| segment.append_segment(packet, (1, 2), 8)),
+        Protocol::Udp => ip.append_frame(packet, |packet| {
             frame::udp(packet, (client.1, vip.1), 8);
             // Length of the whole datagram.
             let length = packet.len() - 8 - 4;

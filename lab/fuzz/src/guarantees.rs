@@ -12,7 +12,7 @@ use coreward_model::lb::{Mac, Owner};
 use coreward_model::{ServerId, ServiceAddress};
 
 use crate::change::{Change, Difference};
-use crate::frame::{ETHERNET, TCP, UDP, hex};
+use crate::frame::{ETHERNET_HEADER_BYTES, TCP, UDP, hex};
 use crate::ipv6;
 
 /// Service as the changes define it.
@@ -23,11 +23,11 @@ struct Service {
     /// Servers, with whether each takes new connections as configured (false while draining).
     servers: HashMap<ServerId, bool>,
     /// Servers of the placement table.
-    members: HashSet<ServerId>,
+    table_servers: HashSet<ServerId>,
     /// Servers that the placement table marks as down.
-    down: HashSet<ServerId>,
+    down_servers: HashSet<ServerId>,
     /// UDP flows with an earlier packet.
-    seen: HashSet<SocketAddr>,
+    known_udp_flows: HashSet<SocketAddr>,
 }
 
 /// State that the guarantees depend on.
@@ -52,12 +52,12 @@ fn read(frame: &[u8]) -> Option<FrameHeader> {
     const SYN_ACK_FIN_RST: u8 = 0x17;
     let word = |bytes: &[u8], at: usize| Some(u16::from_be_bytes([*bytes.get(at)?, *bytes.get(at + 1)?]));
     if let Some(headers) = ipv6::read(frame) {
-        let behind = frame.get(headers.transport..).filter(|_| !headers.is_later_fragment).unwrap_or_default();
+        let behind = frame.get(headers.transport_offset..).filter(|_| !headers.is_later_fragment).unwrap_or_default();
         let flags = behind.get(13).copied().unwrap_or(0) & SYN_ACK_FIN_RST;
         let ([source, destination], ports) = (headers.ends.map(IpAddr::from), word(behind, 0).zip(word(behind, 2)));
         return Some(FrameHeader { source, destination, protocol: headers.protocol, ports, flags });
     }
-    let ip = frame.get(ETHERNET..)?;
+    let ip = frame.get(ETHERNET_HEADER_BYTES..)?;
     let address = |at: usize| Some(IpAddr::from(<[u8; 4]>::try_from(ip.get(at..at + 4)?).ok()?));
     let behind = ip.get(usize::from(*ip.first()? & 0xf) * 4..)?;
     let later = word(ip, 6)? & 0x1fff != 0;
@@ -72,7 +72,7 @@ impl Service {
     }
 
     fn is_down(&self, id: ServerId) -> bool {
-        self.down.contains(&id)
+        self.down_servers.contains(&id)
     }
 }
 
@@ -88,9 +88,9 @@ impl Guarantees {
                         address: *address,
                         other_balancer: None,
                         servers: HashMap::new(),
-                        members: HashSet::new(),
-                        down: HashSet::new(),
-                        seen: HashSet::new(),
+                        table_servers: HashSet::new(),
+                        down_servers: HashSet::new(),
+                        known_udp_flows: HashSet::new(),
                     });
                     service.other_balancer = mode.transfer.map(|transfer| transfer.other_balancer());
                     self.services.insert(*service_slot, service);
@@ -105,14 +105,14 @@ impl Guarantees {
                     }
                     None => {
                         service.servers.remove(id);
-                        service.down.remove(id);
+                        service.down_servers.remove(id);
                     }
                 }
             }
             Change::Table(service_slot, table) => {
                 let Some(service) = self.services.get_mut(service_slot) else { return };
-                service.members = table.members.iter().map(|member| member.server).collect();
-                service.down = table.down.iter().copied().collect();
+                service.table_servers = table.members.iter().map(|member| member.server).collect();
+                service.down_servers = table.down_servers.iter().copied().collect();
             }
             Change::Owner(number, Owner::Reachable(mac)) => drop(self.owners.insert(number.get(), *mac)),
             Change::Owner(number, _) => drop(self.owners.remove(&number.get())),
@@ -125,7 +125,7 @@ impl Guarantees {
     }
 
     /// Returns the guarantee that the program breaks when it turns `frame` into `after`.
-    pub fn broken(&mut self, frame: &[u8], after: &[u8]) -> Option<Difference> {
+    pub fn find_violation(&mut self, frame: &[u8], after: &[u8]) -> Option<Difference> {
         let seen = read(frame)?;
         let destination: Mac = after.get(..6)?.try_into().ok()?;
         if destination == [0xff; 6] {
@@ -155,20 +155,20 @@ impl Guarantees {
         } else if opens && !any(&Service::takes_new_connections) {
             Some("a new connection goes to a server that takes new ones")
         } else if seen.protocol == UDP && with_ports {
-            self.broken_flow(&services, &seen, destination)
+            self.find_flow_violation(&services, &seen, destination)
         } else {
             None
         };
         self.remember_flow(&seen);
         guarantee.map(|guarantee| Difference {
-            what: format!("a guarantee of docs/design.md: {guarantee}"),
+            subject: format!("a guarantee of docs/design.md: {guarantee}"),
             expected: hex(frame),
-            found: hex(after),
+            actual: hex(after),
         })
     }
 
     /// Records a datagram that was placed and then dropped because its outer header makes it too long: its flow exists.
-    pub fn placed(&mut self, frame: &[u8]) {
+    pub fn record_dropped_datagram(&mut self, frame: &[u8]) {
         if let Some(seen) = read(frame) {
             self.remember_flow(&seen);
         }
@@ -181,12 +181,12 @@ impl Guarantees {
                 && service.address.protocol.number() == seen.protocol
         };
         if let Some(service) = self.services.values_mut().find(of_flow) {
-            service.seen.insert(SocketAddr::new(seen.source, source));
+            service.known_udp_flows.insert(SocketAddr::new(seen.source, source));
         }
     }
 
     /// Returns the guarantee about flows that a datagram to a server of its service breaks.
-    fn broken_flow(&self, services: &[&Service], seen: &FrameHeader, destination: Mac) -> Option<&'static str> {
+    fn find_flow_violation(&self, services: &[&Service], seen: &FrameHeader, destination: Mac) -> Option<&'static str> {
         let [service] = services else { return None };
         let (port, _) = seen.ports?;
         let there: Vec<ServerId> =
@@ -196,13 +196,13 @@ impl Guarantees {
         if there.iter().any(takes) {
             return None;
         }
-        if !service.seen.contains(&SocketAddr::new(seen.source, port)) {
+        if !service.known_udp_flows.contains(&SocketAddr::new(seen.source, port)) {
             return Some("a new UDP flow goes to a server that takes new ones");
         }
         // The placement rule tries only some members, so it may miss the few eligible ones.
-        let eligible_count = service.members.iter().filter(|id| takes(id)).count();
+        let eligible_count = service.table_servers.iter().filter(|id| takes(id)).count();
         let all_down = there.iter().all(|id| service.is_down(*id));
-        (all_down && eligible_count > 0 && eligible_count * 2 >= service.members.len())
+        (all_down && eligible_count > 0 && eligible_count * 2 >= service.table_servers.len())
             .then_some("a UDP flow leaves a server that is down")
     }
 }

@@ -11,17 +11,18 @@ use coreward_dataplane::mac::MacAddress;
 use coreward_dataplane::test_run;
 use coreward_intf as intf;
 use coreward_model::ServerId;
-use coreward_model::connection_table::{Connection, TableSize, Timers};
+use coreward_model::connection_table::{Connection, TableSize, Timeouts};
 use coreward_model::consistency::Timestamps;
 use coreward_model::cookie::{CookieKey, FleetKeys};
 use coreward_model::lb::{
-    BroadcastRates, Constants, LoadBalancer, Mac, Outcome, Outer, Owner, REASONS, Rate, Tunnel, Verdict, Vlans,
+    BroadcastRates, LbSettings, LoadBalancer, Mac, Outcome, OuterHeader, Owner, REASON_COUNT, Rate, Tunnel, Verdict,
+    Vlans,
 };
-use coreward_model::lb_stamping::Clock;
+use coreward_model::lb_stamping::ServerClock;
 use coreward_model::vlan::Vlan;
 
 use crate::change::{Change, Difference};
-use crate::frame::{ETHERNET, hex, ones_complement_sum, untagged};
+use crate::frame::{ETHERNET_HEADER_BYTES, hex, ones_complement_sum, untagged};
 use crate::guarantees::Guarantees;
 use crate::memory::{COUNTER_WORDS, Memory};
 
@@ -34,9 +35,9 @@ pub const OWN_MAC: Mac = [2, 0, 0, 0, 0, 1];
 /// Time key of servers, and of services with LB-side stamping.
 pub const TIME_KEY: CookieKey = CookieKey { k0: 5, k1: 6 };
 
-/// Broadcast rate: one per second, with a burst that never runs out. The state ([`Change::Tokens`]) then decides
-/// whether a token is available, not the time.
-const BROADCAST: PacketRate = PacketRate { per_second: 1, burst: u32::MAX };
+/// Broadcast rate: one per second, with a burst that never runs out. The state ([`Change::BroadcastTokens`]) then
+/// decides whether a token is available, not the time.
+const BROADCAST_RATE: PacketRate = PacketRate { per_second: 1, burst: u32::MAX };
 const BROADCAST_INTERVAL_NS: u64 = 1_000_000_000;
 
 /// Constants of the loaded program.
@@ -52,13 +53,13 @@ pub struct Setup {
     pub connection_key: CookieKey,
     pub flow_set_count: u32,
     /// Fields that all outer headers have in common.
-    pub outer: Outer,
+    pub outer: OuterHeader,
     /// VLANs in use; without any, every server is untagged.
     pub vlans: Vlans,
 }
 
 /// Fields of the outer headers.
-const OUTER: Outer = Outer {
+const OUTER: OuterHeader = OuterHeader {
     address: Ipv4Addr::new(10, 2, 0, 1),
     address_ipv6: Ipv6Addr::new(0x2001, 0xdb8, 2, 0, 0, 0, 0, 1),
     mtu: 1500,
@@ -79,7 +80,7 @@ fn tunnel_of(id: ServerId) -> Tunnel {
 pub const SERVER_VLANS: [u16; 3] = [0, 20, 4094];
 
 fn vlan(id: u16) -> Vlan {
-    Vlan::from_word(id.into()).expect("in range")
+    Vlan::from_id(id.into()).expect("in range")
 }
 
 /// Returns the VLAN of a server, derived from its id.
@@ -115,7 +116,7 @@ pub struct Instance {
     lb: dataplane::LoadBalancer,
     memory: Memory,
     services: Vec<Option<ServiceIndex>>,
-    out: Vec<u8>,
+    output_frame: Vec<u8>,
 }
 
 impl Instance {
@@ -123,9 +124,9 @@ impl Instance {
     pub fn load(setup: &Setup) -> anyhow::Result<Self> {
         let connection_table = setup.connection_table;
         let options = dataplane::Options {
-            broadcast: [dataplane::BroadcastRates::uniform(BROADCAST); REASONS],
+            broadcast_limits: [dataplane::BroadcastRates::uniform(BROADCAST_RATE); REASON_COUNT],
             flow_table_entries: setup.flow_set_count * intf::FLOW_SET_ENTRIES,
-            connection_table,
+            connection_table_size: connection_table,
             connection_key: Some(setup.connection_key),
             vlan: setup.vlans.vip,
             // The reference model then sees the same time.
@@ -138,12 +139,12 @@ impl Instance {
         let sources = OuterSources { ipv4: setup.outer.address, ipv6: setup.outer.address_ipv6 };
         lb.set_outer(sources, setup.outer.mtu as u32);
         lb.count_traffic(setup.count_traffic)?;
-        if setup.vlans.in_use {
+        if setup.vlans.is_tagging_enabled {
             lb.use_server_vlans(SERVER_VLANS.iter().map(|id| vlan(*id)).collect())?;
         }
         let memory = Memory::of(lb.program())?;
         let services = vec![None; intf::MAX_SERVICES as usize];
-        Ok(Self { lb, memory, services, out: vec![0; 1 << 14] })
+        Ok(Self { lb, memory, services, output_frame: vec![0; 1 << 14] })
     }
 
     fn service(&self, service_slot: usize) -> ServiceIndex {
@@ -173,7 +174,7 @@ impl Instance {
                 }
             }
             Change::Server(service_slot, id, Some(server)) => {
-                let server = dataplane::Server { mac: server.mac.map(MacAddress), eligible: server.eligible };
+                let server = dataplane::Server { mac: server.mac.map(MacAddress), is_eligible: server.eligible };
                 self.lb.set_server(self.service(*service_slot), *id, server);
                 let Tunnel { address, source_port } = tunnel_of(*id);
                 self.lb.set_tunnel(*id, dataplane::Tunnel { address, source_port })?;
@@ -184,14 +185,14 @@ impl Instance {
                 self.lb.set_masked(self.service(*service_slot), *id, *is_masked)
             }
             Change::Table(service_slot, table) => self.lb.install_table(self.service(*service_slot), table)?,
-            Change::Tokens(buckets, there) => self.memory.set_paid_until(*buckets, paid_until(*there)),
-            Change::Number(owner) => self.lb.set_owner(*owner),
+            Change::BroadcastTokens(buckets, there) => self.memory.set_paid_until(*buckets, paid_until(*there)),
+            Change::LocalOwnerNumber(owner) => self.lb.set_owner(*owner),
             Change::LimitEntries(per_source) => self.memory.limit_entries(*per_source),
             Change::Owner(number, Owner::Unknown) => self.lb.forget_owner(*number),
             Change::Owner(number, Owner::Lost) => self.lb.set_owner_mac(*number, None),
             Change::Owner(number, Owner::Reachable(mac)) => self.lb.set_owner_mac(*number, Some(MacAddress(*mac))),
             Change::Clock(clock) => self.lb.tick(Duration::from_millis(u64::from(clock.0) * 100)),
-            Change::Sweep => drop(self.lb.due_connections(&Timers::default(), 0)),
+            Change::Sweep => drop(self.lb.due_connections(&Timeouts::default(), 0)),
             Change::Free(_) => {
                 let count = self.lb.free_connections(freed)?;
                 ensure!(count == freed.len(), "{count} of {} entries were freed", freed.len());
@@ -201,7 +202,7 @@ impl Instance {
     }
 
     fn run(&mut self, frame: &[u8]) -> anyhow::Result<(i32, usize)> {
-        test_run::run_into(self.lb.program(), frame, &mut self.out)
+        test_run::run_into(self.lb.program(), frame, &mut self.output_frame)
             .with_context(|| format!("a test run of {} bytes", frame.len()))
     }
 }
@@ -210,21 +211,26 @@ fn paid_until(tokens: bool) -> u64 {
     if tokens { 0 } else { u64::MAX }
 }
 
-fn differ<T: PartialEq>(what: &str, expected: T, found: T, text: impl Fn(&T) -> String) -> Option<Difference> {
-    (expected != found).then(|| Difference { what: what.to_owned(), expected: text(&expected), found: text(&found) })
+fn compare_values<T: PartialEq>(what: &str, expected: T, found: T, text: impl Fn(&T) -> String) -> Option<Difference> {
+    (expected != found).then(|| Difference {
+        subject: what.to_owned(),
+        expected: text(&expected),
+        actual: text(&found),
+    })
 }
 
 /// Returns a difference when an IP header had a correct checksum before the packet was processed and has a wrong one
 /// after.
-fn checksum_broken(before: &[u8], after: &[u8]) -> Option<Difference> {
-    let right = |frame: &[u8]| ones_complement_sum(&frame[ETHERNET..ETHERNET + 20], 0) == 0xffff;
+fn checksum_difference(before: &[u8], after: &[u8]) -> Option<Difference> {
+    let right =
+        |frame: &[u8]| ones_complement_sum(&frame[ETHERNET_HEADER_BYTES..ETHERNET_HEADER_BYTES + 20], 0) == 0xffff;
     // Only headers without options, which the program never changes. An outer IPv6 header has no checksum.
-    let plain = |frame: &[u8]| frame.len() >= ETHERNET + 20 && frame[ETHERNET] == 0x45;
-    let changed = plain(before) && plain(after) && before[ETHERNET..] != after[ETHERNET..];
+    let plain = |frame: &[u8]| frame.len() >= ETHERNET_HEADER_BYTES + 20 && frame[ETHERNET_HEADER_BYTES] == 0x45;
+    let changed = plain(before) && plain(after) && before[ETHERNET_HEADER_BYTES..] != after[ETHERNET_HEADER_BYTES..];
     (changed && right(before) && !right(after)).then(|| Difference {
-        what: "an IP header checksum was right and is not any more".to_owned(),
+        subject: "an IP header checksum was right and is not any more".to_owned(),
         expected: hex(before),
-        found: hex(after),
+        actual: hex(after),
     })
 }
 
@@ -236,7 +242,7 @@ pub struct Harness {
     /// Expected counters of each service, and of packets without a service.
     counters: Vec<[u64; COUNTER_WORDS]>,
     /// Frame after the reference model processed it.
-    expected: Vec<u8>,
+    expected_frame: Vec<u8>,
     guarantees: Guarantees,
     now_ns: u64,
 }
@@ -244,14 +250,14 @@ pub struct Harness {
 impl Harness {
     /// Returns a harness with empty state. `with_program`: fails without the capabilities to load the BPF program.
     pub fn new(setup: Setup, with_program: bool) -> anyhow::Result<Self> {
-        let burst_ns = BROADCAST_INTERVAL_NS * u64::from(BROADCAST.burst - 1);
+        let burst_ns = BROADCAST_INTERVAL_NS * u64::from(BROADCAST_RATE.burst - 1);
         let rate = Rate { interval_ns: BROADCAST_INTERVAL_NS, burst_ns };
-        let constants = Constants {
-            broadcast: [BroadcastRates { per_source: rate, per_service: rate, total: rate }; REASONS],
+        let constants = LbSettings {
+            broadcast: [BroadcastRates { per_source: rate, per_service: rate, total: rate }; REASON_COUNT],
             flow_set_count: setup.flow_set_count,
             connection_table: setup.connection_table,
-            count_traffic: setup.count_traffic,
-            outer: setup.outer,
+            counts_traffic: setup.count_traffic,
+            outer_header: setup.outer,
             vlans: setup.vlans,
         };
         let mut model = LoadBalancer::new(constants, setup.own_mac, setup.keys);
@@ -260,7 +266,7 @@ impl Harness {
             instance: with_program.then(|| Instance::load(&setup)).transpose()?,
             model,
             counters: vec![[0; COUNTER_WORDS]; intf::MAX_SERVICES as usize + 1],
-            expected: Vec::new(),
+            expected_frame: Vec::new(),
             guarantees: Guarantees::default(),
             now_ns: 1,
         })
@@ -301,12 +307,12 @@ impl Harness {
             }
             Change::Masked(service_slot, id, is_masked) => self.model.set_masked(*service_slot, *id, *is_masked),
             Change::Table(service_slot, table) => self.model.install_table(*service_slot, table.clone()),
-            Change::Tokens(buckets, there) => self.model.set_paid_until(*buckets, paid_until(*there)),
-            Change::Number(owner) => self.model.set_owner(*owner),
+            Change::BroadcastTokens(buckets, there) => self.model.set_paid_until(*buckets, paid_until(*there)),
+            Change::LocalOwnerNumber(owner) => self.model.set_owner(*owner),
             Change::LimitEntries(per_source) => self.model.limit_entries(*per_source),
             Change::Owner(number, owner) => self.model.set_owner_at(*number, *owner),
             Change::Clock(clock) => self.model.set_clock(*clock),
-            Change::Sweep => self.model.sweep(),
+            Change::Sweep => self.model.record_sweep(),
             Change::Free(_) => self.model.free_connections(&freed),
         }
         if let Some(instance) = &mut self.instance {
@@ -328,36 +334,41 @@ impl Harness {
 
     /// Processes `frame` in program and model. Returns the model's outcome and any difference. Fails when the kernel
     /// rejects the test run.
-    pub fn packet(&mut self, frame: &[u8]) -> anyhow::Result<(Outcome, Option<Difference>)> {
+    pub fn process_packet(&mut self, frame: &[u8]) -> anyhow::Result<(Outcome, Option<Difference>)> {
         self.now_ns += 1;
-        self.expected.clear();
-        self.expected.extend_from_slice(frame);
-        let outcome = self.model.receive(&mut self.expected, self.now_ns);
-        let (given, left) = (untagged(frame), untagged(&self.expected).into_owned());
+        self.expected_frame.clear();
+        self.expected_frame.extend_from_slice(frame);
+        let outcome = self.model.receive(&mut self.expected_frame, self.now_ns);
+        let (given, left) = (untagged(frame), untagged(&self.expected_frame).into_owned());
         self.count(&outcome, given.len());
         let Some(instance) = &mut self.instance else { return Ok((outcome, None)) };
         let (verdict, length) = instance.run(frame)?;
         let exceeds_mtu =
             [intf::LB_COUNTER_DROP_EXCEEDS_MTU, intf::LB_COUNTER_DROP_FRAGMENTATION_NEEDED].contains(&outcome.counter);
         let is_forwarded = verdict == XDP_TX && !exceeds_mtu;
-        let broken = if is_forwarded { self.guarantees.broken(&given, &instance.out[..length]) } else { None };
+        let broken =
+            if is_forwarded { self.guarantees.find_violation(&given, &instance.output_frame[..length]) } else { None };
         if exceeds_mtu {
-            self.guarantees.placed(&given);
+            self.guarantees.record_dropped_datagram(&given);
         }
         let expected_verdict = outcome.verdict().xdp_action();
         let difference = broken
             .or_else(|| {
-                differ("the verdict (1: drop, 2: pass, 3: transmit)", expected_verdict, verdict, i32::to_string)
+                compare_values("the verdict (1: drop, 2: pass, 3: transmit)", expected_verdict, verdict, i32::to_string)
             })
-            .or_else(|| differ("the packet", &self.expected[..], &instance.out[..length], |bytes| hex(bytes)))
-            .or_else(|| checksum_broken(&given, &left))
+            .or_else(|| {
+                compare_values("the packet", &self.expected_frame[..], &instance.output_frame[..length], |bytes| {
+                    hex(bytes)
+                })
+            })
+            .or_else(|| checksum_difference(&given, &left))
             .or_else(|| self.compare_counters(outcome.service.unwrap_or(NO_SERVICE)));
         Ok((outcome, difference))
     }
 
-    /// Returns the last frame of [`packet`](Self::packet) after the reference model processed it.
+    /// Returns the last frame of [`process_packet`](Self::process_packet) after the reference model processed it.
     pub fn frame_after(&self) -> &[u8] {
-        &self.expected
+        &self.expected_frame
     }
 
     fn count(&mut self, outcome: &Outcome, length: usize) {
@@ -368,7 +379,7 @@ impl Harness {
             words[offset_of!(intf::lb_counters, events) / 8 + event as usize] += 1;
         }
         if outcome.service.is_some() {
-            words[offset_of!(intf::lb_counters, opened) / 8] = self.model.opened(service);
+            words[offset_of!(intf::lb_counters, opened) / 8] = self.model.opened_connections(service);
         }
         if outcome.verdict() == Verdict::Transmit && outcome.counter != intf::LB_COUNTER_DROP_FRAGMENTATION_NEEDED {
             words[offset_of!(intf::lb_counters, forwarded_bytes) / 8] += length as u64;
@@ -386,7 +397,7 @@ impl Harness {
             let different = (0..COUNTER_WORDS).filter(|word| expected[*word] != found[*word]);
             different.map(|word| format!("{} {}", counter_name(word), counters[word])).collect::<Vec<_>>().join(", ")
         };
-        differ(&format!("the counters of service {service}"), expected, found, named)
+        compare_values(&format!("the counters of service {service}"), expected, found, named)
     }
 
     /// Compares all state that the comparison after each packet omits, without the flow table and the connection table,
@@ -399,37 +410,51 @@ impl Harness {
         let counters = counted.find_map(|service| self.compare_counters(service));
         let mut traffic = self.model.traffic().iter().filter_map(|(id, expected)| {
             let found = memory.traffic(*id);
-            differ(&format!("the traffic of server {id}"), *expected, found, |traffic| format!("{traffic:?}"))
+            compare_values(&format!("the traffic of server {id}"), *expected, found, |traffic| format!("{traffic:?}"))
         });
         let services = (0..intf::MAX_SERVICES as usize).filter(|service_slot| self.model.has_service(*service_slot));
         let mut services = services.filter_map(|service_slot| self.compare_service(instance, service_slot));
         counters.or_else(|| services.next()).or_else(|| traffic.next()).or_else(|| {
             let expected = self.model.recent_placements().to_vec();
-            differ("recent_placements", expected, memory.recent_placements(), |words| format!("{words:x?}"))
+            compare_values("recent_placements", expected, memory.recent_placements(), |words| format!("{words:x?}"))
         })
     }
 
     fn compare_service(&self, instance: &Instance, service_slot: usize) -> Option<Difference> {
-        let assigned = self.model.assigned(service_slot).to_vec();
-        let found = instance.lb.assigned(instance.service(service_slot), assigned.len() as u16);
-        let turns = (self.model.round_robin(service_slot), instance.memory.round_robin(service_slot));
-        differ("the counts of assigned connections", assigned, found, |counts| format!("{counts:?}"))
-            .or_else(|| differ("the counter of round robin", turns.0, turns.1, u64::to_string))
+        let assigned = self.model.assigned_counts(service_slot).to_vec();
+        let found = instance.lb.assigned_connections(instance.service(service_slot), assigned.len() as u16);
+        let turns = (self.model.round_robin_counter(service_slot), instance.memory.round_robin(service_slot));
+        compare_values("the counts of assigned connections", assigned, found, |counts| format!("{counts:?}"))
+            .or_else(|| compare_values("the counter of round robin", turns.0, turns.1, u64::to_string))
     }
 
     /// Compares the servers' clocks, by id.
     fn compare_clocks(&self, instance: &Instance, service_slot: usize) -> anyhow::Result<Option<Difference>> {
-        let of_model = |clock: Clock| {
-            [clock.agreeing.into(), clock.steady.into(), clock.syn_acks, clock.with_timestamps, clock.disagreed]
+        let of_model = |clock: ServerClock| {
+            [
+                clock.agreeing_count.into(),
+                clock.steady_samples.into(),
+                clock.syn_acks,
+                clock.syn_acks_with_timestamps,
+                clock.disagreements,
+            ]
         };
         let of_program = |clock: dataplane::ServerClock| {
-            [clock.agreeing.into(), clock.steady.into(), clock.syn_acks, clock.with_timestamps, clock.disagreed]
+            [
+                clock.agreeing_connections.into(),
+                clock.steady_samples.into(),
+                clock.syn_acks,
+                clock.with_timestamps,
+                clock.disagreeing_replies,
+            ]
         };
         let expected = self.model.lb_stamped(service_slot).map(|(_, known)| (known.server, of_model(known.clock)));
         let found = instance.lb.server_clocks(instance.service(service_slot))?.into_iter();
         let expected: BTreeMap<ServerId, [u64; 5]> = expected.collect();
         let found = found.map(|(id, clock)| (id, of_program(clock))).collect();
-        Ok(differ(&format!("the clocks of service {service_slot}"), expected, found, |clocks| format!("{clocks:?}")))
+        Ok(compare_values(&format!("the clocks of service {service_slot}"), expected, found, |clocks| {
+            format!("{clocks:?}")
+        }))
     }
 
     /// Compares flow tables, connection tables and the clocks of servers. Fails when the kernel's tables cannot be
@@ -441,9 +466,10 @@ impl Harness {
             let service_slot = usize::from(expected.identity.service);
             let service = instance.services[service_slot]?;
             let found = instance.lb.connections(service).find(|found| found.index == expected.index);
-            differ("a connection", Some(expected), found, |connection| format!("{connection:?}"))
+            compare_values("a connection", Some(expected), found, |connection| format!("{connection:?}"))
         });
-        let connections = connections.or_else(|| differ("the entries in use", in_use.0, in_use.1, usize::to_string));
+        let connections =
+            connections.or_else(|| compare_values("the entries in use", in_use.0, in_use.1, usize::to_string));
         if connections.is_some() {
             return Ok(connections);
         }
@@ -458,7 +484,7 @@ impl Harness {
         let found = instance.memory.flow_table_words(expected.len());
         let odd = expected.iter().zip(found).enumerate().find(|(_, (expected, found))| *expected != found);
         let Some((word, (expected, found))) = odd else { return Ok(None) };
-        Ok(differ(&format!("word {word} of the flow table"), *expected, found, |word| format!("{word:#x}")))
+        Ok(compare_values(&format!("word {word} of the flow table"), *expected, found, |word| format!("{word:#x}")))
     }
 }
 

@@ -5,7 +5,7 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 
 use coreward_model::FourTuple;
 
-use crate::frame::{ETHERNET, ICMP};
+use crate::frame::{ETHERNET_HEADER_BYTES, ICMP};
 use crate::fuzz_rng::FuzzRng;
 
 /// IPv4 addresses that represent IPv6 VIPs.
@@ -16,8 +16,8 @@ const IPV4_HEADER: usize = 20;
 const IPV6_HEADER: usize = 40;
 const ICMP_HEADER: usize = 8;
 const ICMPV6: u8 = 58;
-const FRAGMENT: u8 = 44;
-const AUTHENTICATION: u8 = 51;
+const NEXT_HEADER_FRAGMENT: u8 = 44;
+const NEXT_HEADER_AUTHENTICATION: u8 = 51;
 
 /// Returns the IPv6 address for an IPv4 one. Addresses of one /24 get one /64.
 pub fn address(ipv4: Ipv4Addr) -> Ipv6Addr {
@@ -54,7 +54,7 @@ fn word(bytes: &[u8], at: usize) -> u16 {
 
 /// Translates a well-formed IPv4 packet whose source or destination is a stand-in.
 pub fn translate(rng: &mut FuzzRng, frame: &mut Vec<u8>) {
-    let packet = &frame[ETHERNET.min(frame.len())..];
+    let packet = &frame[ETHERNET_HEADER_BYTES.min(frame.len())..];
     if packet.len() < IPV4_HEADER || frame[12..14] != [8, 0] || packet[0] >> 4 != 4 {
         return;
     }
@@ -97,8 +97,8 @@ fn extension_headers(rng: &mut FuzzRng, ipv4: &[u8], protocol: u8) -> (u8, Vec<u
     if rng.chance(1, 8) {
         let most = if rng.chance(1, 16) { 8 } else { 3 };
         for _ in 0..1 + rng.below(most) {
-            let (number, units) = (rng.pick(&[0, 43, 60, AUTHENTICATION]), rng.below(3));
-            let length = if number == AUTHENTICATION { 8 + 4 * units } else { 8 * (units + 1) };
+            let (number, units) = (rng.pick(&[0, 43, 60, NEXT_HEADER_AUTHENTICATION]), rng.below(3));
+            let length = if number == NEXT_HEADER_AUTHENTICATION { 8 + 4 * units } else { 8 * (units + 1) };
             headers.push((number, [&[0, units as u8][..], &vec![0; length - 2]].concat()));
         }
     }
@@ -106,7 +106,7 @@ fn extension_headers(rng: &mut FuzzRng, ipv4: &[u8], protocol: u8) -> (u8, Vec<u
     if fragment != 0 || rng.chance(1, 30) {
         // The offset moves up by three bits; the flag "more fragments" moves to the lowest bit.
         let field = fragment.rotate_left(3).to_be_bytes();
-        headers.push((FRAGMENT, [&[0, 0][..], &field, &[0, 0], &ipv4[4..6]].concat()));
+        headers.push((NEXT_HEADER_FRAGMENT, [&[0, 0][..], &field, &[0, 0], &ipv4[4..6]].concat()));
     }
     let numbers: Vec<u8> = headers.iter().map(|(number, _)| *number).chain([protocol]).collect();
     for ((_, bytes), next) in headers.iter_mut().zip(&numbers[1..]) {
@@ -144,29 +144,36 @@ pub struct Headers {
     pub ends: [Ipv6Addr; 2],
     pub protocol: u8,
     /// Offset of the transport header in the frame.
-    pub transport: usize,
+    pub transport_offset: usize,
     /// Neither whole nor the first fragment.
     pub is_later_fragment: bool,
 }
 
 /// Parses an IPv6 frame; `None` when it is another frame, or malformed.
 pub fn read(frame: &[u8]) -> Option<Headers> {
-    let packet = frame.get(ETHERNET..).filter(|packet| packet.len() >= IPV6_HEADER && frame[12..14] == [0x86, 0xdd])?;
+    let packet = frame
+        .get(ETHERNET_HEADER_BYTES..)
+        .filter(|packet| packet.len() >= IPV6_HEADER && frame[12..14] == [0x86, 0xdd])?;
     let end = |at: usize| Some(Ipv6Addr::from(<[u8; 16]>::try_from(packet.get(at..at + 16)?).ok()?));
     let (mut protocol, mut at, mut is_later_fragment) = (packet[6], IPV6_HEADER, false);
-    while let 0 | 43 | FRAGMENT | AUTHENTICATION | 60 = protocol {
+    while let 0 | 43 | NEXT_HEADER_FRAGMENT | NEXT_HEADER_AUTHENTICATION | 60 = protocol {
         let header = packet.get(at..at + 4)?;
         let length = usize::from(header[1]);
         at += match protocol {
-            FRAGMENT => 8,
-            AUTHENTICATION => (length + 2) * 4,
+            NEXT_HEADER_FRAGMENT => 8,
+            NEXT_HEADER_AUTHENTICATION => (length + 2) * 4,
             _ => (length + 1) * 8,
         };
-        is_later_fragment |= protocol == FRAGMENT && word(header, 2) & 0xfff8 != 0;
+        is_later_fragment |= protocol == NEXT_HEADER_FRAGMENT && word(header, 2) & 0xfff8 != 0;
         protocol = header[0];
         if is_later_fragment {
             break;
         }
     }
-    Some(Headers { ends: [end(8)?, end(24)?], protocol, transport: ETHERNET + at, is_later_fragment })
+    Some(Headers {
+        ends: [end(8)?, end(24)?],
+        protocol,
+        transport_offset: ETHERNET_HEADER_BYTES + at,
+        is_later_fragment,
+    })
 }

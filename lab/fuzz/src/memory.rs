@@ -8,7 +8,7 @@ use anyhow::Context as _;
 use coreward_dataplane::mmap_array::MmapArray;
 use coreward_intf as intf;
 use coreward_model::ServerId;
-use coreward_model::lb::{Buckets, ServerTraffic};
+use coreward_model::lb::{ServerTraffic, TokenBucketSelector};
 use libbpf_rs::query::{ProgInfoIter, ProgInfoQueryOptions};
 use libbpf_rs::{MapCore as _, MapHandle};
 
@@ -58,19 +58,20 @@ impl Memory {
         (0..self.rows).map(|row| self.counters.load(position(row) + word * size_of::<u64>())).sum()
     }
 
-    pub fn set_paid_until(&self, buckets: Buckets, paid_until: u64) {
+    pub fn set_paid_until(&self, buckets: TokenBucketSelector, paid_until: u64) {
         let word = |at: usize| at * size_of::<u64>();
         let set = |start: usize, at: usize| self.broadcast.store(start + word(at), paid_until);
         match buckets {
-            Buckets::Service(service, reason) => {
+            TokenBucketSelector::Service(service, reason) => {
                 set(
                     offset_of!(intf::broadcast_buckets, per_service),
                     service * intf::LIMITED_KIND_SLOTS as usize + reason as usize,
                 );
             }
-            Buckets::Total(reason) => set(offset_of!(intf::broadcast_buckets, total), reason as usize),
-            Buckets::Sources(first) => {
-                Buckets::sources(first).for_each(|at| set(offset_of!(intf::broadcast_buckets, per_source), at));
+            TokenBucketSelector::Total(reason) => set(offset_of!(intf::broadcast_buckets, total), reason as usize),
+            TokenBucketSelector::Sources(first) => {
+                TokenBucketSelector::sources(first)
+                    .for_each(|at| set(offset_of!(intf::broadcast_buckets, per_source), at));
             }
         }
     }
@@ -81,7 +82,7 @@ impl Memory {
     }
 
     pub fn round_robin(&self, service: usize) -> u64 {
-        self.state.load(service_at(service) + offset_of!(intf::service_state, round_robin))
+        self.state.load(service_offset(service) + offset_of!(intf::service_state, round_robin))
     }
 
     /// Returns the traffic of a server.
@@ -107,6 +108,6 @@ impl Memory {
     }
 }
 
-fn service_at(service: usize) -> usize {
+fn service_offset(service: usize) -> usize {
     offset_of!(intf::lb_state, services) + service * size_of::<intf::service_state>()
 }

@@ -34,7 +34,7 @@ impl Shrinker {
                 // Without earlier steps a change may be invalid: its server's service may not exist.
                 Step::Change(change) if harness.is_applicable(change) => harness.change(change).map(|_| None)?,
                 Step::Change(_) => None,
-                Step::Packet(frame) => harness.packet(frame)?.1,
+                Step::Packet(frame) => harness.process_packet(frame)?.1,
             };
         }
         match last.or_else(|| harness.compare_state()) {
@@ -45,7 +45,7 @@ impl Shrinker {
 
     /// Returns the length of the shortest prefix of `steps` that ends with a difference. A difference of the state may
     /// be found long after the packet that caused it.
-    fn earliest(&self, steps: &[Step]) -> anyhow::Result<usize> {
+    fn shortest_failing_prefix(&self, steps: &[Step]) -> anyhow::Result<usize> {
         let (mut same, mut differ) = (0, steps.len());
         while same + 1 < differ {
             let middle = same.midpoint(differ);
@@ -57,16 +57,16 @@ impl Shrinker {
         Ok(differ)
     }
 
-    fn has_attempts_left(&self) -> bool {
+    fn has_time_left(&self) -> bool {
         Instant::now() < self.deadline
     }
 
     /// Removes unnecessary steps, in ever smaller chunks (delta debugging: Zeller and Hildebrandt, TSE 2002).
-    fn without_needless_steps(&self, shrunk: &mut ShrunkSequence) -> anyhow::Result<()> {
+    fn remove_needless_steps(&self, shrunk: &mut ShrunkSequence) -> anyhow::Result<()> {
         let mut part = shrunk.steps.len().div_ceil(2);
-        while part > 0 && self.has_attempts_left() {
+        while part > 0 && self.has_time_left() {
             let mut start = 0;
-            while start + 1 < shrunk.steps.len() && self.has_attempts_left() {
+            while start + 1 < shrunk.steps.len() && self.has_time_left() {
                 let end = (start + part).min(shrunk.steps.len() - 1);
                 let fewer = [&shrunk.steps[..start], &shrunk.steps[end..]].concat();
                 match self.difference(&fewer)? {
@@ -80,7 +80,7 @@ impl Shrinker {
     }
 
     /// Shortens the last packet, and zeroes bytes that do not affect the difference.
-    fn simpler_packet(&self, shrunk: &mut ShrunkSequence) -> anyhow::Result<()> {
+    fn simplify_packet(&self, shrunk: &mut ShrunkSequence) -> anyhow::Result<()> {
         let with = |shrunk: &mut ShrunkSequence, frame: Vec<u8>| -> anyhow::Result<()> {
             let mut steps = shrunk.steps.clone();
             *steps.last_mut().expect("a packet at the end") = Step::Packet(frame);
@@ -95,12 +95,12 @@ impl Shrinker {
         };
         for part in [256, 64, 16, 4, 1] {
             let frame = last(shrunk);
-            if frame.len() > MIN_FRAME_BYTES + part && self.has_attempts_left() {
+            if frame.len() > MIN_FRAME_BYTES + part && self.has_time_left() {
                 with(shrunk, frame[..frame.len() - part].to_vec())?;
             }
         }
         let mut at = 0;
-        while at < last(shrunk).len() && self.has_attempts_left() {
+        while at < last(shrunk).len() && self.has_time_left() {
             let mut frame = last(shrunk);
             let end = (at + 2).min(frame.len());
             if frame[at..end].iter().any(|byte| *byte != 0) {
@@ -121,7 +121,7 @@ pub fn shrink(seed: u64, packets: u64) -> anyhow::Result<Option<ShrunkSequence>>
     if shrinker.difference(&steps)?.is_none() {
         return Ok(None);
     }
-    let earliest = shrinker.earliest(&steps)?;
+    let earliest = shrinker.shortest_failing_prefix(&steps)?;
     steps.truncate(earliest);
     let Some(difference) = shrinker.difference(&steps)? else { return Ok(None) };
     let mut shrunk = ShrunkSequence { steps, difference };
@@ -132,7 +132,7 @@ pub fn shrink(seed: u64, packets: u64) -> anyhow::Result<Option<ShrunkSequence>>
     if let Some(difference) = shrinker.difference(&alone)? {
         shrunk = ShrunkSequence { steps: alone, difference };
     }
-    shrinker.without_needless_steps(&mut shrunk)?;
-    shrinker.simpler_packet(&mut shrunk)?;
+    shrinker.remove_needless_steps(&mut shrunk)?;
+    shrinker.simplify_packet(&mut shrunk)?;
     Ok(Some(shrunk))
 }

@@ -39,19 +39,19 @@ pub struct LoadArgs {
     #[arg(long, value_enum, default_value_t = TransportName::Udp)]
     pub transport: TransportName,
     /// Requests due per second
-    #[arg(long, value_parser = positive)]
+    #[arg(long, value_parser = parse_positive)]
     pub rate: f64,
     /// Distribution of the gaps between requests
     #[arg(long, value_enum, default_value_t = Arrivals::Poisson)]
     pub arrivals: Arrivals,
     /// Duration of the measurement (s)
-    #[arg(long, value_parser = positive, default_value_t = 10.0)]
+    #[arg(long, value_parser = parse_positive, default_value_t = 10.0)]
     pub seconds: f64,
     /// Duration of the warm-up before the measurement (s)
-    #[arg(long, value_parser = not_negative, default_value_t = 1.0)]
+    #[arg(long, value_parser = parse_not_negative, default_value_t = 1.0)]
     pub warm_up: f64,
     /// Time after which an unanswered request is lost, counted from its due time (s)
-    #[arg(long, value_parser = positive, default_value_t = 2.0)]
+    #[arg(long, value_parser = parse_positive, default_value_t = 2.0)]
     pub timeout: f64,
     /// Number of source ports (sockets or connections); each request uses a random one
     #[arg(long, default_value_t = 64, value_parser = clap::value_parser!(u16).range(1..=16_384))]
@@ -74,11 +74,11 @@ pub struct LoadArgs {
     pub service: Option<ServiceDistribution>,
     /// Factor of the service times of --service. With --mix: request the service times of Turbo's Figure 7 (GET 0.975
     /// us ...) times this factor, instead of leaving service times to the server
-    #[arg(long, value_name = "FACTOR", value_parser = positive)]
+    #[arg(long, value_name = "FACTOR", value_parser = parse_positive)]
     pub multiplier: Option<f64>,
     /// Rate of a separate, measured Poisson stream of short requests: the first type of --mix, the shortest of
     /// --service (1/s)
-    #[arg(long, value_name = "RATE", value_parser = positive)]
+    #[arg(long, value_name = "RATE", value_parser = parse_positive)]
     pub measure: Option<f64>,
     /// Number of keys, which requests draw uniformly: user0000000000 and on
     #[arg(long, default_value_t = 10_000, value_parser = clap::value_parser!(u32).range(1..))]
@@ -94,7 +94,7 @@ pub struct LoadArgs {
     #[arg(long, value_name = "QUERY,...", value_delimiter = ',')]
     pub query: Vec<Query>,
     /// Path of HTTP requests
-    #[arg(long, default_value = "/", value_parser = path)]
+    #[arg(long, default_value = "/", value_parser = parse_path)]
     pub path: String,
     /// Write the latencies of each second and class to this file, in HdrHistogram's log format
     #[arg(long, value_name = "FILE")]
@@ -117,20 +117,20 @@ pub enum TransportName {
     Http,
 }
 
-fn number(text: &str, holds: fn(f64) -> bool, expected: &str) -> Result<f64, String> {
+fn parse_number(text: &str, holds: fn(f64) -> bool, expected: &str) -> Result<f64, String> {
     let number = text.parse().ok().filter(|number: &f64| number.is_finite() && holds(*number));
     number.ok_or_else(|| format!("expected a number {expected}"))
 }
 
-fn positive(text: &str) -> Result<f64, String> {
-    number(text, |number| number > 0.0 && number <= 1e7, "above 0, at most 10000000")
+fn parse_positive(text: &str) -> Result<f64, String> {
+    parse_number(text, |number| number > 0.0 && number <= 1e7, "above 0, at most 10000000")
 }
 
-fn not_negative(text: &str) -> Result<f64, String> {
-    number(text, |number| (0.0..=1e6).contains(&number), "from 0 to 1000000")
+fn parse_not_negative(text: &str) -> Result<f64, String> {
+    parse_number(text, |number| (0.0..=1e6).contains(&number), "from 0 to 1000000")
 }
 
-fn path(text: &str) -> Result<String, String> {
+fn parse_path(text: &str) -> Result<String, String> {
     let fits = text.starts_with('/') && text.bytes().all(|byte| byte.is_ascii_graphic());
     if fits { Ok(text.to_owned()) } else { Err("expected a path from / on, without blanks".to_owned()) }
 }
@@ -143,21 +143,21 @@ pub fn run(args: &LoadArgs) -> anyhow::Result<String> {
 }
 
 fn measure(args: &LoadArgs) -> anyhow::Result<Report> {
-    let load = workload(args, RNG_STREAM_REQUESTS)?;
+    let load = build_workload(args, RNG_STREAM_REQUESTS)?;
     let classes = load.request_types().to_vec();
     let schedule = Schedule::new(args.arrivals, args.rate, args.seed, RNG_STREAM_ARRIVALS);
     let mut streams = vec![Stream { schedule, workload: load, first_class: 0 }];
     let measured = classes[0];
     if let Some(rate) = args.measure {
         let schedule = Schedule::new(Arrivals::Poisson, rate, args.seed, RNG_STREAM_MEASURED_ARRIVALS);
-        let workload = workload(args, RNG_STREAM_MEASURED_REQUESTS)?.first_type_only();
+        let workload = build_workload(args, RNG_STREAM_MEASURED_REQUESTS)?.first_type_only();
         streams.push(Stream { schedule, workload, first_class: classes.len() as u8 });
     }
-    let mut transport = open(args)?;
+    let mut transport = open_transport(args)?;
     let durations = Durations {
-        warm_up_ns: nanoseconds(args.warm_up),
-        measured_ns: nanoseconds(args.seconds),
-        timeout_ns: nanoseconds(args.timeout),
+        warm_up_ns: seconds_to_ns(args.warm_up),
+        measured_ns: seconds_to_ns(args.seconds),
+        timeout_ns: seconds_to_ns(args.timeout),
     };
     let bar = progress_bar(args.warm_up + args.seconds)?;
     let mut tags: Vec<String> = classes.iter().map(RequestType::to_string).collect();
@@ -182,11 +182,11 @@ fn measure(args: &LoadArgs) -> anyhow::Result<Report> {
     Ok(Report::new(&results, &classes, args.measure.map(|_| measured)))
 }
 
-fn nanoseconds(seconds: f64) -> u64 {
+fn seconds_to_ns(seconds: f64) -> u64 {
     Duration::from_secs_f64(seconds).as_nanos() as u64
 }
 
-fn workload(args: &LoadArgs, purpose: u64) -> anyhow::Result<Workload> {
+fn build_workload(args: &LoadArgs, purpose: u64) -> anyhow::Result<Workload> {
     if let Some(service) = &args.service {
         return Ok(Workload::service(service, args.multiplier.unwrap_or(1.0), args.seed, purpose));
     }
@@ -203,7 +203,7 @@ fn workload(args: &LoadArgs, purpose: u64) -> anyhow::Result<Workload> {
     Ok(workload)
 }
 
-fn open(args: &LoadArgs) -> anyhow::Result<Box<dyn Transport>> {
+fn open_transport(args: &LoadArgs) -> anyhow::Result<Box<dyn Transport>> {
     if let Some(first) = args.first_port {
         let last = u32::from(first) + u32::from(args.flows) - 1;
         ensure!(first > 0 && last <= 65_535, "ports {first} to {last} of {} flows: expected 1 to 65535", args.flows);
@@ -217,7 +217,7 @@ fn open(args: &LoadArgs) -> anyhow::Result<Box<dyn Transport>> {
     Ok(match args.transport {
         TransportName::Udp => Box::new(Udp::open(args.target, &sources, Datagrams::KeyValue(keys), args.seed)?),
         TransportName::Dns => {
-            let (classes, queries) = (workload(args, RNG_STREAM_REQUESTS)?.request_types().len(), &args.query);
+            let (classes, queries) = (build_workload(args, RNG_STREAM_REQUESTS)?.request_types().len(), &args.query);
             ensure!(
                 args.service.is_none() && args.multiplier.is_none(),
                 "--transport dns: expected --mix and --query only"

@@ -30,35 +30,35 @@ impl Event {
 /// An epoll set. A descriptor leaves it when it is closed.
 #[derive(Debug)]
 pub struct Epoll {
-    set: OwnedFd,
-    ready: Vec<libc::epoll_event>,
+    epoll_fd: OwnedFd,
+    ready_events: Vec<libc::epoll_event>,
 }
 
 impl Epoll {
     /// Returns an empty set. Fails when the process has no descriptors left.
     pub fn new() -> io::Result<Self> {
         // SAFETY: takes a flag, returns a new descriptor or -1.
-        let set = check(unsafe { libc::epoll_create1(libc::EPOLL_CLOEXEC) })?;
+        let set = check_syscall(unsafe { libc::epoll_create1(libc::EPOLL_CLOEXEC) })?;
         // SAFETY: new, owned by nothing else.
         let set = unsafe { OwnedFd::from_raw_fd(set) };
-        Ok(Self { set, ready: vec![libc::epoll_event { events: 0, u64: 0 }; 256] })
+        Ok(Self { epoll_fd: set, ready_events: vec![libc::epoll_event { events: 0, u64: 0 }; 256] })
     }
 
     /// Reports a descriptor's events with `token`; `flags` as epoll_ctl(2) takes them. Fails when the kernel refuses,
     /// for instance because the descriptor is in the set already.
     pub fn add(&self, descriptor: BorrowedFd<'_>, token: u64, flags: i32) -> io::Result<()> {
         let mut event = libc::epoll_event { events: flags as u32, u64: token };
-        let (set, descriptor) = (self.set.as_raw_fd(), descriptor.as_raw_fd());
+        let (set, descriptor) = (self.epoll_fd.as_raw_fd(), descriptor.as_raw_fd());
         // SAFETY: both descriptors are open, and the kernel copies the event before it returns.
-        check(unsafe { libc::epoll_ctl(set, libc::EPOLL_CTL_ADD, descriptor, &mut event) })?;
+        check_syscall(unsafe { libc::epoll_ctl(set, libc::EPOLL_CTL_ADD, descriptor, &mut event) })?;
         Ok(())
     }
 
     /// Removes an open descriptor. Fails when the set does not contain it.
     pub fn remove(&self, descriptor: BorrowedFd<'_>) -> io::Result<()> {
-        let (set, descriptor) = (self.set.as_raw_fd(), descriptor.as_raw_fd());
+        let (set, descriptor) = (self.epoll_fd.as_raw_fd(), descriptor.as_raw_fd());
         // SAFETY: both descriptors are open; removal takes no event.
-        check(unsafe { libc::epoll_ctl(set, libc::EPOLL_CTL_DEL, descriptor, std::ptr::null_mut()) })?;
+        check_syscall(unsafe { libc::epoll_ctl(set, libc::EPOLL_CTL_DEL, descriptor, std::ptr::null_mut()) })?;
         Ok(())
     }
 
@@ -70,16 +70,17 @@ impl Epoll {
             libc::timespec { tv_sec: left.as_secs() as i64, tv_nsec: i64::from(left.subsec_nanos()) }
         });
         let timeout = timeout.as_ref().map_or(std::ptr::null(), std::ptr::from_ref);
-        let (set, length) = (self.set.as_raw_fd(), self.ready.len() as i32);
+        let (set, length) = (self.epoll_fd.as_raw_fd(), self.ready_events.len() as i32);
         // SAFETY: `ready` has room for `length` events, `timeout` is null or outlives the call, no signal mask is
         // given.
-        let count =
-            check(unsafe { libc::epoll_pwait2(set, self.ready.as_mut_ptr(), length, timeout, std::ptr::null()) });
+        let count = check_syscall(unsafe {
+            libc::epoll_pwait2(set, self.ready_events.as_mut_ptr(), length, timeout, std::ptr::null())
+        });
         let count = match count {
             Err(error) if error.kind() == io::ErrorKind::Interrupted => 0,
             other => other?,
         };
-        Ok(self.ready[..count as usize].iter().map(|event| Event { token: event.u64, flags: event.events }))
+        Ok(self.ready_events[..count as usize].iter().map(|event| Event { token: event.u64, flags: event.events }))
     }
 }
 
@@ -101,6 +102,6 @@ pub fn accept(listener: &TcpListener) -> io::Result<Option<TcpStream>> {
     }
 }
 
-fn check(result: i32) -> io::Result<i32> {
+fn check_syscall(result: i32) -> io::Result<i32> {
     if result < 0 { Err(io::Error::last_os_error()) } else { Ok(result) }
 }

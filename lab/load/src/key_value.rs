@@ -165,13 +165,13 @@ pub fn key_name(number: u32) -> String {
 #[derive(Debug, Default)]
 pub struct ResponseWriter {
     datagrams: Vec<Vec<u8>>,
-    used: usize,
+    used_datagrams: usize,
 }
 
 impl ResponseWriter {
     /// Begins a response of one datagram without pairs.
     pub fn begin(&mut self, request: &Request<'_>, status: Status, worker: u16) {
-        self.used = 0;
+        self.used_datagrams = 0;
         self.add_datagram(ResponseHeader {
             request_type: request.request_type.byte(),
             status: status as u8,
@@ -193,14 +193,14 @@ impl ResponseWriter {
         if size_of::<ResponseHeader>() + length > DATAGRAM_MAX {
             return false;
         }
-        if self.datagrams[self.used - 1].len() + length > DATAGRAM_MAX {
-            let Ok(part) = u8::try_from(self.used) else { return false };
-            let header = *self.header(self.used - 1);
+        if self.datagrams[self.used_datagrams - 1].len() + length > DATAGRAM_MAX {
+            let Ok(part) = u8::try_from(self.used_datagrams) else { return false };
+            let header = *self.header(self.used_datagrams - 1);
             self.add_datagram(ResponseHeader { part, pairs: 0.into(), ..header });
         }
-        self.header(self.used - 1).pairs += 1;
+        self.header(self.used_datagrams - 1).pairs += 1;
         let pair = PairHeader { key_length, reserved: 0, value_length: value_length.into() };
-        let datagram = &mut self.datagrams[self.used - 1];
+        let datagram = &mut self.datagrams[self.used_datagrams - 1];
         datagram.extend_from_slice(pair.as_bytes());
         datagram.extend_from_slice(key);
         datagram.extend_from_slice(value);
@@ -209,9 +209,9 @@ impl ResponseWriter {
 
     /// Returns the datagrams in order.
     pub fn finish(&mut self) -> impl Iterator<Item = &[u8]> {
-        let parts = self.used as u8;
-        (0..self.used).for_each(|index| self.header(index).parts = parts);
-        self.datagrams[..self.used].iter().map(Vec::as_slice)
+        let parts = self.used_datagrams as u8;
+        (0..self.used_datagrams).for_each(|index| self.header(index).parts = parts);
+        self.datagrams[..self.used_datagrams].iter().map(Vec::as_slice)
     }
 
     fn header(&mut self, index: usize) -> &mut ResponseHeader {
@@ -219,13 +219,13 @@ impl ResponseWriter {
     }
 
     fn add_datagram(&mut self, header: ResponseHeader) {
-        if self.used == self.datagrams.len() {
+        if self.used_datagrams == self.datagrams.len() {
             self.datagrams.push(Vec::with_capacity(DATAGRAM_MAX));
         }
-        let datagram = &mut self.datagrams[self.used];
+        let datagram = &mut self.datagrams[self.used_datagrams];
         datagram.clear();
         datagram.extend_from_slice(header.as_bytes());
-        self.used += 1;
+        self.used_datagrams += 1;
     }
 }
 

@@ -14,7 +14,7 @@ pub struct SentRequest {
 struct Entry {
     sent: SentRequest,
     /// Bitmap of the received parts of the response.
-    parts: u128,
+    received_parts: u128,
     is_answered: bool,
 }
 
@@ -39,7 +39,7 @@ pub struct Outstanding {
     entries: VecDeque<Entry>,
     first_id: u32,
     /// Number of ids that were ever in use.
-    sent: u64,
+    sent_count: u64,
     unanswered: usize,
 }
 
@@ -49,8 +49,8 @@ impl Outstanding {
     /// Adds a request and returns its id.
     pub fn add(&mut self, sent: SentRequest) -> u32 {
         let id = self.first_id.wrapping_add(self.entries.len() as u32);
-        self.entries.push_back(Entry { sent, parts: 0, is_answered: false });
-        self.sent += 1;
+        self.entries.push_back(Entry { sent, received_parts: 0, is_answered: false });
+        self.sent_count += 1;
         self.unanswered += 1;
         id
     }
@@ -60,18 +60,18 @@ impl Outstanding {
         let index = id.wrapping_sub(self.first_id) as usize;
         let Some(entry) = self.entries.get_mut(index) else {
             let back = u64::from(self.first_id.wrapping_sub(id));
-            let settled = self.sent - self.entries.len() as u64;
+            let settled = self.sent_count - self.entries.len() as u64;
             return if back > 0 && back <= settled { AnswerMatch::Late } else { AnswerMatch::Unknown };
         };
         if part >= parts || parts > PARTS_MAX {
             return AnswerMatch::Unknown;
         }
         let bit = 1 << part;
-        if entry.is_answered || entry.parts & bit != 0 {
+        if entry.is_answered || entry.received_parts & bit != 0 {
             return AnswerMatch::Duplicate;
         }
-        entry.parts |= bit;
-        if entry.parts.count_ones() < parts.into() {
+        entry.received_parts |= bit;
+        if entry.received_parts.count_ones() < parts.into() {
             return AnswerMatch::Partial;
         }
         entry.is_answered = true;

@@ -22,10 +22,10 @@ pub struct ReceiveOutcome {
     /// Sender; `None` on a stream.
     pub sender: Option<SocketAddr>,
     /// The datagram was longer than the buffer.
-    pub truncated: bool,
+    pub is_truncated: bool,
 }
 
-/// Receives from sockets that were given to [`Receiver::enable`].
+/// Receives from sockets that were given to [`Receiver::enable_timestamps`].
 #[derive(Debug)]
 pub struct Receiver {
     control: Vec<u8>,
@@ -39,7 +39,7 @@ impl Default for Receiver {
 
 impl Receiver {
     /// Enables the kernel's arrival times for the socket (SO_TIMESTAMPNS).
-    pub fn enable(socket: &impl AsFd) -> io::Result<()> {
+    pub fn enable_timestamps(socket: &impl AsFd) -> io::Result<()> {
         Ok(setsockopt(socket, ReceiveTimestampns, &true)?)
     }
 
@@ -57,9 +57,9 @@ impl Receiver {
         }
         Ok(ReceiveOutcome {
             length: message.bytes,
-            arrived_ns: arrived.map_or_else(now_ns, monotonic_ns),
+            arrived_ns: arrived.map_or_else(now_ns, realtime_to_monotonic_ns),
             sender: message.address.as_ref().and_then(socket_address),
-            truncated: message.flags.contains(MsgFlags::MSG_TRUNC),
+            is_truncated: message.flags.contains(MsgFlags::MSG_TRUNC),
         })
     }
 }
@@ -71,7 +71,7 @@ fn socket_address(address: &SockaddrStorage) -> Option<SocketAddr> {
 
 /// Converts a past time of CLOCK_REALTIME, as in the kernel's time stamps, to CLOCK_MONOTONIC. The age of the packet is
 /// computed immediately, so a step of the clock (NTP) only affects packets in transit at that time.
-fn monotonic_ns(at: TimeSpec) -> u64 {
+fn realtime_to_monotonic_ns(at: TimeSpec) -> u64 {
     let nanoseconds = |time: TimeSpec| Duration::from(time).as_nanos() as u64;
     let real_now = clock_gettime(ClockId::CLOCK_REALTIME).expect("every kernel has this clock");
     now_ns().saturating_sub(nanoseconds(real_now).saturating_sub(nanoseconds(at)))
@@ -87,7 +87,7 @@ mod tests {
     fn latency_uses_kernel_rx_timestamp() {
         let (receiver, sender) = (UdpSocket::bind("127.0.0.1:0").unwrap(), UdpSocket::bind("127.0.0.1:0").unwrap());
         receiver.set_read_timeout(Some(Duration::from_secs(30))).unwrap();
-        Receiver::enable(&receiver).unwrap();
+        Receiver::enable_timestamps(&receiver).unwrap();
         // The kernel begins to stamp some time after the first socket requests it (net_enable_timestamp defers to a
         // work queue); packets without a stamp get the time of reading. A pause of the machine between two clock reads
         // also shifts the time.
@@ -103,7 +103,7 @@ mod tests {
         std::thread::sleep(Duration::from_millis(300));
         let mut buffer = [0; 3];
         let received = Receiver::default().receive(receiver, &mut buffer).unwrap();
-        assert_eq!((received.length, received.truncated), (3, true));
+        assert_eq!((received.length, received.is_truncated), (3, true));
         assert_eq!(received.sender, Some(sender.local_addr().unwrap()));
         // Allows for a pause between the reads of the two clocks.
         let tolerance_ns = 100_000_000;

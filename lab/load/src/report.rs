@@ -147,7 +147,11 @@ impl Printable for Report {
         let (offered, completed, lateness) = (self.offered_rps, self.completed_rps, self.lateness_us);
         let mut remarks = vec![
             format!("{offered:.0} requests a second were due, {completed:.0} were answered, for {} s.", self.seconds),
-            format!("Sent late by {} us (p99), {} us at worst.", number(lateness.p99), number(lateness.max)),
+            format!(
+                "Sent late by {} us (p99), {} us at worst.",
+                format_latency_us(lateness.p99),
+                format_latency_us(lateness.max)
+            ),
         ];
         if !self.workers.is_empty() {
             let of_worker = |of: &WorkerReport| format!("{}/{}: {}", of.worker.server, of.worker.worker, of.completed);
@@ -171,11 +175,11 @@ impl Printable for Report {
 
 fn row(name: String, [requests, completed, lost]: [u64; 3], latency: Latency) -> Vec<String> {
     let counts = [requests, completed, lost].map(|count| count.to_string());
-    let times = [latency.p50, latency.p90, latency.p99, latency.p999, latency.max].map(number);
+    let times = [latency.p50, latency.p90, latency.p99, latency.p999, latency.max].map(format_latency_us);
     std::iter::once(name).chain(counts).chain(times).collect()
 }
 
-fn number(microseconds: Option<f64>) -> String {
+fn format_latency_us(microseconds: Option<f64>) -> String {
     microseconds.map_or_else(|| "-".to_owned(), |number| format!("{number:.1}"))
 }
 

@@ -5,7 +5,7 @@ use std::str::FromStr;
 
 use coreward_model::rss::seeded_rng;
 use coreward_sim::random::unit;
-use coreward_sim::rpc::ticks::units;
+use coreward_sim::rpc::ticks::to_units;
 use coreward_sim::rpc::{Sampler, Service, ServiceError};
 use rand_xoshiro::Xoshiro256PlusPlus;
 
@@ -216,7 +216,7 @@ impl Workload {
             ClassDraw::Service(sampler, unit_ns) => {
                 let (class, ticks) = sampler.sample(&mut self.rng);
                 // At least 1, because the server chooses the time for 0. `as` limits longer times to 4.3 s.
-                let service_ns = ((units(ticks) * unit_ns) as u32).max(1);
+                let service_ns = ((to_units(ticks) * unit_ns) as u32).max(1);
                 Demand { class, request_type: self.request_types[usize::from(class)], service_ns }
             }
         }

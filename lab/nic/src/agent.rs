@@ -47,7 +47,7 @@ pub fn files() -> [(&'static str, String); 5] {
 
 /// Returns the settings that an agent with `manage_rss` makes in a NIC with the settings `before`. A driver that does
 /// not show its key does not accept one either.
-pub fn managed(before: &Rss, accepts_key: bool, receive_queues: u16) -> Result<Rss> {
+pub fn expected_managed_rss(before: &Rss, accepts_key: bool, receive_queues: u16) -> Result<Rss> {
     let key = if accepts_key { RSS_KEY.parse()? } else { before.key.clone() };
     let seed = ServerId::try_from(SERVER_ID)?.get().into();
     let entries = before.indirection_table.entry_count();
@@ -64,7 +64,7 @@ enum Line {
 }
 
 /// Output of `coreward agent rss`.
-pub struct Watched {
+pub struct RssWatchOutput {
     /// Key and table that the agent read.
     pub shown: Rss,
     /// SYNs with the predicted and the actual queue.
@@ -84,7 +84,7 @@ pub fn start_watch(guest: &mut Guest) -> Result<()> {
 }
 
 /// Waits until the agent has received all SYNs, and returns its output. Fails when it fails or its output is invalid.
-pub fn end_watch(guest: &mut Guest) -> Result<Watched> {
+pub fn end_watch(guest: &mut Guest) -> Result<RssWatchOutput> {
     // The exit status depends on the verdict.
     guest.try_run("finished rss", START_LIMIT + NOTICE_LIMIT)?;
     let (mut shown, mut syns, mut judged) = (None, Vec::new(), None);
@@ -98,7 +98,7 @@ pub fn end_watch(guest: &mut Guest) -> Result<Watched> {
         }
     }
     let (Some(shown), Some(verdict)) = (shown, judged) else { bail!("no verdict: {}", log(guest, "rss")) };
-    Ok(Watched { shown, syns, verdict })
+    Ok(RssWatchOutput { shown, syns, verdict })
 }
 
 fn rss(key: &str, table: &[u32]) -> Result<Rss> {
@@ -115,7 +115,7 @@ impl Daemons {
         guest.run("start controller coreward controller --config /etc/controller.toml")?;
         guest.run("start agent coreward agent --config /etc/agent.toml")?;
         let reported = poll(guest, START_LIMIT, |guest| {
-            Ok(server(guest)?.filter(|server| reported(server).is_some_and(|rss| rss == *expected)).map(drop))
+            Ok(server(guest)?.filter(|server| reported_rss(server).is_some_and(|rss| rss == *expected)).map(drop))
         });
         reported.with_context(|| logs(guest))?;
         Ok(Self)
@@ -131,7 +131,7 @@ impl Daemons {
 
     /// Waits until the agent has counted `syns` more SYNs than `before`. Returns how many of them arrived on the
     /// predicted queue. Fails after a time limit.
-    pub fn matched_of(&self, guest: &mut Guest, before: (u64, u64), syns: u64) -> Result<u64> {
+    pub fn wait_for_matched_syns(&self, guest: &mut Guest, before: (u64, u64), syns: u64) -> Result<u64> {
         let matched = poll(guest, NOTICE_LIMIT, |guest| {
             let now = self.counted_syns(guest)?;
             Ok((now.0 + now.1 >= before.0 + before.1 + syns).then_some(now.0 - before.0))
@@ -197,7 +197,7 @@ pub fn status(guest: &mut Guest) -> Result<Option<Value>> {
     Ok(Some(serde_json::from_str(answer.trim()).with_context(|| answer.clone())?))
 }
 
-fn reported(server: &Value) -> Option<Rss> {
+fn reported_rss(server: &Value) -> Option<Rss> {
     let table: Option<Vec<u32>> =
         server["rss"]["indirection_table"].as_array()?.iter().map(|queue| queue.as_u64()?.try_into().ok()).collect();
     rss(server["rss"]["key"].as_str()?, &table?).ok()

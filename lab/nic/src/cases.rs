@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Result, anyhow, ensure};
 
-use crate::agent::{self, Daemons, Watched};
+use crate::agent::{self, Daemons, RssWatchOutput};
 use crate::forwarding;
 use crate::guest::{Guest, Hardware, Nic, QUEUE_COUNT};
 use crate::initrd;
@@ -47,7 +47,7 @@ struct Setting {
     command: &'static str,
     /// Whether the NIC uses the settings that it shows, as measured with the kernels of November 2026
     /// (docs/results.md).
-    in_force: bool,
+    expects_in_force: bool,
 }
 
 /// Time limit of the verifier for all programs, under emulation.
@@ -64,12 +64,12 @@ pub const CASES: [Case; 7] = [
         nic: Nic::Virtio,
         arguments: "",
         checks: Checks::Settings(&[
-            Setting { name: DRIVER_DEFAULT, command: "true", in_force: false },
-            Setting { name: "table set", command: "ethtool -X eth0 equal 3", in_force: true },
+            Setting { name: DRIVER_DEFAULT, command: "true", expects_in_force: false },
+            Setting { name: "table set", command: "ethtool -X eth0 equal 3", expects_in_force: true },
             Setting {
                 name: "channels changed",
                 command: "ethtool -X eth0 default && ethtool -L eth0 combined 2",
-                in_force: false,
+                expects_in_force: false,
             },
         ]),
     },
@@ -78,12 +78,12 @@ pub const CASES: [Case; 7] = [
         nic: Nic::Virtio,
         arguments: "",
         checks: Checks::Settings(&[
-            Setting { name: DRIVER_DEFAULT, command: "true", in_force: true },
-            Setting { name: "channels changed", command: "ethtool -L eth0 combined 2", in_force: true },
+            Setting { name: DRIVER_DEFAULT, command: "true", expects_in_force: true },
+            Setting { name: "channels changed", command: "ethtool -L eth0 combined 2", expects_in_force: true },
             Setting {
                 name: "hashing off",
                 command: "ethtool -K eth0 rxhash on && ethtool -K eth0 rxhash off",
-                in_force: false,
+                expects_in_force: false,
             },
         ]),
     },
@@ -93,7 +93,7 @@ pub const CASES: [Case; 7] = [
         kernel: "6.12",
         nic: Nic::Virtio,
         arguments: "nohz_full=1-3",
-        checks: Checks::Settings(&[Setting { name: DRIVER_DEFAULT, command: "true", in_force: true }]),
+        checks: Checks::Settings(&[Setting { name: DRIVER_DEFAULT, command: "true", expects_in_force: true }]),
     },
     Case { kernel: "6.1", nic: Nic::Igb, arguments: "", checks: Checks::Settings(IGB) },
     Case { kernel: "6.12", nic: Nic::Igb, arguments: "", checks: Checks::Settings(IGB) },
@@ -101,13 +101,13 @@ pub const CASES: [Case; 7] = [
         kernel: "6.1",
         nic: Nic::Vmxnet3,
         arguments: "",
-        checks: Checks::Settings(&[Setting { name: DRIVER_DEFAULT, command: "true", in_force: false }]),
+        checks: Checks::Settings(&[Setting { name: DRIVER_DEFAULT, command: "true", expects_in_force: false }]),
     },
 ];
 
 const IGB: &[Setting] = &[
-    Setting { name: DRIVER_DEFAULT, command: "true", in_force: true },
-    Setting { name: "table set", command: "ethtool -X eth0 equal 3", in_force: true },
+    Setting { name: DRIVER_DEFAULT, command: "true", expects_in_force: true },
+    Setting { name: "table set", command: "ethtool -X eth0 equal 3", expects_in_force: true },
 ];
 
 impl Case {
@@ -207,8 +207,9 @@ impl Case {
         let watching = agent::start_watch(guest);
         let measured = rss::measure(guest, self.nic, wire)?;
         let found = measured.to_string();
-        let does = if setting.in_force { "the NIC does what it shows" } else { "the NIC does not do what it shows" };
-        match (setting.in_force, measured.is_in_force_by_family()) {
+        let does =
+            if setting.expects_in_force { "the NIC does what it shows" } else { "the NIC does not do what it shows" };
+        match (setting.expects_in_force, measured.is_in_force_by_family()) {
             (true, [true, true]) | (false, [false, false]) => tally.check(&named(does), Ok(found)),
             // A point release has fixed the driver, so the check has no meaning.
             (false, [true, true]) => tally.skip(&named(does), "in this kernel it does"),
@@ -222,8 +223,8 @@ impl Case {
     /// Checks the daemon with `manage_rss = true`, from its start to its end.
     fn check_managed_rss(&self, guest: &mut Guest, wire: &GuestLink, tally: &mut Tally) -> Result<()> {
         let named = |check: &str| self.check_name(&format!("manage_rss: {check}"));
-        let before = rss::shown(guest)?;
-        let managed = agent::managed(&before, self.nic == Nic::Virtio, QUEUE_COUNT)?;
+        let before = rss::read_rss(guest)?;
+        let managed = agent::expected_managed_rss(&before, self.nic == Nic::Virtio, QUEUE_COUNT)?;
         ensure!(managed != before, "the NIC holds already what the agent is to set");
         let daemons = Daemons::start(guest, &managed)?;
 
@@ -232,7 +233,7 @@ impl Case {
         let found = measured.to_string();
         let set = measured.shown == managed && measured.is_in_force();
         tally.check(&named("key and table are set, and in force"), if set { Ok(found) } else { Err(anyhow!(found)) });
-        let seen = daemons.matched_of(guest, counted, FLOW_COUNT.into())?;
+        let seen = daemons.wait_for_matched_syns(guest, counted, FLOW_COUNT.into())?;
         let found = format!("{seen} of {FLOW_COUNT} SYNs by the predicted queue");
         let agrees = if seen == u64::from(FLOW_COUNT) { Ok(found) } else { Err(anyhow!(found)) };
         tally.check(
@@ -253,7 +254,7 @@ impl Case {
         }
 
         daemons.stop(guest)?;
-        let after = rss::shown(guest)?;
+        let after = rss::read_rss(guest)?;
         let put_back =
             if after == before { Ok("as before".to_owned()) } else { Err(anyhow!("{after:?}, not {before:?}")) };
         tally.check(&named("key and table are put back"), put_back);
@@ -272,10 +273,10 @@ fn check_kernel(guest: &mut Guest) -> Result<String> {
 
 /// Checks the agent's results against a measurement: key, table, each flow's predicted and actual queue, and the
 /// verdict.
-fn check_agreement(measured: &Measurement, watched: &Watched) -> Result<String> {
+fn check_agreement(measured: &Measurement, watched: &RssWatchOutput) -> Result<String> {
     ensure!(watched.shown == measured.shown, "it read {:?}, ethtool {:?}", watched.shown, measured.shown);
-    for (flow, queue) in &measured.delivered {
-        let expected = (*flow, rss::predicted(&measured.shown, flow), *queue);
+    for (flow, queue) in &measured.flow_queues {
+        let expected = (*flow, rss::predicted_queue(&measured.shown, flow), *queue);
         ensure!(
             watched.syns.contains(&expected),
             "expected (flow, predicted, actual) {expected:?} among {:?}",

@@ -26,7 +26,7 @@ const OTHER_LOAD: u32 = 50;
 /// Reported load of the forwarding core from which on SYNs are counted.
 const FORWARDING_LOAD: f64 = 0.65;
 /// Initial and maximum rate (packets per second); the rate that loads a core depends on QEMU's emulation.
-const PACKETS: std::ops::RangeInclusive<u32> = 1_000..=64_000;
+const PACKETS_PER_SECOND: std::ops::RangeInclusive<u32> = 1_000..=64_000;
 /// Time until loads and tables follow a new rate.
 const SETTLE: Duration = Duration::from_secs(3);
 /// Interval of flushes of the receive queues, which QEMU may leave full ([`Monitor::flush_receive_queues`]).
@@ -69,33 +69,33 @@ pub fn files() -> Vec<(&'static str, String)> {
 pub fn check(guest: &mut Guest, wire: &GuestLink, name: &str, tally: &mut Tally) -> Result<()> {
     let segment = Segment::new(&HOSTS)?;
     start(guest)?;
-    let shown = rss::shown(guest)?;
+    let shown = rss::read_rss(guest)?;
     let idle = measure_until(wire, &segment, 0, |placed| {
         let [idle, all] = shares(placed, |_| true);
         idle * 10 >= all * 9
     })?;
     let [to_idle, all] = shares(&idle.placed, |_| true);
-    let found = format!("{to_idle} of {all} SYNs to the server with idle cores; {}", loads(guest)?);
+    let found = format!("{to_idle} of {all} SYNs to the server with idle cores; {}", format_loads(guest)?);
     tally.check(&format!("{name}: idle cores get the connections"), idle.verdict(found));
 
     let flow =
         FourTuple::ipv4(("10.1.251.1".parse()?, 4711), (*FORWARDED_DESTINATION.ip(), FORWARDED_DESTINATION.port()));
-    let queue = rss::predicted(&shown, &flow);
-    let on_queue = |flow: &FourTuple| rss::predicted(&shown, flow) == queue;
+    let queue = rss::predicted_queue(&shown, &flow);
+    let on_queue = |flow: &FourTuple| rss::predicted_queue(&shown, flow) == queue;
     let follows = |placed: &PlacedFlows| {
         let [on_core, on_core_all] = shares(placed, on_queue);
         let [others, others_all] = shares(placed, |flow| !on_queue(flow));
         on_core * 10 <= on_core_all && others * 10 >= others_all * 9
     };
     let (loaded, rate) =
-        forwarded(guest, wire, &flow, queue, || measure_until(wire, &segment, idle.next_round, follows))?;
+        measure_under_load(guest, wire, &flow, queue, || measure_until(wire, &segment, idle.next_round, follows))?;
     let loaded = loaded.with_context(|| format!("while core {queue} forwards {rate} packets/s"))?;
     let [on_core, on_core_all] = shares(&loaded.placed, on_queue);
     let [others, others_all] = shares(&loaded.placed, |flow| !on_queue(flow));
     let found = format!(
         "of core {queue}, with {rate} forwarded packets/s, {on_core} of {on_core_all} SYNs, of the others {others} of \
          {others_all}; {}",
-        loads(guest)?
+        format_loads(guest)?
     );
     tally.check(&format!("{name}: crossrss moves connections away from the core that forwards"), loaded.verdict(found));
     Ok(())
@@ -138,27 +138,27 @@ fn core_loads(status: &Value) -> Option<[Vec<f64>; 2]> {
     Some([of("s1")?, of("s2")?])
 }
 
-fn reported(guest: &mut Guest) -> Result<[Vec<f64>; 2]> {
+fn reported_core_loads(guest: &mut Guest) -> Result<[Vec<f64>; 2]> {
     let status = agent::status(guest)?.context("the controller does not answer")?;
     core_loads(&status).with_context(|| format!("no loads in {status}"))
 }
 
-fn loads(guest: &mut Guest) -> Result<String> {
-    let [s1, s2] = reported(guest)?
+fn format_loads(guest: &mut Guest) -> Result<String> {
+    let [s1, s2] = reported_core_loads(guest)?
         .map(|cores| cores.iter().map(|load| format!("{:.0}", load * 100.0)).collect::<Vec<_>>().join(", "));
     Ok(format!("loads {s1} % against {s2} %"))
 }
 
 /// Forwards packets of `flow`, which arrive at `queue`, at a growing rate until the queue's core is loaded, then runs
 /// `measured`. Returns its result and the rate (packets per second).
-fn forwarded<T>(
+fn measure_under_load<T>(
     guest: &mut Guest,
     wire: &GuestLink,
     flow: &FourTuple,
     queue: u16,
     measured: impl FnOnce() -> T,
 ) -> Result<(T, u32)> {
-    let (rate, ended) = (AtomicU32::new(*PACKETS.start()), AtomicBool::new(false));
+    let (rate, ended) = (AtomicU32::new(*PACKETS_PER_SECOND.start()), AtomicBool::new(false));
     let monitor = guest.monitor()?;
     std::thread::scope(|scope| {
         let sender = scope.spawn(|| send_paced(wire, monitor, flow, &rate, &ended));
@@ -175,7 +175,7 @@ fn load_core(guest: &mut Guest, queue: u16, rate: &AtomicU32) -> Result<()> {
     let mut loaded = 0;
     loop {
         std::thread::sleep(SETTLE);
-        let [cores, _] = reported(guest)?;
+        let [cores, _] = reported_core_loads(guest)?;
         let load = *cores.get(usize::from(queue)).with_context(|| format!("no load of queue {queue}: {cores:?}"))?;
         if load >= FORWARDING_LOAD {
             loaded += 1;
@@ -186,7 +186,7 @@ fn load_core(guest: &mut Guest, queue: u16, rate: &AtomicU32) -> Result<()> {
         }
         loaded = 0;
         let now = rate.load(Ordering::Relaxed);
-        ensure!(now < *PACKETS.end(), "{now} packets/s load no core: {cores:?}");
+        ensure!(now < *PACKETS_PER_SECOND.end(), "{now} packets/s load no core: {cores:?}");
         rate.store(now + now / 4, Ordering::Relaxed);
     }
 }
@@ -249,7 +249,8 @@ fn measure_until(
     Ok(measured)
 }
 
-/// Sends [`ROUND_COUNT`] rounds of SYNs from `first` on, and retransmits lost ones. Returns the SYNs that a server received.
+/// Sends [`ROUND_COUNT`] rounds of SYNs from `first` on, and retransmits lost ones. Returns the SYNs that a server
+/// received.
 fn measure(wire: &GuestLink, segment: &Segment, first: u8) -> Result<PlacedFlows> {
     segment.take_syns();
     let mut missing: Vec<FourTuple> = (first..first + ROUND_COUNT).flat_map(flows_of_round).collect();

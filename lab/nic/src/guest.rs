@@ -123,7 +123,7 @@ pub struct Guest {
     pending: Vec<u8>,
     console: PathBuf,
     /// Directory of the monitor's socket.
-    monitor: TempDir,
+    monitor_directory: TempDir,
 }
 
 /// Monitor of QEMU.
@@ -149,7 +149,7 @@ impl Monitor {
 impl Guest {
     /// Connects to QEMU's monitor. Fails when QEMU has ended.
     pub fn monitor(&self) -> Result<Monitor> {
-        let socket = UnixStream::connect(self.monitor.path().join(MONITOR)).context("QEMU's monitor")?;
+        let socket = UnixStream::connect(self.monitor_directory.path().join(MONITOR)).context("QEMU's monitor")?;
         socket.set_nonblocking(true)?;
         Ok(Monitor(socket))
     }
@@ -190,7 +190,8 @@ impl Guest {
             .context("QEMU does not start")?;
         // Closes the other end of the serial line in `command`, so that QEMU's end closes the line.
         drop(command);
-        let mut guest = Self { qemu, serial, pending: Vec::new(), console: console.to_path_buf(), monitor };
+        let mut guest =
+            Self { qemu, serial, pending: Vec::new(), console: console.to_path_buf(), monitor_directory: monitor };
         guest.lines_until("@ready", BOOT_LIMIT)?;
         Ok(guest)
     }

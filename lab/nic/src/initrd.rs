@@ -10,7 +10,7 @@ use crate::kernel;
 use crate::packages::Packages;
 use crate::process::{command_tied_to_parent, run};
 
-const DIRECTORY: u32 = 0o040_755;
+const DIRECTORY_MODE: u32 = 0o040_755;
 /// Mode of a program.
 pub const EXECUTABLE: u32 = 0o100_755;
 /// Mode of a file that everyone may read.
@@ -29,7 +29,7 @@ impl Archive {
     /// Adds a file and the folders above it; `name` has no leading slash. A second file with the same name is ignored.
     fn add(&mut self, name: &str, mode: u32, content: &[u8]) {
         if let Some((parent, _)) = name.rsplit_once('/') {
-            self.add(parent, DIRECTORY, &[]);
+            self.add(parent, DIRECTORY_MODE, &[]);
         }
         if self.names.insert(name.to_string()) {
             self.entry(name, mode, content);
@@ -72,7 +72,7 @@ pub fn build(
 ) -> Result<Vec<u8>> {
     let mut archive = Archive::default();
     for folder in ["proc", "sys", "dev", "tmp", "run", "etc"] {
-        archive.add(folder, DIRECTORY, &[]);
+        archive.add(folder, DIRECTORY_MODE, &[]);
     }
     archive.add("init", EXECUTABLE, include_bytes!("../guest/init"));
     archive.add("bin/busybox", EXECUTABLE, &read(&packages.busybox())?);
@@ -95,7 +95,7 @@ pub fn build_for_disk(
 ) -> Result<Vec<u8>> {
     let mut archive = Archive::default();
     for folder in ["dev", "disk"] {
-        archive.add(folder, DIRECTORY, &[]);
+        archive.add(folder, DIRECTORY_MODE, &[]);
     }
     archive.add("init", EXECUTABLE, include_bytes!("../guest/init-disk"));
     archive.add("bin/busybox", EXECUTABLE, &read(&packages.busybox())?);

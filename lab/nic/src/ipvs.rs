@@ -10,7 +10,7 @@ use crate::debian::{Debian, File};
 use crate::guest::Guest;
 use crate::packages::Packages;
 use crate::tally::Tally;
-use crate::units::{self, Check, SETTLE_LIMIT, apt, eventually, start_in};
+use crate::units::{self, Check, SETTLE_LIMIT, apt, retry_until_ok, start_in};
 
 const NAME: &str = "Debian with IPVS";
 /// Number of connections of each group.
@@ -157,7 +157,7 @@ fn files() -> Vec<File> {
         ("etc/test-hold", HOLD_SCRIPT),
         ("etc/test-diagnosis", DIAGNOSIS_SCRIPT),
         ("etc/test-request", units::REQUEST),
-        ("etc/test-load", units::LOAD),
+        ("etc/test-load", units::LOAD_SCRIPT),
         ("etc/keepalived/test.conf", KEEPALIVED),
         ("etc/coreward/controller.toml", &units::controller("10.2.0.9")),
         ("etc/coreward/fleet.toml", FLEET),
@@ -199,7 +199,7 @@ fn open(guest: &mut Guest, group: &str) -> Result<()> {
         &format!("bash /etc/test-hold {group} {OPEN_CONNECTION_COUNT}"),
     )?;
     let ready = format!("test -p /run/test-{group}.out");
-    eventually(SETTLE_LIMIT, || guest.run(&ready)).with_context(|| format!("connections {group}")).map(drop)
+    retry_until_ok(SETTLE_LIMIT, || guest.run(&ready)).with_context(|| format!("connections {group}")).map(drop)
 }
 
 /// Fails when a connection of the groups, or a new one since the last call, was broken.
@@ -228,7 +228,7 @@ fn summary(guest: &mut Guest, groups: &[&str]) -> Result<String> {
     Ok(format!("0 broken of {held} held connections (slowest answer {slowest} ms) and {} new ones", served.trim()))
 }
 
-fn status_has(guest: &mut Guest, pattern: &str) -> Result<()> {
+fn check_status_has(guest: &mut Guest, pattern: &str) -> Result<()> {
     guest.run(&format!("ip netns exec controller coreward status | grep -qE '{pattern}'")).map(drop)
 }
 
@@ -239,7 +239,7 @@ fn balance(guest: &mut Guest) -> Result<String> {
     }
     start_in(guest, "test-keepalived", "director", "keepalived -n -C -l -f /etc/keepalived/test.conf")?;
     let request = "ip netns exec client timeout 10 bash /etc/test-request 80";
-    eventually(SETTLE_LIMIT, || guest.run(request))?;
+    retry_until_ok(SETTLE_LIMIT, || guest.run(request))?;
     start_in(guest, "test-dump", "switch", "tcpdump -U -i any -s 120 -w /run/test.pcap port 80")?;
     start_in(guest, "test-load", "client", "bash /etc/test-load")?;
     open(guest, "oldest")?;
@@ -256,7 +256,7 @@ fn check_migration(guest: &mut Guest) -> Result<String> {
         start_in(guest, &format!("coreward-{server}"), server, &command)?;
     }
     for server in ["s1", "s2"] {
-        eventually(SETTLE_LIMIT, || status_has(guest, &format!("{server} .*active")))?;
+        retry_until_ok(SETTLE_LIMIT, || check_status_has(guest, &format!("{server} .*active")))?;
         wait_for_timestamps(guest, server, "2")?;
     }
     check_connections(guest, &["oldest"]).context("after the agents' start")?;
@@ -264,23 +264,24 @@ fn check_migration(guest: &mut Guest) -> Result<String> {
     start_in(guest, "coreward-lb", "lb", "coreward lb --config /etc/coreward/lb.toml")?;
     let ready = "ip netns exec controller coreward status | sed -n '/^load balancer lb1: XDP/,/^$/p' > /run/status; \
                  grep -q '^  tables     web ' /run/status && ! grep '^  !' /run/status";
-    eventually(SETTLE_LIMIT, || guest.run(ready)).with_context(|| shown(guest))?;
+    retry_until_ok(SETTLE_LIMIT, || guest.run(ready)).with_context(|| status_output(guest))?;
     guest.run("ip -n client route replace 10.200.0.1 via 10.2.0.1")?;
     check_connections(guest, &["oldest", "older"]).context("after the VIP's move")?;
     open(guest, "ours")?;
-    eventually(SETTLE_LIMIT, || status_has(guest, "to_other_balancer [1-9]")).with_context(|| shown(guest))?;
+    retry_until_ok(SETTLE_LIMIT, || check_status_has(guest, "to_other_balancer [1-9]"))
+        .with_context(|| status_output(guest))?;
     summary(guest, &["oldest", "older", "ours"])
 }
 
 /// Returns the output of `coreward status`, for messages.
-fn shown(guest: &mut Guest) -> String {
+fn status_output(guest: &mut Guest) -> String {
     guest.run("ip netns exec controller coreward status").unwrap_or_else(|error| format!("{error:#}"))
 }
 
 /// Waits until a server's net.ipv4.tcp_timestamps has this value.
 fn wait_for_timestamps(guest: &mut Guest, server: &str, value: &str) -> Result<()> {
     let found = format!("ip netns exec {server} sysctl -n net.ipv4.tcp_timestamps");
-    eventually(SETTLE_LIMIT, || match guest.run(&found)?.trim() {
+    retry_until_ok(SETTLE_LIMIT, || match guest.run(&found)?.trim() {
         found if found == value => Ok(()),
         found => bail!("net.ipv4.tcp_timestamps of {server} is {found}, expected {value}"),
     })

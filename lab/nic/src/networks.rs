@@ -10,7 +10,7 @@ use crate::debian::{Debian, File};
 use crate::guest::Guest;
 use crate::packages::Packages;
 use crate::tally::Tally;
-use crate::units::{self, Check, SETTLE_LIMIT, apt, eventually};
+use crate::units::{self, Check, SETTLE_LIMIT, apt, retry_until_ok};
 
 const NAME: &str = "Debian with bonds, VLANs and tunnels";
 /// Number of connections per check.
@@ -175,9 +175,9 @@ pub fn check(packages: &Packages, cache: &Path, debs: &Path, command: Option<&st
 /// Checks, each of which continues where the previous one ended.
 const CHECKS: [(&str, Check); 5] = [
     ("the daemons start, with native XDP on a bond by LACP", start),
-    ("a server with a VLAN device serves, and stamps its packets", tagged),
-    ("the kernel's ipip device decapsulates", ipip),
-    ("the kernel's fou port decapsulates", gue),
+    ("a server with a VLAN device serves, and stamps its packets", check_tagged),
+    ("the kernel's ipip device decapsulates", check_ipip),
+    ("the kernel's fou port decapsulates", check_gue),
     ("a link of the bond fails, and the other one serves", fail_link),
 ];
 
@@ -195,7 +195,7 @@ fn start(guest: &mut Guest) -> Result<String> {
         let command = format!("nginx -c /etc/test-nginx-{server} -g \"daemon off;\"");
         units::start_in(guest, &format!("test-nginx-{server}"), server, &command)?;
     }
-    eventually(SETTLE_LIMIT, || {
+    retry_until_ok(SETTLE_LIMIT, || {
         let status = status(guest)?;
         let balancer = status.split("\n\n").find(|part| part.starts_with("load balancer lb1: XDP native"));
         let is_ready = |balancer: &str| !balancer.contains("  ! ") && balancer.contains(", tagged ");
@@ -215,7 +215,7 @@ fn status(guest: &mut Guest) -> Result<String> {
 /// Opens connections to a VIP, which this server must answer.
 fn request(guest: &mut Guest, vip: &str, server: &str) -> Result<()> {
     let command = format!("ip netns exec client timeout 60 bash /etc/test-request {vip} {REQUEST_COUNT}");
-    let served = eventually(SETTLE_LIMIT, || guest.run(&command)).with_context(|| format!("requests to {vip}"))?;
+    let served = retry_until_ok(SETTLE_LIMIT, || guest.run(&command)).with_context(|| format!("requests to {vip}"))?;
     ensure!(served.trim() == format!("served by {server}"), "answered by {served:?}, expected {server}");
     Ok(())
 }
@@ -228,25 +228,25 @@ fn decisions(guest: &mut Guest, name: &str) -> Result<u64> {
     count.and_then(|count| count.parse().ok()).with_context(|| format!("no packet by {name}: {status}"))
 }
 
-fn tagged(guest: &mut Guest) -> Result<String> {
+fn check_tagged(guest: &mut Guest) -> Result<String> {
     request(guest, "10.200.0.1", "s1")?;
     // A daemon reports its counters once a second. Cookies show that the agent's programs see the VLAN's packets.
-    let by_cookie = eventually(SETTLE_LIMIT, || match decisions(guest, "established")? {
+    let by_cookie = retry_until_ok(SETTLE_LIMIT, || match decisions(guest, "established")? {
         count if count >= REQUEST_COUNT as u64 => Ok(count),
         count => bail!("{count} packets by their cookie"),
     })?;
     Ok(format!("{REQUEST_COUNT} connections, {by_cookie} packets by their cookie"))
 }
 
-fn ipip(guest: &mut Guest) -> Result<String> {
-    decapsulated(guest, "10.200.0.2")
+fn check_ipip(guest: &mut Guest) -> Result<String> {
+    check_decapsulation(guest, "10.200.0.2")
 }
 
-fn gue(guest: &mut Guest) -> Result<String> {
-    decapsulated(guest, "10.200.0.3")
+fn check_gue(guest: &mut Guest) -> Result<String> {
+    check_decapsulation(guest, "10.200.0.3")
 }
 
-fn decapsulated(guest: &mut Guest, vip: &str) -> Result<String> {
+fn check_decapsulation(guest: &mut Guest, vip: &str) -> Result<String> {
     let before = tunnel_packets(guest)?;
     request(guest, vip, "s2")?;
     let packets = tunnel_packets(guest)? - before;

@@ -16,7 +16,7 @@ const ARRIVAL_LIMIT: Duration = Duration::from_secs(2);
 
 /// Returns key and table of the guest's ethtool. Some drivers (igb) do not show their key, which is the kernel's. Fails
 /// without a table, or when it cannot be read.
-pub fn shown(guest: &mut Guest) -> Result<Rss> {
+pub fn read_rss(guest: &mut Guest) -> Result<Rss> {
     let text = guest.run("ethtool -x eth0")?;
     let key = match parse_key(&text)? {
         Some(key) => key,
@@ -56,7 +56,7 @@ pub struct Measurement {
     /// Shown key and table.
     pub shown: Rss,
     /// Flows with the queue that received the SYN.
-    pub delivered: Vec<(FourTuple, u16)>,
+    pub flow_queues: Vec<(FourTuple, u16)>,
 }
 
 impl Measurement {
@@ -73,7 +73,7 @@ impl Measurement {
     /// Returns the numbers of IPv4 and IPv6 flows that arrived on the queue predicted by key and table.
     fn matched_by_family(&self) -> [u16; 2] {
         let mut matched = [0; 2];
-        for (flow, _) in self.delivered.iter().filter(|(flow, queue)| predicted(&self.shown, flow) == *queue) {
+        for (flow, _) in self.flow_queues.iter().filter(|(flow, queue)| predicted_queue(&self.shown, flow) == *queue) {
             matched[usize::from(flow.client().is_ipv6())] += 1;
         }
         matched
@@ -87,7 +87,7 @@ impl fmt::Display for Measurement {
             f,
             "on the predicted queue: {ipv4} of {FLOWS_PER_FAMILY} IPv4 flows, {ipv6} of {FLOWS_PER_FAMILY} IPv6 flows"
         )?;
-        let queues: BTreeSet<u16> = self.delivered.iter().map(|(_, queue)| *queue).collect();
+        let queues: BTreeSet<u16> = self.flow_queues.iter().map(|(_, queue)| *queue).collect();
         match Vec::from_iter(queues)[..] {
             [queue] => write!(f, "; all on queue {queue}"),
             _ => Ok(()),
@@ -96,29 +96,29 @@ impl fmt::Display for Measurement {
 }
 
 /// Returns the queue that `rss` predicts for a flow.
-pub fn predicted(rss: &Rss, flow: &FourTuple) -> u16 {
+pub fn predicted_queue(rss: &Rss, flow: &FourTuple) -> u16 {
     rss.indirection_table.queue(rss.key.toeplitz(&flow.bytes()))
 }
 
 /// Sends the SYN of each flow, and returns the queue whose driver counter grows. Fails when a SYN does not arrive, or
 /// changes more than one counter.
 pub fn measure(guest: &mut Guest, nic: Nic, wire: &GuestLink) -> Result<Measurement> {
-    let shown = shown(guest)?;
+    let shown = read_rss(guest)?;
     let mut before = counters(guest, nic)?;
     let mut delivered = Vec::new();
     for flow in flows() {
         wire.send_syn(&flow)?;
-        let (queue, after) = arrival(guest, nic, &before).with_context(|| format!("the SYN of {flow:?}"))?;
+        let (queue, after) = wait_for_arrival(guest, nic, &before).with_context(|| format!("the SYN of {flow:?}"))?;
         delivered.push((flow, queue));
         before = after;
     }
-    Ok(Measurement { shown, delivered })
+    Ok(Measurement { shown, flow_queues: delivered })
 }
 
 type Counters = BTreeMap<u16, u64>;
 
 /// Waits until a counter changes. Returns its queue, and the new counters.
-fn arrival(guest: &mut Guest, nic: Nic, before: &Counters) -> Result<(u16, Counters)> {
+fn wait_for_arrival(guest: &mut Guest, nic: Nic, before: &Counters) -> Result<(u16, Counters)> {
     let end = Instant::now() + ARRIVAL_LIMIT;
     loop {
         let after = counters(guest, nic)?;
@@ -154,13 +154,14 @@ mod tests {
     #[test]
     fn measurement_counts_each_family() {
         let shown = Rss { key: RssKey::microsoft(), indirection_table: IndirectionTable::balanced(1, 128, 4).unwrap() };
-        let deliver = |flow: FourTuple| (flow, if flow.client().is_ipv6() { 4 } else { predicted(&shown, &flow) });
+        let deliver =
+            |flow: FourTuple| (flow, if flow.client().is_ipv6() { 4 } else { predicted_queue(&shown, &flow) });
         let delivered = flows().map(deliver).collect();
-        let measured = Measurement { shown, delivered };
+        let measured = Measurement { shown, flow_queues: delivered };
         assert_eq!(measured.is_in_force_by_family(), [true, false]);
         assert!(!measured.is_in_force());
         assert_eq!(measured.to_string(), "on the predicted queue: 64 of 64 IPv4 flows, 0 of 64 IPv6 flows");
-        let on_one = Measurement { delivered: flows().map(|flow| (flow, 4)).collect(), ..measured };
+        let on_one = Measurement { flow_queues: flows().map(|flow| (flow, 4)).collect(), ..measured };
         assert!(on_one.to_string().ends_with("0 of 64 IPv4 flows, 0 of 64 IPv6 flows; all on queue 4"), "{on_one}");
     }
 

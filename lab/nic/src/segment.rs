@@ -22,7 +22,7 @@ fn arp_or_syn() -> [SockFilter; 6] {
     [
         filter(libc::BPF_LD | libc::BPF_H | libc::BPF_ABS, 0, 0, 12),
         filter(libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K, 2, 0, 0x0806),
-        filter(libc::BPF_LD | libc::BPF_B | libc::BPF_ABS, 0, 0, FLAGS as u32),
+        filter(libc::BPF_LD | libc::BPF_B | libc::BPF_ABS, 0, 0, TCP_FLAGS_OFFSET as u32),
         filter(libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K, 0, 1, 0x02),
         filter(libc::BPF_RET | libc::BPF_K, 0, 0, u32::MAX),
         filter(libc::BPF_RET | libc::BPF_K, 0, 0, 0),
@@ -30,7 +30,7 @@ fn arp_or_syn() -> [SockFilter; 6] {
 }
 
 /// Offset of TCP's flags in a frame of IPv4 without options.
-const FLAGS: usize = 14 + 20 + 13;
+const TCP_FLAGS_OFFSET: usize = 14 + 20 + 13;
 
 /// Addresses of the machines: 10.2.0.0/24.
 const NETWORK: [u8; 3] = [10, 2, 0];
@@ -93,7 +93,7 @@ fn answer(socket: &Socket, hosts: &[u8], syns: &Mutex<Syns>, ended: &AtomicBool)
             if let Some(from) = from {
                 let _ = sendto(socket.as_raw_fd(), &reply, &from, MsgFlags::empty());
             }
-        } else if let Some((client, host)) = syn(&frame[..length]).filter(|(_, host)| hosts.contains(host)) {
+        } else if let Some((client, host)) = parse_syn(&frame[..length]).filter(|(_, host)| hosts.contains(host)) {
             syns.lock().unwrap_or_else(PoisonError::into_inner).insert(client, host);
         }
     }
@@ -118,8 +118,12 @@ fn arp_reply(frame: &[u8], hosts: &[u8]) -> Option<[u8; 42]> {
 }
 
 /// Returns the client of a TCP SYN over IPv4, and the machine that the frame is addressed to.
-fn syn(frame: &[u8]) -> Option<(SocketAddrV4, u8)> {
-    if frame.len() <= FLAGS || frame[12..15] != [0x08, 0x00, 0x45] || frame[23] != 6 || frame[FLAGS] != 0x02 {
+fn parse_syn(frame: &[u8]) -> Option<(SocketAddrV4, u8)> {
+    if frame.len() <= TCP_FLAGS_OFFSET
+        || frame[12..15] != [0x08, 0x00, 0x45]
+        || frame[23] != 6
+        || frame[TCP_FLAGS_OFFSET] != 0x02
+    {
         return None;
     }
     let host = frame[5];

@@ -23,7 +23,7 @@ pub const SETTLE_LIMIT: Duration = Duration::from_secs(90);
 /// Number of connections that stay open while daemons are reloaded, upgraded and killed.
 const OPEN_CONNECTION_COUNT: usize = 8;
 /// Number of new connections before the first change.
-const NEW: usize = 20;
+const NEW_CONNECTION_COUNT: usize = 20;
 /// Errors of a confined process, as strerror(3) words them.
 const PERMISSION_ERRORS: &str = "Operation not permitted|Permission denied|Read-only file system";
 
@@ -61,7 +61,7 @@ printf 'GET / HTTP/1.0\\r\\n\\r\\n' >&3
 timeout 5 grep -q served <&3
 ";
 /// Prints a line for each new connection, until the script is killed.
-pub const LOAD: &str = "
+pub const LOAD_SCRIPT: &str = "
 while sleep 0.1; do
 	if timeout 10 bash /etc/test-request 80; then echo served; else echo failed; fi
 done
@@ -148,7 +148,7 @@ fn files() -> Vec<File> {
     [
         ("etc/test-network", NETWORK),
         ("etc/test-request", REQUEST),
-        ("etc/test-load", LOAD),
+        ("etc/test-load", LOAD_SCRIPT),
         ("etc/test-hold", HOLD_SCRIPT),
         ("etc/nginx/nginx.conf", NGINX),
         ("etc/coreward/controller.toml", &controller("10.2.0.11")),
@@ -232,7 +232,7 @@ const CHECKS: [(&str, Check); 9] = [
     ("connections reach the server", connect),
     ("a reload is obeyed, a wrong file refused", reload),
     ("an upgrade restarts the daemons, and no connection breaks", upgrade),
-    ("the watchdog restarts hung daemons, and no connection breaks", watchdog),
+    ("the watchdog restarts hung daemons, and no connection breaks", check_watchdog),
 ];
 
 const CHECKS_OF_SECOND_BOOT: [(&str, Check); 3] = [
@@ -246,7 +246,7 @@ fn unit(daemon: &str) -> String {
 }
 
 /// Returns the properties of a unit, in the order of `properties`.
-fn show<const N: usize>(guest: &mut Guest, daemon: &str, properties: [&str; N]) -> Result<[String; N]> {
+fn unit_properties<const N: usize>(guest: &mut Guest, daemon: &str, properties: [&str; N]) -> Result<[String; N]> {
     let mut values = Vec::new();
     for property in properties {
         values.push(guest.run(&format!("systemctl show --value -p {property} {}", unit(daemon)))?.trim().to_owned());
@@ -255,7 +255,7 @@ fn show<const N: usize>(guest: &mut Guest, daemon: &str, properties: [&str; N]) 
 }
 
 fn main_pid(guest: &mut Guest, daemon: &str) -> Result<u32> {
-    let [state, pid] = show(guest, daemon, ["ActiveState", "MainPID"])?;
+    let [state, pid] = unit_properties(guest, daemon, ["ActiveState", "MainPID"])?;
     ensure!(state == "active" && pid != "0", "{} is {state}, its process {pid}", unit(daemon));
     pid.parse().with_context(|| format!("MainPID {pid:?}"))
 }
@@ -271,7 +271,7 @@ pub fn start_in(guest: &mut Guest, unit: &str, host: &str, command: &str) -> Res
 }
 
 /// Repeats `check` until it passes.
-pub fn eventually<T>(limit: Duration, mut check: impl FnMut() -> Result<T>) -> Result<T> {
+pub fn retry_until_ok<T>(limit: Duration, mut check: impl FnMut() -> Result<T>) -> Result<T> {
     let end = Instant::now() + limit;
     loop {
         match check() {
@@ -304,7 +304,7 @@ fn install(guest: &mut Guest) -> Result<String> {
     guest.run("systemctl restart nginx")?;
     apt(guest, "install /root/debs/old/*.deb")?;
     for daemon in DAEMONS {
-        let [active, enabled] = show(guest, daemon, ["ActiveState", "UnitFileState"])?;
+        let [active, enabled] = unit_properties(guest, daemon, ["ActiveState", "UnitFileState"])?;
         ensure!((active.as_str(), enabled.as_str()) == ("inactive", "disabled"), "{daemon}: {active}, {enabled}");
     }
     Ok(guest.run("dpkg-query -W -f '${Package} ${Version} ' 'coreward*'")?.trim().to_owned())
@@ -317,7 +317,7 @@ fn start(guest: &mut Guest) -> Result<String> {
         ensure!(status == 0, "{daemon}: {output}");
     }
     let pids = main_pids(guest)?;
-    eventually(SETTLE_LIMIT, || request(guest, 80))?;
+    retry_until_ok(SETTLE_LIMIT, || request(guest, 80))?;
     Ok(format!("processes {pids:?}"))
 }
 
@@ -333,16 +333,16 @@ fn check_confinement(guest: &mut Guest) -> Result<String> {
     guest.run("touch /home/visible")?;
     let mut found = Vec::new();
     for daemon in DAEMONS {
-        let capabilities = confined_daemon(guest, daemon).with_context(|| unit(daemon))?;
+        let capabilities = check_daemon_confinement(guest, daemon).with_context(|| unit(daemon))?;
         found.push(format!("{daemon} {capabilities}"));
     }
     Ok(format!("capabilities: {}", found.join(", ")))
 }
 
 /// Returns the number of capabilities in the daemon's bounding set.
-fn confined_daemon(guest: &mut Guest, daemon: &str) -> Result<usize> {
+fn check_daemon_confinement(guest: &mut Guest, daemon: &str) -> Result<usize> {
     let pid = main_pid(guest, daemon)?;
-    let [capabilities, user] = show(guest, daemon, ["CapabilityBoundingSet", "User"])?;
+    let [capabilities, user] = unit_properties(guest, daemon, ["CapabilityBoundingSet", "User"])?;
     let status = guest.run(&format!("cat /proc/{pid}/status"))?;
     let field = |name: &str| {
         let value = status.lines().find_map(|line| line.strip_prefix(name)).map(str::trim);
@@ -377,7 +377,7 @@ fn orchestrate(guest: &mut Guest) -> Result<String> {
 /// Waits until a metric of the orchestrator is not 0.
 fn orchestrator_metric(guest: &mut Guest, metric: &str) -> Result<String> {
     let get = "exec 3<>/dev/tcp/127.0.0.1/7440; printf \"GET /metrics HTTP/1.0\\r\\n\\r\\n\" >&3; timeout 5 cat <&3";
-    eventually(SETTLE_LIMIT, || {
+    retry_until_ok(SETTLE_LIMIT, || {
         let metrics = guest.run(&format!("bash -c '{get}'"))?;
         let line = metrics.lines().find(|line| line.starts_with(metric));
         let line = line.with_context(|| format!("no {metric} in {metrics:?}"))?;
@@ -400,12 +400,12 @@ fn orchestrate_by_af_xdp(guest: &mut Guest) -> Result<String> {
 }
 
 fn connect(guest: &mut Guest) -> Result<String> {
-    for number in 0..NEW {
+    for number in 0..NEW_CONNECTION_COUNT {
         request(guest, 80).with_context(|| format!("connection {number}"))?;
     }
     // Finding the service's workers needs the capabilities of the agent's unit.
     let steered = || guest.run("! coreward status | grep '! s1: 10.200.0.1:80'");
-    eventually(SETTLE_LIMIT, steered)?;
+    retry_until_ok(SETTLE_LIMIT, steered)?;
     let properties = "-p NetworkNamespacePath=/run/netns/client -p StandardOutput=truncate:/run/test-load";
     guest.run(&format!("systemd-run -q --unit test-load {properties} bash /etc/test-load"))?;
     guest.run("mkfifo /run/test-hold.in /run/test-hold.out")?;
@@ -433,14 +433,14 @@ fn reload(guest: &mut Guest) -> Result<String> {
     let pids = main_pids(guest)?;
     let more = "[[service]]\\nname = \"more\"\\nvip = \"10.200.0.1:8080\"\\nconsistency = \"stateful\"\\n";
     guest.run(&format!("printf '{more}' >> /etc/coreward/fleet.toml && systemctl reload coreward-controller"))?;
-    eventually(SETTLE_LIMIT, || request(guest, 8080)).context("the service that was added")?;
+    retry_until_ok(SETTLE_LIMIT, || request(guest, 8080)).context("the service that was added")?;
     let (status, _) = guest
         .try_run("echo wrong >> /etc/coreward/controller.toml; systemctl reload coreward-controller", SETTLE_LIMIT)?;
     ensure!(status != 0, "a wrong controller.toml was taken");
     guest.run("sed -i '/^wrong$/d' /etc/coreward/controller.toml && systemctl reload coreward-controller")?;
     let dispatch = "[[dispatch.service]]\\nlisten = \"0.0.0.0:5353\"\\npolicy = \"jsq\"\\n";
     guest.run(&format!("printf '{dispatch}' >> /etc/coreward/agent.toml && systemctl reload coreward-agent"))?;
-    eventually(SETTLE_LIMIT, || guest.run("journalctl -q -o cat -u coreward-agent | grep -i dispatch"))?;
+    retry_until_ok(SETTLE_LIMIT, || guest.run("journalctl -q -o cat -u coreward-agent | grep -i dispatch"))?;
     let after = main_pids(guest)?;
     ensure!(after == pids, "the processes were {pids:?}, now {after:?}");
     check_connections(guest)
@@ -457,11 +457,11 @@ fn upgrade(guest: &mut Guest) -> Result<String> {
     Ok(format!("{}: {found}", version.trim()))
 }
 
-fn watchdog(guest: &mut Guest) -> Result<String> {
+fn check_watchdog(guest: &mut Guest) -> Result<String> {
     for daemon in DAEMONS {
         let pid = main_pid(guest, daemon)?;
         guest.run(&format!("kill -STOP {pid}"))?;
-        eventually(SETTLE_LIMIT, || {
+        retry_until_ok(SETTLE_LIMIT, || {
             let now = main_pid(guest, daemon)?;
             if now == pid {
                 bail!("{daemon} is still process {pid}");
@@ -483,8 +483,8 @@ fn check_no_denials(guest: &mut Guest) -> Result<()> {
 }
 
 fn reboot(guest: &mut Guest) -> Result<String> {
-    let pids = eventually(SETTLE_LIMIT, || main_pids(guest))?;
-    eventually(SETTLE_LIMIT, || request(guest, 80))?;
+    let pids = retry_until_ok(SETTLE_LIMIT, || main_pids(guest))?;
+    retry_until_ok(SETTLE_LIMIT, || request(guest, 80))?;
     Ok(format!("processes {pids:?}"))
 }
 

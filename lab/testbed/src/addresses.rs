@@ -9,7 +9,7 @@ pub const VIP: Ipv4Addr = Ipv4Addr::new(10, 200, 0, 1);
 /// Service that the demo balances.
 pub const SERVICE: SocketAddrV4 = SocketAddrV4::new(VIP, 80);
 /// All IPv6 VIPs.
-pub(crate) const VIPS_IPV6: &str = "2001:db8:c8::/64";
+pub(crate) const VIP_PREFIX_IPV6: &str = "2001:db8:c8::/64";
 /// First IPv6 VIP, followed by the other IPv6 VIPs.
 pub const VIP_IPV6: Ipv6Addr = Ipv6Addr::new(0x2001, 0xdb8, 0xc8, 0, 0, 0, 0, 1);
 pub const CONTROLLER_ADDRESS: Ipv4Addr = Ipv4Addr::new(10, 1, 0, 2);
@@ -18,7 +18,7 @@ pub(crate) const MTU_MIN: u16 = 68;
 /// Least MTU of an IPv6 link (RFC 8200, Sect. 5).
 pub(crate) const IPV6_MTU_MIN: u16 = 1280;
 /// Length of the IPv4 prefix of the segment.
-pub(crate) const SEGMENT: u8 = 16;
+pub(crate) const SEGMENT_PREFIX_LENGTH: u8 = 16;
 /// MTU of Ethernet, and of all devices of the testbed.
 pub(crate) const MTU_MAX: u16 = 1500;
 pub(crate) const ROUTER_ADDRESS: Ipv4Addr = Ipv4Addr::new(10, 1, 0, 3);
@@ -88,9 +88,9 @@ pub fn rack_name(number: u16) -> String {
 pub(crate) type Prefix = (Ipv4Addr, u8);
 
 /// Prefix of all addresses.
-pub(crate) const DEFAULT: Prefix = (Ipv4Addr::UNSPECIFIED, 0);
+pub(crate) const DEFAULT_PREFIX: Prefix = (Ipv4Addr::UNSPECIFIED, 0);
 /// Prefix of the clients behind a router.
-pub(crate) const ROUTED_CLIENTS: Prefix = (Ipv4Addr::new(10, 2, 0, 0), 16);
+pub(crate) const ROUTED_CLIENTS_PREFIX: Prefix = (Ipv4Addr::new(10, 2, 0, 0), 16);
 
 /// Returns the IPv6 prefix of the hosts in an IPv4 prefix, as an argument of `ip`.
 pub(crate) fn ipv6_prefix((network, length): Prefix) -> String {

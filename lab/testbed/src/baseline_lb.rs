@@ -16,7 +16,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, bail};
 
-use crate::addresses::{DEVICE, Family, SEGMENT, server_address};
+use crate::addresses::{DEVICE, Family, SEGMENT_PREFIX_LENGTH, server_address};
 use crate::namespace::{Namespace, ip_batch};
 use crate::process::{self, Process, TIMEOUT};
 use crate::topology::{Testbed, make_namespaces};
@@ -26,7 +26,7 @@ pub const ADDRESS: Ipv4Addr = Ipv4Addr::new(10, 1, 0, 5);
 const IPVS: &str = "/proc/net/ip_vs";
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Kind {
+pub enum BaselineKind {
     /// Forwarding at layer 2; answers bypass the load balancer.
     Director,
     /// Proxy with one connection to the client and one to the server.
@@ -43,7 +43,7 @@ pub struct BaselineBalancer {
 impl Testbed {
     /// Starts a baseline load balancer; it gets packets after [`Testbed::announce_baseline`]. Fails when a program is
     /// missing or a command fails.
-    pub fn start_baseline_balancer(&self, kind: Kind) -> anyhow::Result<BaselineBalancer> {
+    pub fn start_baseline_balancer(&self, kind: BaselineKind) -> anyhow::Result<BaselineBalancer> {
         let namespace = self.instance_namespace("director");
         make_namespaces(&[&namespace])?;
         self.connect(&namespace, "director", 1, 1)?;
@@ -51,17 +51,17 @@ impl Testbed {
         namespace.set_sysctls(&[("ipv4/conf/all/arp_ignore", "1"), ("ipv4/conf/all/arp_announce", "2")])?;
         let prefix = if self.options().family == Family::Ipv4 { "32" } else { "128 nodad" };
         let vip = format!("address add {}/{prefix} dev lo\n", self.service().ip());
-        ip_batch(Some(&namespace), &(self.address_lines(ADDRESS, SEGMENT, DEVICE) + &vip))?;
+        ip_batch(Some(&namespace), &(self.address_lines(ADDRESS, SEGMENT_PREFIX_LENGTH, DEVICE) + &vip))?;
         let proxy = match kind {
-            Kind::Director if Path::new(IPVS).exists() => {
+            BaselineKind::Director if Path::new(IPVS).exists() => {
                 self.direct_by_ipvs(&namespace)?;
                 None
             }
-            Kind::Director => {
+            BaselineKind::Director => {
                 self.direct_by_nftables(&namespace)?;
                 None
             }
-            Kind::Proxy => Some(self.start_haproxy(&namespace)?),
+            BaselineKind::Proxy => Some(self.start_haproxy(&namespace)?),
         };
         Ok(BaselineBalancer { namespace, _proxy: proxy })
     }

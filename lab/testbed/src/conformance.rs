@@ -66,15 +66,15 @@ pub struct Outcome {
     /// Counters of the load balancer above 0.
     pub load_balancer: BTreeMap<String, u64>,
     /// TCP counters with coreward.
-    pub tcp: Tcp,
+    pub tcp: TcpCounters,
     /// TCP counters under the same load when the load balancer's kernel only routes; `None`: servers behind a router,
     /// to which the kernel cannot send packets for a VIP.
-    pub tcp_without: Option<Tcp>,
+    pub tcp_without: Option<TcpCounters>,
 }
 
 /// TCP counters of client and servers together.
 #[derive(Debug, Clone, Default, PartialEq, serde::Serialize)]
-pub struct Tcp {
+pub struct TcpCounters {
     /// Segments sent.
     pub sent: u64,
     /// Retransmitted segments.
@@ -102,7 +102,7 @@ impl Outcome {
     }
 }
 
-impl Tcp {
+impl TcpCounters {
     /// Servers receive TSvals of their own kernels, clients those of coreward. Linux accepts a TSval that is one tick
     /// too old, but coreward has 65,536 ticks per millisecond. A reordered segment is therefore sometimes dropped and
     /// retransmitted (docs/limits.md). A wrong stamp would affect far more than one segment in a million.
@@ -120,8 +120,8 @@ pub fn main(options: Options) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Read timeout of [`busy_connection`]. At 4 kB/s, a piece arrives about once a second.
-const MAX_PAUSE: Duration = Duration::from_secs(5);
+/// Read timeout of [`measure_busy_connection`]. At 4 kB/s, a piece arrives about once a second.
+const READ_TIMEOUT: Duration = Duration::from_secs(5);
 const SERVER_COUNT: u16 = 4;
 const DOWNLOADER_COUNT: u32 = 4;
 /// Interval at which a server drains or returns.
@@ -142,13 +142,13 @@ pub fn run(instance: &str, options: Options) -> anyhow::Result<Outcome> {
     let _nginx: Vec<Nginx> =
         testbed.server_numbers().into_iter().map(|number| testbed.start_nginx(number)).collect::<Result<_, _>>()?;
     let is_routed = options.network.forwarding.encapsulates();
-    let without = (!is_routed).then(|| without_coreward(&testbed, options)).transpose()?;
-    with_coreward(&testbed, options, without)
+    let without = (!is_routed).then(|| run_without_coreward(&testbed, options)).transpose()?;
+    run_with_coreward(&testbed, options, without)
 }
 
 /// Runs the same load while the load balancer's kernel routes each connection to a server by a hash (ECMP). Its
 /// counters show the losses and retransmissions of the machine itself.
-fn without_coreward(testbed: &Testbed, options: Options) -> anyhow::Result<Tcp> {
+fn run_without_coreward(testbed: &Testbed, options: Options) -> anyhow::Result<TcpCounters> {
     let forwarding = |on: &str| match options.network.family {
         Family::Ipv4 => testbed.load_balancer(1)?.set_sysctls(&[
             ("ipv4/ip_forward", on),
@@ -165,26 +165,26 @@ fn without_coreward(testbed: &Testbed, options: Options) -> anyhow::Result<Tcp> 
         let address = options.network.family.address(server_address(number)).to_string();
         ["nexthop".to_owned(), "via".to_owned(), address, "dev".to_owned(), DEVICE.to_owned()]
     });
-    route(testbed, "add", hops)?;
+    change_vip_route(testbed, "add", hops)?;
     let before = all_counters(testbed)?;
-    wrk(testbed, options.wrk_seconds)?;
+    run_wrk(testbed, options.wrk_seconds)?;
     download(testbed, options.downloads)?;
-    let seen = tcp(&before, &all_counters(testbed)?);
-    route(testbed, "delete", std::iter::empty())?;
+    let seen = tcp_growth(&before, &all_counters(testbed)?);
+    change_vip_route(testbed, "delete", std::iter::empty())?;
     forwarding("0")?;
     Ok(seen)
 }
 
 /// Changes the load balancer's route to the VIP.
-fn route(testbed: &Testbed, verb: &str, hops: impl Iterator<Item = String>) -> anyhow::Result<()> {
+fn change_vip_route(testbed: &Testbed, verb: &str, hops: impl Iterator<Item = String>) -> anyhow::Result<()> {
     let mut command = Command::new("ip");
     command.args(["route", verb, &testbed.service().ip().to_string()]).args(hops);
     testbed.run(testbed.load_balancer(1)?, command).map(drop)
 }
 
-fn with_coreward(testbed: &Testbed, options: Options, without: Option<Tcp>) -> anyhow::Result<Outcome> {
+fn run_with_coreward(testbed: &Testbed, options: Options, without: Option<TcpCounters>) -> anyhow::Result<Outcome> {
     for number in testbed.server_numbers() {
-        write_busy(&busy_file(testbed, number), &vec![0; usize::from(testbed.options().cores)])?;
+        write_busy_times(&busy_file(testbed, number), &vec![0; usize::from(testbed.options().cores)])?;
     }
     let mut fleet = Fleet::start(
         testbed,
@@ -203,9 +203,11 @@ fn with_coreward(testbed: &Testbed, options: Options, without: Option<Tcp>) -> a
         scope.spawn(|| change_loads(testbed, &done));
         let pool = scope.spawn(|| change_pool(testbed, &mut fleet, &done, &pool_changes));
         let quiet = Duration::from_secs(options.idle_seconds.into());
-        let idle = scope.spawn(move || testbed.client().within(|| Ok(idle_connection(testbed.service(), quiet))));
-        let busy = scope.spawn(move || testbed.client().within(|| Ok(busy_connection(testbed.service(), quiet))));
-        let (wrk_requests, wrk_errors) = wrk(testbed, options.wrk_seconds)?;
+        let idle =
+            scope.spawn(move || testbed.client().within(|| Ok(measure_idle_connection(testbed.service(), quiet))));
+        let busy =
+            scope.spawn(move || testbed.client().within(|| Ok(measure_busy_connection(testbed.service(), quiet))));
+        let (wrk_requests, wrk_errors) = run_wrk(testbed, options.wrk_seconds)?;
         let (downloads, failed_downloads) = download(testbed, options.downloads)?;
         let idle = join_thread(idle)?.map_err(|error| format!("{error:#}"));
         let busy = join_thread(busy)?.map_err(|error| format!("{error:#}"));
@@ -221,7 +223,7 @@ fn with_coreward(testbed: &Testbed, options: Options, without: Option<Tcp>) -> a
             tables: 0,
             pool_changes: pool_changes.load(Ordering::Relaxed),
             load_balancer: BTreeMap::new(),
-            tcp: Tcp::default(),
+            tcp: TcpCounters::default(),
             tcp_without: without,
         })
     })?;
@@ -229,7 +231,7 @@ fn with_coreward(testbed: &Testbed, options: Options, without: Option<Tcp>) -> a
     Ok(Outcome {
         tables: table_generation(&fleet, testbed)? - first_table,
         load_balancer: load_balancer_counters(&fleet, testbed)?,
-        tcp: tcp(&before, &after),
+        tcp: tcp_growth(&before, &after),
         ..outcome
     })
 }
@@ -262,21 +264,21 @@ fn load_balancer_counters(fleet: &Fleet, testbed: &Testbed) -> anyhow::Result<BT
     Ok(counted.filter(|(_, count)| *count > 0).collect())
 }
 
-fn hosts(testbed: &Testbed) -> anyhow::Result<Vec<&Namespace>> {
+fn client_and_servers(testbed: &Testbed) -> anyhow::Result<Vec<&Namespace>> {
     let servers = testbed.server_numbers();
     std::iter::once(Ok(testbed.client())).chain(servers.into_iter().map(|number| testbed.server(number))).collect()
 }
 
 /// Returns the counters of the client, followed by those of the servers.
 fn all_counters(testbed: &Testbed) -> anyhow::Result<Vec<Counters>> {
-    hosts(testbed)?.into_iter().map(counters::read).collect()
+    client_and_servers(testbed)?.into_iter().map(counters::read).collect()
 }
 
-fn tcp(before: &[Counters], after: &[Counters]) -> Tcp {
+fn tcp_growth(before: &[Counters], after: &[Counters]) -> TcpCounters {
     let grown = |name| counters::total(after, name) - counters::total(before, name);
     let retransmitted = grown("TcpRetransSegs");
     let sent = grown("TcpOutSegs");
-    Tcp {
+    TcpCounters {
         sent,
         retransmitted,
         retransmitted_ppm: retransmitted as f64 / sent.max(1) as f64 * 1e6,
@@ -293,7 +295,7 @@ fn timestamp_drops(before: &[Counters], after: &[Counters]) -> BTreeMap<String, 
 }
 
 /// Writes the cores' busy times (ns) into a paced server's file. Fails when it cannot be written.
-pub fn write_busy(path: &Path, busy_ns: &[u64]) -> anyhow::Result<()> {
+pub fn write_busy_times(path: &Path, busy_ns: &[u64]) -> anyhow::Result<()> {
     let bytes: Vec<u8> = busy_ns.iter().flat_map(|busy| busy.to_le_bytes()).collect();
     // Written in place as one block, because readers have the file open.
     let mut file = std::fs::File::options().write(true).create(true).truncate(false).open(path)?;
@@ -312,7 +314,7 @@ pub(crate) fn change_loads(testbed: &Testbed, done: &AtomicBool) -> anyhow::Resu
             *busy += u64::from(uniform_below(&mut rng, INTERVAL.as_nanos() as u32));
         }
         for (number, busy) in numbers.iter().zip(busy_ns.chunks(cores)) {
-            write_busy(&busy_file(testbed, *number), busy)?;
+            write_busy_times(&busy_file(testbed, *number), busy)?;
         }
         std::thread::sleep(INTERVAL);
     }
@@ -337,7 +339,7 @@ fn change_pool(testbed: &Testbed, fleet: &mut Fleet, done: &AtomicBool, changes:
 }
 
 /// Returns the response time after an idle time (ms).
-fn idle_connection(service: SocketAddr, quiet: Duration) -> anyhow::Result<u64> {
+fn measure_idle_connection(service: SocketAddr, quiet: Duration) -> anyhow::Result<u64> {
     let mut connection = Connection::open_to(service, None)?;
     let before = connection.query_worker().context("before the silence")?;
     std::thread::sleep(quiet);
@@ -351,9 +353,9 @@ fn idle_connection(service: SocketAddr, quiet: Duration) -> anyhow::Result<u64> 
 }
 
 /// Returns the number of bytes that the busy connection received.
-fn busy_connection(service: SocketAddr, duration: Duration) -> anyhow::Result<u64> {
+fn measure_busy_connection(service: SocketAddr, duration: Duration) -> anyhow::Result<u64> {
     let mut stream = Connection::open_to(service, None)?.get(SLOW_FILE)?;
-    stream.set_read_timeout(Some(MAX_PAUSE))?;
+    stream.set_read_timeout(Some(READ_TIMEOUT))?;
     let (end, mut received, mut buffer) = (Instant::now() + duration, 0u64, [0; 65_536]);
     while Instant::now() < end {
         let read = stream.read(&mut buffer).with_context(|| format!("stalled after {received} bytes"))?;
@@ -367,7 +369,7 @@ fn busy_connection(service: SocketAddr, duration: Duration) -> anyhow::Result<u6
 }
 
 /// Returns wrk's numbers of requests and errors.
-fn wrk(testbed: &Testbed, seconds: u32) -> anyhow::Result<(u64, u64)> {
+fn run_wrk(testbed: &Testbed, seconds: u32) -> anyhow::Result<(u64, u64)> {
     let mut command = Command::new("wrk");
     command.args(["--threads", "1", "--connections", "64", "--timeout", "10s", "--duration"]);
     command.arg(format!("{seconds}s")).arg(format!("http://{}{WORKER_PATH}", testbed.service()));
@@ -430,13 +432,13 @@ mod tests {
     #[test]
     fn only_overtaken_segments_are_tolerated() {
         let drops = |name: &str, count| BTreeMap::from([(name.to_owned(), count)]);
-        let seen = Tcp { sent: 2_500_000, ..Tcp::default() };
+        let seen = TcpCounters { sent: 2_500_000, ..TcpCounters::default() };
         assert!(seen.has_right_timestamps());
-        let at_client = |name, count| Tcp { timestamp_drops_at_client: drops(name, count), ..seen.clone() };
+        let at_client = |name, count| TcpCounters { timestamp_drops_at_client: drops(name, count), ..seen.clone() };
         assert!(at_client(OVERTAKEN_DATA, 3).has_right_timestamps());
         assert!(!at_client(OVERTAKEN_DATA, 4).has_right_timestamps());
         assert!(!at_client("TcpExtTSEcrRejected", 1).has_right_timestamps());
-        let at_servers = Tcp { timestamp_drops_at_servers: drops(OVERTAKEN_DATA, 1), ..seen };
+        let at_servers = TcpCounters { timestamp_drops_at_servers: drops(OVERTAKEN_DATA, 1), ..seen };
         assert!(!at_servers.has_right_timestamps());
     }
 

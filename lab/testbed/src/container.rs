@@ -15,7 +15,7 @@ use crate::topology::Testbed;
 const ADDRESS: Ipv4Addr = Ipv4Addr::new(172, 17, 0, 2);
 const PORT: u16 = 8080;
 /// Body of every response.
-pub const ANSWER: &str = "contained";
+pub const CONTAINER_RESPONSE: &str = "contained";
 
 /// Container that serves the testbed's service on one server. Its network namespace ends with it.
 #[derive(Debug)]
@@ -37,7 +37,7 @@ impl Testbed {
         let text = format!(
             "user root; daemon off; worker_processes 1; pid {at}/nginx.pid; error_log {at}/error.log; \
              lock_file {at}/lock; events {{ }} http {{ access_log off; {temporary} \
-             server {{ listen {PORT}; location / {{ return 200 \"{ANSWER}\"; }} }} }}"
+             server {{ listen {PORT}; location / {{ return 200 \"{CONTAINER_RESPONSE}\"; }} }} }}"
         );
         fs::write(directory.join("nginx.conf"), text)?;
         let mut command = Command::new("unshare");
@@ -48,7 +48,7 @@ impl Testbed {
         let container = Container { server, nginx };
         self.server(server)?.within(|| container.wait_for_namespace())?;
         let mut connect = Command::new("sh");
-        connect.args(["-c", &container.connect()]);
+        connect.args(["-c", &container.connect_script()]);
         self.run(self.server(server)?, connect)?;
         Ok(container)
     }
@@ -66,7 +66,7 @@ impl Container {
     }
 
     /// Returns the commands that connect the container to the server's bridge.
-    fn connect(&self) -> String {
+    fn connect_script(&self) -> String {
         let (pid, vip, port) = (self.nginx.pid(), SERVICE.ip(), SERVICE.port());
         format!(
             "set -e

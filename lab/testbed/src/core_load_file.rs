@@ -19,7 +19,7 @@ pub(crate) struct VirtualCore {
 
 impl VirtualCore {
     /// Queues a request that arrived now and returns when it will be done.
-    pub(crate) fn accept(&mut self, now_ns: u64, service_ns: u64) -> u64 {
+    pub(crate) fn enqueue(&mut self, now_ns: u64, service_ns: u64) -> u64 {
         self.accepted_ns += service_ns;
         self.busy_until_ns = self.busy_until_ns.max(now_ns) + service_ns;
         self.busy_until_ns
@@ -38,21 +38,21 @@ impl VirtualCore {
 }
 
 /// File of numbers, mapped by all workers: for a paced server the busy time of each core (ns).
-pub(crate) struct BusyFile {
+pub(crate) struct CounterFile {
     numbers: &'static [AtomicU64],
-    temporary: PathBuf,
+    temporary_path: PathBuf,
 }
 
-impl BusyFile {
+impl CounterFile {
     pub(crate) fn create(path: &Path, count: usize) -> anyhow::Result<Self> {
         let temporary = path.with_extension("new");
         let open = || -> anyhow::Result<&'static [AtomicU64]> {
             let file = File::options().read(true).write(true).create(true).truncate(true).open(&temporary)?;
             file.set_len((count * size_of::<u64>()) as u64)?;
-            map(&file, count)
+            map_file(&file, count)
         };
         let numbers = open().with_context(|| format!("cannot make the core load file {}", temporary.display()))?;
-        Ok(Self { numbers, temporary })
+        Ok(Self { numbers, temporary_path: temporary })
     }
 
     pub(crate) fn numbers(&self) -> &'static [AtomicU64] {
@@ -60,17 +60,19 @@ impl BusyFile {
     }
 
     /// Unlinks the file: only the workers use it.
-    pub(crate) fn forget(&self) -> anyhow::Result<()> {
-        fs::remove_file(&self.temporary).with_context(|| format!("cannot remove {}", self.temporary.display()))
+    pub(crate) fn unlink(&self) -> anyhow::Result<()> {
+        fs::remove_file(&self.temporary_path)
+            .with_context(|| format!("cannot remove {}", self.temporary_path.display()))
     }
 
     /// Moves the file to its final path, where its existence shows that the sockets listen.
     pub(crate) fn publish(&self, path: &Path) -> anyhow::Result<()> {
-        fs::rename(&self.temporary, path).with_context(|| format!("cannot make the core load file {}", path.display()))
+        fs::rename(&self.temporary_path, path)
+            .with_context(|| format!("cannot make the core load file {}", path.display()))
     }
 }
 
-fn map(file: &File, count: usize) -> anyhow::Result<&'static [AtomicU64]> {
+fn map_file(file: &File, count: usize) -> anyhow::Result<&'static [AtomicU64]> {
     use std::os::fd::AsRawFd as _;
     let (length, access) = (count * size_of::<AtomicU64>(), libc::PROT_READ | libc::PROT_WRITE);
     // SAFETY: a new shared mapping at an address of the kernel's choice.
@@ -99,21 +101,21 @@ mod tests {
     #[test]
     fn core_serves_one_request_at_a_time() {
         let mut core = VirtualCore::default();
-        assert_eq!(core.accept(1_000, 50), 1_050);
+        assert_eq!(core.enqueue(1_000, 50), 1_050);
         // Arrives while the first is served: waits.
-        assert_eq!(core.accept(1_020, 50), 1_100);
+        assert_eq!(core.enqueue(1_020, 50), 1_100);
         // Arrives after a gap: starts at once.
-        assert_eq!(core.accept(1_200, 10), 1_210);
+        assert_eq!(core.enqueue(1_200, 10), 1_210);
     }
 
     #[test]
     fn busy_time_is_the_served_work() {
         let mut core = VirtualCore::default();
         assert_eq!(core.busy_ns(500), 0);
-        core.accept(1_000, 100);
+        core.enqueue(1_000, 100);
         assert_eq!([1_000, 1_040, 1_100, 1_150].map(|now| core.busy_ns(now)), [0, 40, 100, 100]);
-        core.accept(1_200, 100);
-        core.accept(1_210, 100);
+        core.enqueue(1_200, 100);
+        core.enqueue(1_210, 100);
         assert_eq!([1_250, 1_399, 1_400, 2_000].map(|now| core.busy_ns(now)), [150, 299, 300, 300]);
     }
 }

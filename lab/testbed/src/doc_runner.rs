@@ -15,9 +15,9 @@ use crate::process::{Process, TIMEOUT};
 use crate::topology::Testbed;
 
 /// Longest run time of a block (s).
-const BLOCK_LIMIT: &str = "90";
+const BLOCK_TIMEOUT_S: &str = "90";
 /// Path of the testbed's directory on a machine, whose `/run` is its own.
-const MACHINES: &str = "/mnt";
+const MACHINE_MOUNT_PATH: &str = "/mnt";
 /// Id of the user `coreward`, which the packages create.
 const USER_ID: u32 = 64_007;
 const HOLD_SECONDS: &str = "600";
@@ -69,7 +69,7 @@ impl Host {
         fs::create_dir_all(folder.join("var/lib/coreward"))?;
         let bin = folder.join("bin");
         std::os::unix::fs::symlink(coreward_command()?, bin.join("coreward"))?;
-        let copied = include_str!("scp.sh").replace("@MACHINES@", MACHINES);
+        let copied = include_str!("scp.sh").replace("@MACHINES@", MACHINE_MOUNT_PATH);
         for (command, text) in [("systemctl", include_str!("systemctl.sh")), ("scp", &copied)] {
             fs::write(bin.join(command), text)?;
             fs::set_permissions(bin.join(command), std::os::unix::fs::PermissionsExt::from_mode(0o755))?;
@@ -91,7 +91,7 @@ impl Host {
              }}
              chown coreward: /var/lib/coreward
              # For scp.
-             mount --bind {all} {MACHINES}
+             mount --bind {all} {MACHINE_MOUNT_PATH}
              echo $$ > {folder}/pid
              touch {folder}/ready
              mount -t tmpfs tmpfs /run
@@ -114,7 +114,15 @@ impl Host {
     /// Runs a block's commands and returns their output. Fails when a command fails; the error contains the output.
     pub fn run(&self, block: &Block, log: &Path) -> anyhow::Result<String> {
         let mut command = Command::new("timeout");
-        command.args([BLOCK_LIMIT, "nsenter", "--target", &self.holder.pid().to_string(), "--mount", "--net", "--uts"]);
+        command.args([
+            BLOCK_TIMEOUT_S,
+            "nsenter",
+            "--target",
+            &self.holder.pid().to_string(),
+            "--mount",
+            "--net",
+            "--uts",
+        ]);
         // A login shell, with the settings of /etc/profile.d.
         command.args(["sh", "-l", "-c", &format!("set -eu\n{}", block.commands)]);
         // Output to a file: a background process of the block would keep a pipe open.

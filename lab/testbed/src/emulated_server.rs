@@ -43,11 +43,11 @@ pub(crate) trait Protocol {
     /// State of a connection.
     type State: Default;
     /// Whether the connection ends when the client stops sending or the response is complete.
-    const ONE_REQUEST: bool;
+    const CLOSES_AFTER_RESPONSE: bool;
     /// Service time of an accepted connection (ns).
     const ACCEPT_NS: u64;
     /// Largest age of a busy core's published busy time (ns). Each publication costs a wake-up.
-    const PUBLISH_NS: u64;
+    const PUBLISH_INTERVAL_NS: u64;
 
     /// Parses bytes and queues packets of the response. Returns whether the bytes are a request or a part of one.
     fn receive(&self, state: &mut Self::State, bytes: &[u8], queue: &mut Queue<'_>) -> bool;
@@ -69,7 +69,7 @@ struct Packet {
 /// Queue of a connection's core, and of its packets to send.
 pub(crate) struct Queue<'a> {
     pub(crate) now_ns: u64,
-    clock: &'a mut VirtualCore,
+    virtual_core: &'a mut VirtualCore,
     packets: &'a mut BinaryHeap<Reverse<Packet>>,
     sequence: &'a mut u64,
     connection: u64,
@@ -79,7 +79,7 @@ pub(crate) struct Queue<'a> {
 impl Queue<'_> {
     /// Queues work for the core and returns its end (ns).
     pub(crate) fn work(&mut self, service_ns: u64) -> u64 {
-        self.clock.accept(self.now_ns, service_ns)
+        self.virtual_core.enqueue(self.now_ns, service_ns)
     }
 
     /// Queues packet `id` of the response.
@@ -93,14 +93,14 @@ impl Queue<'_> {
 /// Emulated core with its listening socket.
 pub(crate) struct Core<'a> {
     listener: &'a TcpListener,
-    clock: VirtualCore,
+    virtual_core: VirtualCore,
     /// Busy time that is published (ns).
     busy_ns: &'a AtomicU64,
 }
 
 impl<'a> Core<'a> {
     pub(crate) fn new(listener: &'a TcpListener, busy_ns: &'a AtomicU64) -> Self {
-        Self { listener, clock: VirtualCore::default(), busy_ns }
+        Self { listener, virtual_core: VirtualCore::default(), busy_ns }
     }
 }
 
@@ -111,7 +111,7 @@ struct Connection<S> {
     /// Number of queued packets.
     pending: u32,
     /// Whether the client has finished sending.
-    ended: bool,
+    has_ended: bool,
 }
 
 /// Event loop of several cores.
@@ -149,8 +149,8 @@ impl<'a, P: Protocol> EventLoop<'a, P> {
         let before_ns = now_ns();
         let packet_ns = self.packets.peek().map(|Reverse(packet)| packet.due_ns);
         // A busy core publishes its busy time during a request, as a real core does.
-        let is_busy = self.cores.iter().any(|core| core.clock.is_busy(before_ns));
-        let publish_ns = is_busy.then_some(before_ns + P::PUBLISH_NS);
+        let is_busy = self.cores.iter().any(|core| core.virtual_core.is_busy(before_ns));
+        let publish_ns = is_busy.then_some(before_ns + P::PUBLISH_INTERVAL_NS);
         let events: Vec<_> = self.epoll.wait([packet_ns, publish_ns].into_iter().flatten().min())?.collect();
         let now_ns = now_ns();
         for event in events {
@@ -165,7 +165,7 @@ impl<'a, P: Protocol> EventLoop<'a, P> {
         }
         for core in &self.cores {
             // One writer; readers need no order with other memory.
-            core.busy_ns.store(core.clock.busy_ns(now_ns).to_le(), Ordering::Relaxed);
+            core.busy_ns.store(core.virtual_core.busy_ns(now_ns).to_le(), Ordering::Relaxed);
         }
         Ok(())
     }
@@ -173,10 +173,10 @@ impl<'a, P: Protocol> EventLoop<'a, P> {
     fn accept_all(&mut self, core: usize, now_ns: u64) -> anyhow::Result<()> {
         while let Some(stream) = accept(self.cores[core].listener).context("cannot accept")? {
             self.epoll.add(stream.as_fd(), self.next_connection, libc::EPOLLIN)?;
-            let connection = Connection { core, stream, state: P::State::default(), pending: 0, ended: false };
+            let connection = Connection { core, stream, state: P::State::default(), pending: 0, has_ended: false };
             self.connections.insert(self.next_connection, connection);
             self.next_connection += 1;
-            self.cores[core].clock.accept(now_ns, P::ACCEPT_NS);
+            self.cores[core].virtual_core.enqueue(now_ns, P::ACCEPT_NS);
         }
         Ok(())
     }
@@ -186,20 +186,20 @@ impl<'a, P: Protocol> EventLoop<'a, P> {
         let mut buffer = [0; 4096];
         let is_valid = match connection.stream.read(&mut buffer) {
             Ok(0) => {
-                connection.ended = true;
+                connection.has_ended = true;
                 true
             }
             Ok(length) => {
-                let (clock, packets) = (&mut self.cores[connection.core].clock, &mut self.packets);
+                let (clock, packets) = (&mut self.cores[connection.core].virtual_core, &mut self.packets);
                 let (sequence, pending) = (&mut self.sequence, &mut connection.pending);
-                let mut queue = Queue { now_ns, clock, packets, sequence, connection: number, pending };
+                let mut queue = Queue { now_ns, virtual_core: clock, packets, sequence, connection: number, pending };
                 self.protocol.receive(&mut connection.state, &buffer[..length], &mut queue)
             }
             Err(error) => error.kind() == io::ErrorKind::WouldBlock,
         };
-        if !is_valid || (connection.ended && (P::ONE_REQUEST || connection.pending == 0)) {
+        if !is_valid || (connection.has_ended && (P::CLOSES_AFTER_RESPONSE || connection.pending == 0)) {
             self.connections.remove(&number);
-        } else if connection.ended {
+        } else if connection.has_ended {
             // Level-triggered: an unread end of stream would wake the loop until the last packet is sent.
             self.epoll.remove(connection.stream.as_fd())?;
         }
@@ -210,14 +210,14 @@ impl<'a, P: Protocol> EventLoop<'a, P> {
         let number = packet.connection;
         let Some(connection) = self.connections.get_mut(&number) else { return };
         connection.pending -= 1;
-        let (clock, packets) = (&mut self.cores[connection.core].clock, &mut self.packets);
+        let (clock, packets) = (&mut self.cores[connection.core].virtual_core, &mut self.packets);
         let (sequence, pending) = (&mut self.sequence, &mut connection.pending);
-        let mut queue = Queue { now_ns, clock, packets, sequence, connection: number, pending };
+        let mut queue = Queue { now_ns, virtual_core: clock, packets, sequence, connection: number, pending };
         let mut bytes = Vec::new();
         self.protocol.write(&connection.state, packet.id, &mut bytes, &mut queue);
         let is_written = matches!(connection.stream.write(&bytes), Ok(length) if length == bytes.len());
         // Closes the connection of a client that does not read a full buffer.
-        if !is_written || (connection.pending == 0 && (P::ONE_REQUEST || connection.ended)) {
+        if !is_written || (connection.pending == 0 && (P::CLOSES_AFTER_RESPONSE || connection.has_ended)) {
             self.connections.remove(&number);
         }
     }

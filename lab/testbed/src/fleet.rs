@@ -34,7 +34,7 @@ pub use options::{AdminState, FleetOptions, LoadSource};
 
 use daemons::start_daemon;
 use files::{
-    configuration, fleet_name, write_agent_file, write_controller_files, write_load_balancer_file, write_rack_file,
+    config_path, fleet_name, write_agent_file, write_controller_files, write_load_balancer_file, write_rack_file,
 };
 use names::DaemonName;
 
@@ -72,11 +72,11 @@ impl Fleet {
             agents: BTreeMap::new(),
             commands: BTreeMap::new(),
         };
-        for number in 1..=fleet.options.controllers {
+        for number in 1..=fleet.options.controller_count {
             fleet.start_controller(testbed, number)?;
         }
-        if fleet.options.applied.is_some() {
-            fleet.apply(testbed, &configuration(testbed, "fleet"))?;
+        if fleet.options.applied_document.is_some() {
+            fleet.apply(testbed, &config_path(testbed, "fleet"))?;
         }
         for number in 1..=testbed.options().racks {
             fleet.start_rack(testbed, number)?;
@@ -84,7 +84,7 @@ impl Fleet {
         for number in testbed.load_balancer_numbers() {
             fleet.start_load_balancer(testbed, number)?;
         }
-        if fleet.options.agents {
+        if fleet.options.runs_agents {
             // An agent whose first rack has no controller connects to its next rack.
             fleet.wait_until(testbed, || fleet.check_racks(testbed))?;
             for number in testbed.server_numbers() {

@@ -30,7 +30,7 @@ pub(crate) struct Instance {
 
 impl Instance {
     /// Acquires the name, and removes the remains of a killed testbed of this name.
-    pub(crate) fn take(name: &str) -> anyhow::Result<Self> {
+    pub(crate) fn acquire(name: &str) -> anyhow::Result<Self> {
         if name.is_empty() {
             bail!("testbed instance \"\": expected a name");
         }
@@ -113,7 +113,7 @@ pub fn unique_name(command: &str) -> anyhow::Result<String> {
         let pid = name.strip_prefix(&prefixed(command)).unwrap_or_default();
         !pid.is_empty() && pid.bytes().all(|b| b.is_ascii_digit())
     };
-    remove_unowned(all().filter(own))?;
+    remove_unowned(all_names().filter(own))?;
     Ok(format!("{command}{}", std::process::id()))
 }
 
@@ -121,10 +121,10 @@ pub fn unique_name(command: &str) -> anyhow::Result<String> {
 /// Returns the removed names, with the prefix. Fails when something cannot be removed.
 pub fn clean(names: &[String]) -> anyhow::Result<Vec<String>> {
     if names.is_empty() {
-        return remove_unowned(all());
+        return remove_unowned(all_names());
     }
     let named: Vec<String> = names.iter().map(|name| prefixed(name)).collect();
-    remove_unowned(all().filter(|name| named.contains(name)))
+    remove_unowned(all_names().filter(|name| named.contains(name)))
 }
 
 /// Returns the directories and namespaces of a testbed, running or killed.
@@ -153,7 +153,7 @@ fn remove_unowned(names: impl Iterator<Item = String>) -> anyhow::Result<Vec<Str
 }
 
 /// Returns the names, with the prefix, of all testbeds whose names start with the prefix, running or killed.
-fn all() -> impl Iterator<Item = String> {
+fn all_names() -> impl Iterator<Item = String> {
     let entries = fs::read_dir(RUN_DIRECTORY).into_iter().flatten().flatten();
     let prefix = prefixed("");
     entries.filter_map(|entry| entry.file_name().into_string().ok()).filter(move |name| name.starts_with(&prefix))
@@ -252,10 +252,10 @@ mod tests {
     #[test]
     fn invalid_names_are_rejected() {
         for name in ["a-b", "UPPER", &"a".repeat(41), "a/b"] {
-            let error = Instance::take(name).unwrap_err().to_string();
+            let error = Instance::acquire(name).unwrap_err().to_string();
             assert!(error.contains("expected 1 to 40 lower-case letters and digits"), "{error}");
         }
-        assert!(Instance::take("").unwrap_err().to_string().contains("expected a name"));
+        assert!(Instance::acquire("").unwrap_err().to_string().contains("expected a name"));
     }
 
     #[test]
@@ -264,9 +264,9 @@ mod tests {
         let short = unique_name("tinstance").unwrap();
         let name = prefixed(&short);
         assert_eq!(owner(&name), None);
-        let instance = Instance::take(&short).unwrap();
+        let instance = Instance::acquire(&short).unwrap();
         assert_eq!(owner(&name), Some(std::process::id().to_string()));
-        assert!(Instance::take(&short).unwrap_err().to_string().contains("is in use by process"));
+        assert!(Instance::acquire(&short).unwrap_err().to_string().contains("is in use by process"));
         assert_eq!(clean(std::slice::from_ref(&short)).unwrap(), Vec::<String>::new());
         assert!(!find_remains(&short).is_empty());
         drop(instance);

@@ -119,13 +119,13 @@ fn replay(log: &ArrivalLog, args: &LoadArgs) -> anyhow::Result<LoadReport> {
         start_ns,
         epoll: Epoll::new()?,
         connections: HashMap::new(),
-        due: BinaryHeap::new(),
+        due_requests: BinaryHeap::new(),
         next_arrival: 0,
         next_sweep_ns: start_ns + SWEEP_INTERVAL_NS,
         report: LoadReport::default(),
         latency: new_histogram()?,
         lateness: new_histogram()?,
-        placed: HashMap::new(),
+        connections_by_core: HashMap::new(),
     };
     while client.step()? {}
     Ok(client.into_report())
@@ -166,13 +166,13 @@ struct Client<'a> {
     /// By position in the log.
     connections: HashMap<usize, Connection>,
     /// Next request of each open connection, by due time: (due time, connection).
-    due: BinaryHeap<Reverse<(u64, usize)>>,
+    due_requests: BinaryHeap<Reverse<(u64, usize)>>,
     next_arrival: usize,
     next_sweep_ns: u64,
     report: LoadReport,
     latency: Histogram<u64>,
     lateness: Histogram<u64>,
-    placed: HashMap<(u8, u8), u64>,
+    connections_by_core: HashMap<(u8, u8), u64>,
 }
 
 impl Client<'_> {
@@ -190,7 +190,7 @@ impl Client<'_> {
         if next_arrival_ns.is_none() && self.connections.is_empty() {
             return Ok(false);
         }
-        let next_request_ns = self.due.peek().map(|Reverse((due_ns, _))| *due_ns);
+        let next_request_ns = self.due_requests.peek().map(|Reverse((due_ns, _))| *due_ns);
         let wake_ns = [next_arrival_ns, next_request_ns].into_iter().flatten().fold(self.next_sweep_ns, u64::min);
         let events: Vec<Event> = self.epoll.wait(Some(wake_ns))?.collect();
         for event in events {
@@ -204,9 +204,11 @@ impl Client<'_> {
             self.open(self.next_arrival)?;
             self.next_arrival += 1;
         }
-        while let Some(Reverse((due_ns, index))) = self.due.peek().copied().filter(|Reverse((at, _))| *at <= now_ns) {
-            self.due.pop();
-            self.request_is_due(index, due_ns);
+        while let Some(Reverse((due_ns, index))) =
+            self.due_requests.peek().copied().filter(|Reverse((at, _))| *at <= now_ns)
+        {
+            self.due_requests.pop();
+            self.handle_due_request(index, due_ns);
         }
         if now_ns >= self.next_sweep_ns {
             self.next_sweep_ns = now_ns + SWEEP_INTERVAL_NS;
@@ -248,19 +250,19 @@ impl Client<'_> {
                 // Edge-triggered: one event when connected, then one per arrival of data.
                 let flags = libc::EPOLLIN | libc::EPOLLOUT | libc::EPOLLRDHUP | libc::EPOLLET;
                 self.epoll.add(stream.as_fd(), index as u64, flags)?;
-                self.due.push(Reverse((self.due_ns(index, 0), index)));
+                self.due_requests.push(Reverse((self.due_ns(index, 0), index)));
             }
         }
         Ok(())
     }
 
-    fn request_is_due(&mut self, index: usize, due_ns: u64) {
-        let requests = self.arrival(index).requests;
+    fn handle_due_request(&mut self, index: usize, due_ns: u64) {
+        let requests = self.arrival(index).request_count;
         let Some(connection) = self.connections.get_mut(&index) else { return };
         connection.due += 1;
         if connection.due < requests {
             let next_ns = self.due_ns(index, self.connections[&index].due);
-            self.due.push(Reverse((next_ns, index)));
+            self.due_requests.push(Reverse((next_ns, index)));
         }
         if self.connections[&index].connected {
             let late_us = now_ns().saturating_sub(due_ns) / 1_000;
@@ -307,7 +309,7 @@ impl Client<'_> {
         let Some(connection) = self.connections.get_mut(&index) else { return Ok(()) };
         let mut buffer = [0; 1024];
         let mut more = true;
-        while more && connection.answered < arrival.requests {
+        while more && connection.answered < arrival.request_count {
             let length = match connection.stream.read(&mut buffer) {
                 Ok(0) => return Err(Failure::ClosedEarly),
                 Ok(length) => length,
@@ -329,7 +331,7 @@ impl Client<'_> {
                 return Err(Failure::WrongAnswer);
             }
         }
-        if connection.answered == arrival.requests {
+        if connection.answered == arrival.request_count {
             let done = self.connections.remove(&index).expect("just used");
             self.report.completed += 1;
             self.finish(&done);
@@ -340,7 +342,7 @@ impl Client<'_> {
     fn finish(&mut self, connection: &Connection) {
         self.report.answered += u64::from(connection.answered);
         if let Some(placed) = connection.placed {
-            *self.placed.entry(placed).or_default() += 1;
+            *self.connections_by_core.entry(placed).or_default() += 1;
         }
     }
 
@@ -363,7 +365,7 @@ impl Client<'_> {
     }
 
     fn into_report(self) -> LoadReport {
-        let placed = self.placed.into_iter();
+        let placed = self.connections_by_core.into_iter();
         let mut placed: Vec<CoreConnections> =
             placed.map(|((server, core), connections)| CoreConnections { server, core, connections }).collect();
         placed.sort_by_key(|placed| (placed.server, placed.core));

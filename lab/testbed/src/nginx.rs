@@ -38,12 +38,12 @@ impl Testbed {
         // Content that differs at every offset, so that misplaced bytes are detected.
         let large: Vec<u8> = (0..LARGE_FILE_BYTES as u32).map(|i| (i.wrapping_mul(0x9e37_79b1) >> 24) as u8).collect();
         fs::write(directory.join("www").join(LARGE_FILE.trim_start_matches('/')), large)?;
-        let mut nginx = Nginx { master: self.launch(namespace, number, &directory)?, directory };
+        let mut nginx = Nginx { master: self.spawn_nginx(namespace, number, &directory)?, directory };
         nginx.wait_for_workers(usize::from(self.options().cores))?;
         Ok(nginx)
     }
 
-    fn launch(
+    fn spawn_nginx(
         &self,
         namespace: &crate::Namespace,
         number: u16,

@@ -20,7 +20,7 @@ use coreward_runtime::message::{HintMessage, Trigger};
 use coreward_runtime::serve::{self, Handler, Reply, Request, ServeCounters, ServeOptions};
 use coreward_runtime::worker::{Runtime, Worker};
 
-use crate::core_load_file::BusyFile;
+use crate::core_load_file::CounterFile;
 use crate::interrupt;
 use crate::key_value::store::{MORE_PAIR_COUNT, Store};
 use core_clock::CoreClock;
@@ -99,7 +99,7 @@ struct KeyValue {
     /// Number of workers that have connected.
     connected: AtomicUsize,
     /// Time on the cores, by service.
-    busy: Option<BusyFile>,
+    busy: Option<CounterFile>,
 }
 
 impl KeyValue {
@@ -168,7 +168,7 @@ pub fn run(args: &OrchestratedServerArgs) -> anyhow::Result<()> {
     let cores = args.cores.iter().max().map_or(0, |last| last + 1);
     let is_allocated = args.assignment != Assignment::CompleteShare;
     let allocator = is_allocated.then(|| CoreAllocator::new(args.assignment, cores, args.reserved));
-    let busy = args.busy_file.as_ref().map(|path| BusyFile::create(path, MAX_SERVICES)).transpose()?;
+    let busy = args.busy_file.as_ref().map(|path| CounterFile::create(path, MAX_SERVICES)).transpose()?;
     let server = KeyValue { store, allocator, connected: AtomicUsize::new(0), busy };
     let stop = AtomicBool::new(false);
     let served: Vec<u64> = std::thread::scope(|scope| {

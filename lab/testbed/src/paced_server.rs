@@ -13,7 +13,7 @@ use coreward_load::paced::{Messages, Request, Response, SERVICE_MAX_US};
 use nix::sys::wait::wait;
 use zerocopy::IntoBytes as _;
 
-use crate::core_load_file::{BusyFile, read_busy_file};
+use crate::core_load_file::{CounterFile, read_busy_file};
 use crate::emulated_server::{Core, EventLoop, Protocol, Queue, fork_worker, listen};
 use crate::fleet;
 use crate::process::Process;
@@ -40,7 +40,7 @@ pub struct PacedServerArgs {
 pub fn run(args: &PacedServerArgs) -> anyhow::Result<()> {
     let listeners: Vec<TcpListener> =
         (0..args.workers).map(|_| listen(args.listen, true)).collect::<anyhow::Result<_>>()?;
-    let busy = BusyFile::create(&args.busy_file, args.workers.into())?;
+    let busy = CounterFile::create(&args.busy_file, args.workers.into())?;
     for ((number, listener), busy_ns) in (0..).zip(&listeners).zip(busy.numbers()) {
         let protocol = Paced { server: args.server, core: number };
         let work = || EventLoop::new(protocol, vec![Core::new(listener, busy_ns)])?.run();
@@ -60,10 +60,10 @@ struct Paced {
 
 impl Protocol for Paced {
     type State = Messages;
-    const ONE_REQUEST: bool = false;
+    const CLOSES_AFTER_RESPONSE: bool = false;
     const ACCEPT_NS: u64 = 0;
     /// 4 % of a report interval of 100 ms. A request of the demo (7.5 ms) then needs one wake-up.
-    const PUBLISH_NS: u64 = 4_000_000;
+    const PUBLISH_INTERVAL_NS: u64 = 4_000_000;
 
     fn receive(&self, messages: &mut Messages, bytes: &[u8], queue: &mut Queue<'_>) -> bool {
         let mut is_valid = true;

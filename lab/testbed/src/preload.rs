@@ -12,9 +12,9 @@ use anyhow::Context as _;
 /// Library that build.rs compiles.
 const LIBRARY: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/preload.so"));
 /// `struct faults` of fault_shim.c: two 64-bit numbers.
-const CLOCK_OFFSET: u64 = 0;
-const DISK_FULL: u64 = 8;
-const BYTES: u64 = 16;
+const CLOCK_OFFSET_POSITION: u64 = 0;
+const DISK_FULL_POSITION: u64 = 8;
+const FAULTS_FILE_BYTES: u64 = 16;
 
 /// Faults of a testbed's daemons, by name.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -26,7 +26,7 @@ impl PreloadedFaults {
     /// Creates the library in an existing directory. Fails when it cannot be written.
     pub fn create(directory: &Path) -> anyhow::Result<Self> {
         let preload = Self { directory: directory.to_owned() };
-        let library = preload.library();
+        let library = preload.library_path();
         fs::write(&library, LIBRARY).with_context(|| format!("cannot write {}", library.display()))?;
         Ok(preload)
     }
@@ -34,37 +34,37 @@ impl PreloadedFaults {
     /// Sets the offset of the daemon's wall clock from the machine's (ns). It takes effect immediately and remains
     /// after the daemon's end. Fails when the daemon was never started.
     pub fn set_clock(&self, daemon: &str, offset_ns: i64) -> anyhow::Result<()> {
-        self.set(daemon, CLOCK_OFFSET, offset_ns)
+        self.write_fault(daemon, CLOCK_OFFSET_POSITION, offset_ns)
     }
 
     /// Sets whether writes of the daemon at a file position fail, as on a full disk. Fails when the daemon was never
     /// started.
     pub fn set_disk_full(&self, daemon: &str, full: bool) -> anyhow::Result<()> {
-        self.set(daemon, DISK_FULL, full.into())
+        self.write_fault(daemon, DISK_FULL_POSITION, full.into())
     }
 
     /// Loads the library with the daemon's faults into the process of `command`.
     pub(crate) fn apply_faults(&self, daemon: &str, command: &mut Command) -> anyhow::Result<()> {
-        let path = self.faults(daemon);
+        let path = self.faults_path(daemon);
         let build = || -> io::Result<()> {
-            File::options().write(true).create(true).truncate(false).open(&path)?.set_len(BYTES)
+            File::options().write(true).create(true).truncate(false).open(&path)?.set_len(FAULTS_FILE_BYTES)
         };
         build().with_context(|| format!("cannot make {}", path.display()))?;
-        command.env("LD_PRELOAD", self.library()).env("COREWARD_FAULTS", path);
+        command.env("LD_PRELOAD", self.library_path()).env("COREWARD_FAULTS", path);
         Ok(())
     }
 
-    fn set(&self, daemon: &str, position: u64, value: i64) -> anyhow::Result<()> {
-        let path = self.faults(daemon);
+    fn write_fault(&self, daemon: &str, position: u64, value: i64) -> anyhow::Result<()> {
+        let path = self.faults_path(daemon);
         let write = || File::options().write(true).open(&path)?.write_all_at(&value.to_ne_bytes(), position);
         write().with_context(|| format!("cannot write {}", path.display()))
     }
 
-    fn library(&self) -> PathBuf {
+    fn library_path(&self) -> PathBuf {
         self.directory.join("preload.so")
     }
 
-    fn faults(&self, daemon: &str) -> PathBuf {
+    fn faults_path(&self, daemon: &str) -> PathBuf {
         self.directory.join(format!("faults-{daemon}"))
     }
 }

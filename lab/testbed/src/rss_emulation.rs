@@ -108,7 +108,7 @@ impl ReceiveQueues {
 
     /// Returns receive queue and hash of the last frame of a flow, by the kernel; `None` without a frame or queue.
     /// Fails when the map cannot be read.
-    pub fn of(&self, flow: &coreward_model::FourTuple) -> anyhow::Result<Option<(u16, u32)>> {
+    pub fn queue_of_flow(&self, flow: &coreward_model::FourTuple) -> anyhow::Result<Option<(u16, u32)>> {
         let mut key = [0; intf::RSS_INPUT_IPV6_BYTES as usize];
         key[..flow.bytes().len()].copy_from_slice(&flow.bytes());
         let Some(bytes) = self.map.lookup(&key, MapFlags::ANY)? else { return Ok(None) };

@@ -10,13 +10,13 @@
 
 use std::net::Ipv4Addr;
 
-use crate::addresses::{DEFAULT, DEVICE, Prefix, SEGMENT};
+use crate::addresses::{DEFAULT_PREFIX, DEVICE, Prefix, SEGMENT_PREFIX_LENGTH};
 use crate::namespace::ip_batch;
 use crate::topology::{Testbed, make_namespaces};
 
 const ROUTER_ADDRESS: Ipv4Addr = Ipv4Addr::new(10, 1, 4, 1);
 const ROUTER_ADDRESS_AT_SERVERS: Ipv4Addr = Ipv4Addr::new(10, 1, 1, 254);
-const SERVERS: Prefix = (Ipv4Addr::new(10, 1, 1, 0), 24);
+const SERVERS_PREFIX: Prefix = (Ipv4Addr::new(10, 1, 1, 0), 24);
 /// Device of the router at the servers' side.
 const SERVER_LINK: &str = "servers";
 
@@ -36,8 +36,8 @@ impl Testbed {
             "link add br1 type bridge stp_state 0 forward_delay 0 mcast_snooping 0\nlink set br1 up\n\
              link set srouter1 master br1 up\n",
         )?;
-        let addresses = self.address_lines(ROUTER_ADDRESS, SEGMENT, DEVICE)
-            + &self.address_lines(ROUTER_ADDRESS_AT_SERVERS, SERVERS.1, SERVER_LINK);
+        let addresses = self.address_lines(ROUTER_ADDRESS, SEGMENT_PREFIX_LENGTH, DEVICE)
+            + &self.address_lines(ROUTER_ADDRESS_AT_SERVERS, SERVERS_PREFIX.1, SERVER_LINK);
         ip_batch(Some(router), &format!("link set {SERVER_LINK} up\n{addresses}{}", self.client_route_lines()))?;
         self.make_forward(router)
     }
@@ -49,9 +49,10 @@ impl Testbed {
     /// Returns a server's address and routes, as lines for `ip`.
     pub(crate) fn server_routes(&self, address: Ipv4Addr) -> String {
         match self.server_router() {
-            None => self.address_lines(address, SEGMENT, DEVICE) + &self.client_route_lines(),
+            None => self.address_lines(address, SEGMENT_PREFIX_LENGTH, DEVICE) + &self.client_route_lines(),
             Some(_) => {
-                self.address_lines(address, SERVERS.1, DEVICE) + &self.route_lines(DEFAULT, ROUTER_ADDRESS_AT_SERVERS)
+                self.address_lines(address, SERVERS_PREFIX.1, DEVICE)
+                    + &self.route_lines(DEFAULT_PREFIX, ROUTER_ADDRESS_AT_SERVERS)
             }
         }
     }
@@ -60,7 +61,7 @@ impl Testbed {
     pub(crate) fn route_to_servers(&self) -> String {
         match self.server_router() {
             None => String::new(),
-            Some(_) => self.route_lines(SERVERS, ROUTER_ADDRESS),
+            Some(_) => self.route_lines(SERVERS_PREFIX, ROUTER_ADDRESS),
         }
     }
 }

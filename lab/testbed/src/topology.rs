@@ -21,9 +21,9 @@ use anyhow::{Context as _, bail};
 use coreward_model::rss::{IndirectionTable, Rss, RssKey, seeded_rng};
 
 use crate::addresses::{
-    CONTROLLER_ADDRESS, DEVICE, Family, IPV6_MTU_MIN, MTU_MAX, MTU_MIN, Prefix, ROUTED_CLIENTS, ROUTER_ADDRESS,
-    SEGMENT, SERVICE, VIP, VIPS_IPV6, ipv6_address, ipv6_prefix, load_balancer_address, load_balancer_name,
-    rack_address, rack_name, server_address,
+    CONTROLLER_ADDRESS, DEVICE, Family, IPV6_MTU_MIN, MTU_MAX, MTU_MIN, Prefix, ROUTED_CLIENTS_PREFIX, ROUTER_ADDRESS,
+    SEGMENT_PREFIX_LENGTH, SERVICE, VIP, VIP_PREFIX_IPV6, ipv6_address, ipv6_prefix, load_balancer_address,
+    load_balancer_name, rack_address, rack_name, server_address,
 };
 use crate::instance::Instance;
 use crate::namespace::{Namespace, ip_batch};
@@ -83,9 +83,9 @@ pub struct TestbedOptions {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Vlans {
     /// VLAN of clients' packets.
-    pub vips: u16,
+    pub vip_vlan: u16,
     /// VLAN of server K at (K - 1) modulo their number, at least one.
-    pub servers: Vec<u16>,
+    pub server_vlans: Vec<u16>,
 }
 
 impl Default for TestbedOptions {
@@ -189,7 +189,7 @@ impl Testbed {
         if let Some(missing) = missing_privilege() {
             bail!(missing);
         }
-        let instance = Instance::take(&options.instance)?;
+        let instance = Instance::acquire(&options.instance)?;
         let mut testbed = Self {
             client: instance.namespace("client"),
             router: options.router_mtu.map(|_| instance.namespace("router")),
@@ -231,7 +231,10 @@ impl Testbed {
         self.connect(&self.controller, "controller", 1, 1)?;
         self.make_access_port("controller", 0)?;
         let routes = self.route_to_servers();
-        ip_batch(Some(&self.controller), &(self.address_lines(CONTROLLER_ADDRESS, SEGMENT, DEVICE) + &routes))?;
+        ip_batch(
+            Some(&self.controller),
+            &(self.address_lines(CONTROLLER_ADDRESS, SEGMENT_PREFIX_LENGTH, DEVICE) + &routes),
+        )?;
         self.make_server_router()?;
         self.make_client_side()?;
         self.make_access_port("client", self.vip_vlan())
@@ -242,7 +245,7 @@ impl Testbed {
         let namespace = self.instance.namespace(&name);
         make_namespaces(&[&namespace])?;
         self.connect(&namespace, &name, 1, 1)?;
-        ip_batch(Some(&namespace), &self.address_lines(rack_address(number), SEGMENT, DEVICE))?;
+        ip_batch(Some(&namespace), &self.address_lines(rack_address(number), SEGMENT_PREFIX_LENGTH, DEVICE))?;
         self.racks.push(namespace);
         Ok(())
     }
@@ -261,13 +264,13 @@ impl Testbed {
         let address = load_balancer_address(number);
         let mut routes = self.route_to_servers();
         if self.options.routes_answers_via_load_balancer {
-            routes += &self.route_lines(ROUTED_CLIENTS, ROUTER_ADDRESS);
+            routes += &self.route_lines(ROUTED_CLIENTS_PREFIX, ROUTER_ADDRESS);
         }
         if self.options.family == Family::Ipv6 {
             // Without an XDP program the kernel would route packets for VIPs (docs/deployment.md).
-            routes += &format!("route add blackhole {VIPS_IPV6}\n");
+            routes += &format!("route add blackhole {VIP_PREFIX_IPV6}\n");
         }
-        ip_batch(Some(&namespace), &(self.address_lines(address, SEGMENT, DEVICE) + &routes))?;
+        ip_batch(Some(&namespace), &(self.address_lines(address, SEGMENT_PREFIX_LENGTH, DEVICE) + &routes))?;
         if self.options.routes_answers_via_load_balancer {
             self.make_forward(&namespace)?;
             namespace.set_sysctls(&[
@@ -330,7 +333,7 @@ impl Testbed {
         }
         ip_batch(Some(&namespace), &addresses)?;
         self.servers.push(Some(namespace));
-        rss_emulation::attach(&self.switch, &name, &self.emulated_rss(number), &self.nic_default(number)?)?;
+        rss_emulation::attach(&self.switch, &name, &self.emulated_rss_path(number), &self.nic_default(number)?)?;
         self.make_access_port(&name, self.server_vlan(number))?;
         Ok(number)
     }
@@ -518,7 +521,7 @@ impl Testbed {
     }
 
     /// Returns the path of the registers of a server's emulated NIC: a pinned map of `struct emulated_rss`.
-    pub fn emulated_rss(&self, number: u16) -> PathBuf {
+    pub fn emulated_rss_path(&self, number: u16) -> PathBuf {
         self.server_pin_directory(number).join("emulated_rss")
     }
 

@@ -18,12 +18,13 @@ use std::net::{IpAddr, Ipv4Addr};
 use anyhow::ensure;
 
 use crate::addresses::{
-    DEFAULT, DEVICE, Family, MTU_MAX, ROUTED_CLIENTS, ROUTER_ADDRESS, SEGMENT, VIPS_IPV6, load_balancer_address,
+    DEFAULT_PREFIX, DEVICE, Family, MTU_MAX, ROUTED_CLIENTS_PREFIX, ROUTER_ADDRESS, SEGMENT_PREFIX_LENGTH,
+    VIP_PREFIX_IPV6, load_balancer_address,
 };
 use crate::namespace::{Namespace, ip_batch};
 use crate::topology::{Testbed, make_namespaces};
 
-const VIPS: &str = "10.200.0.0/24";
+const VIP_PREFIX_IPV4: &str = "10.200.0.0/24";
 const ROUTER_ADDRESS_AT_CLIENT: Ipv4Addr = Ipv4Addr::new(10, 2, 0, 1);
 /// Device of the router at the client's side.
 pub const CLIENT_LINK: &str = "client";
@@ -43,7 +44,7 @@ impl Testbed {
 
     /// Returns the host whose kernel selects a load balancer for each connection: the router, or without one the
     /// client.
-    pub fn selecting_host(&self) -> &Namespace {
+    pub fn ecmp_host(&self) -> &Namespace {
         self.router().unwrap_or(self.client())
     }
 
@@ -61,11 +62,11 @@ impl Testbed {
             let hops = hosts.iter().map(|host| format!(" nexthop via {}", family.address(*host)));
             format!("route replace {vips}{}\n", hops.collect::<String>())
         };
-        let mut routes = route(VIPS, Family::Ipv4);
+        let mut routes = route(VIP_PREFIX_IPV4, Family::Ipv4);
         if self.options().family == Family::Ipv6 {
-            routes += &route(VIPS_IPV6, Family::Ipv6);
+            routes += &route(VIP_PREFIX_IPV6, Family::Ipv6);
         }
-        ip_batch(Some(self.selecting_host()), &routes)
+        ip_batch(Some(self.ecmp_host()), &routes)
     }
 
     /// Creates the client and, if enabled, the router.
@@ -77,14 +78,14 @@ impl Testbed {
         }
         let mut client = String::new();
         for index in 0..self.options().client_addresses {
-            client += &self.address_lines(self.client_ipv4_address(index), SEGMENT, DEVICE);
+            client += &self.address_lines(self.client_ipv4_address(index), SEGMENT_PREFIX_LENGTH, DEVICE);
         }
         if self.router().is_some() {
-            client += &self.route_lines(DEFAULT, ROUTER_ADDRESS_AT_CLIENT);
+            client += &self.route_lines(DEFAULT_PREFIX, ROUTER_ADDRESS_AT_CLIENT);
         }
         ip_batch(Some(self.client()), &client)?;
         let setting = "fib_multipath_hash_policy";
-        self.selecting_host().set_sysctls(&[(&format!("ipv4/{setting}"), "1"), (&format!("ipv6/{setting}"), "1")])
+        self.ecmp_host().set_sysctls(&[(&format!("ipv4/{setting}"), "1"), (&format!("ipv6/{setting}"), "1")])
     }
 
     fn make_router(&self, router: &Namespace) -> anyhow::Result<()> {
@@ -98,8 +99,8 @@ impl Testbed {
             &format!("link add {DEVICE} netns {client_name} type veth peer name {CLIENT_LINK} netns {router_name}\n"),
         )?;
         ip_batch(Some(self.client()), &format!("link set lo up\nlink set {DEVICE} up\n"))?;
-        let addresses = self.address_lines(ROUTER_ADDRESS, SEGMENT, DEVICE)
-            + &self.address_lines(ROUTER_ADDRESS_AT_CLIENT, ROUTED_CLIENTS.1, CLIENT_LINK);
+        let addresses = self.address_lines(ROUTER_ADDRESS, SEGMENT_PREFIX_LENGTH, DEVICE)
+            + &self.address_lines(ROUTER_ADDRESS_AT_CLIENT, ROUTED_CLIENTS_PREFIX.1, CLIENT_LINK);
         ip_batch(Some(router), &format!("link set {CLIENT_LINK} mtu {mtu} up\n{addresses}"))?;
         self.make_forward(router)
     }
@@ -107,8 +108,8 @@ impl Testbed {
     /// Returns a server's route to the client, as lines for `ip`.
     pub(crate) fn client_route_lines(&self) -> String {
         if self.options().routes_answers_via_load_balancer {
-            return self.route_lines(DEFAULT, load_balancer_address(1));
+            return self.route_lines(DEFAULT_PREFIX, load_balancer_address(1));
         }
-        self.router().map_or_else(String::new, |_| self.route_lines(ROUTED_CLIENTS, ROUTER_ADDRESS))
+        self.router().map_or_else(String::new, |_| self.route_lines(ROUTED_CLIENTS_PREFIX, ROUTER_ADDRESS))
     }
 }

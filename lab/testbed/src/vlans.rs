@@ -21,13 +21,13 @@ const PRIORITY: u32 = 1;
 impl Testbed {
     /// Returns the VLAN of the VIPs.
     pub fn vip_vlan(&self) -> u16 {
-        self.options().vlans.as_ref().map_or(0, |vlans| vlans.vips)
+        self.options().vlans.as_ref().map_or(0, |vlans| vlans.vip_vlan)
     }
 
     /// Returns the VLAN of a server.
     pub fn server_vlan(&self, number: u16) -> u16 {
         let vlan = |servers: &[u16]| servers[(usize::from(number) - 1) % servers.len()];
-        self.options().vlans.as_ref().map_or(0, |vlans| vlan(&vlans.servers))
+        self.options().vlans.as_ref().map_or(0, |vlans| vlan(&vlans.server_vlans))
     }
 
     /// Makes a port of the switch an access port of a VLAN, if VLANs are enabled.

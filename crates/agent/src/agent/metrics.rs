@@ -38,14 +38,14 @@ impl Agent {
         let open: u32 = self.connection_counter.newest().iter().flat_map(|counted| counted.services.values()).sum();
         page.add(&AGENT_OPEN_CONNECTIONS, [], open.into());
         page.add(&SERVER_WARNINGS, [server], self.all_warnings(more_warnings).len() as f64);
-        for (core, busy_ns) in self.readings.iter().enumerate() {
+        for (core, busy_ns) in self.core_busy_ns.iter().enumerate() {
             page.add(&AGENT_CORE_BUSY_SECONDS_TOTAL, [&core.to_string()], *busy_ns as f64 / 1e9);
         }
         let counters = counters_by_name(&self.programs.counters(), &self.steering).into_iter();
         let counters: BTreeMap<String, u64> = counters.chain(self.decapsulator.counters()).collect();
-        component::server_counters(&mut page, server, self.rss_counters(), counters.iter());
+        component::add_server_counters(&mut page, server, self.rss_counters(), counters.iter());
         let dispatched = self.dispatcher.as_ref().map(dispatch::service_reports).unwrap_or_default();
-        component::dispatch(&mut page, server, &dispatched);
+        component::add_dispatch(&mut page, server, &dispatched);
         page
     }
 }

@@ -14,19 +14,19 @@ const MAX_BYTES: usize = coreward_intf::MAX_CPUS as usize * 8;
 #[derive(Debug)]
 pub struct PublishedLoad {
     path: PathBuf,
-    open: Option<File>,
+    open_file: Option<File>,
 }
 
 impl PublishedLoad {
     /// Returns a source that reads the file at `path`, which may be created later.
     pub fn new(path: PathBuf) -> Self {
-        Self { path, open: None }
+        Self { path, open_file: None }
     }
 
     fn try_read(&mut self, busy_ns: &mut Vec<u64>) -> anyhow::Result<()> {
-        let file = match &self.open {
+        let file = match &self.open_file {
             Some(file) => file,
-            None => self.open.insert(File::open(&self.path)?),
+            None => self.open_file.insert(File::open(&self.path)?),
         };
         let mut bytes = [0; MAX_BYTES];
         let length = file.read_at(&mut bytes, 0)?;
@@ -43,7 +43,7 @@ impl LoadSource for PublishedLoad {
 
     /// Opens the file again: a restarted server creates a new one under the same name.
     fn refresh(&mut self, _cpu_of_queue: &[usize]) {
-        self.open = None;
+        self.open_file = None;
     }
 }
 

@@ -7,7 +7,7 @@ use crate::sysfs;
 
 /// Returns the CPU of each of `receive_queues` queues. Queues of virtual devices have no known interrupt: CPU
 /// (queue) modulo (number of CPUs) counts as theirs.
-pub fn cpus(interface: &str, receive_queues: u16) -> Vec<usize> {
+pub fn cpus_of_queues(interface: &str, receive_queues: u16) -> Vec<usize> {
     let count = std::thread::available_parallelism().map_or(1, usize::from);
     let interrupts = interrupts(interface);
     let cpu = |queue: u16| interrupts.get(&queue).and_then(|found| found.cpu).unwrap_or(usize::from(queue) % count);
@@ -25,9 +25,9 @@ pub struct Interrupt {
 /// Returns the known interrupts by receive queue; empty for a virtual device.
 pub fn interrupts(interface: &str) -> BTreeMap<u16, Interrupt> {
     let vectors = device_name(interface).map_or_else(BTreeMap::new, |device| {
-        receive_vectors(&fs::read_to_string("/proc/interrupts").unwrap_or_default(), interface, &device)
+        irqs_by_receive_queue(&fs::read_to_string("/proc/interrupts").unwrap_or_default(), interface, &device)
     });
-    vectors.into_iter().map(|(queue, number)| (queue, Interrupt { number, cpu: affinity(number) })).collect()
+    vectors.into_iter().map(|(queue, number)| (queue, Interrupt { number, cpu: first_affinity_cpu(number) })).collect()
 }
 
 /// Returns the device's name on its bus: a PCI address or `virtioN`.
@@ -37,14 +37,14 @@ fn device_name(interface: &str) -> Option<String> {
 }
 
 /// Returns the first CPU of the interrupt's effective affinity.
-fn affinity(irq: u32) -> Option<usize> {
+fn first_affinity_cpu(irq: u32) -> Option<usize> {
     let list = fs::read_to_string(format!("/proc/irq/{irq}/effective_affinity_list")).ok()?;
     list.trim().split([',', '-']).next()?.parse().ok()
 }
 
 /// Returns the interrupt of each receive queue, from /proc/interrupts. Drivers name interrupts `eth0-TxRx-3`,
 /// `i40e-eth0-TxRx-3`, `virtio2-input.3`, `mlx5_comp3@pci:0000:3b:00.0`, `eth0-rx-3` or `eth0-Tx-Rx-3`.
-fn receive_vectors(interrupts: &str, interface: &str, device: &str) -> BTreeMap<u16, u32> {
+fn irqs_by_receive_queue(interrupts: &str, interface: &str, device: &str) -> BTreeMap<u16, u32> {
     let ours = |action: &str| {
         let is = |name: &str| action.split(['-', '@']).any(|part| part == name || part.ends_with(&format!(":{name}")));
         is(interface) || is(device) || action.ends_with(&format!("pci:{device}"))
@@ -54,7 +54,7 @@ fn receive_vectors(interrupts: &str, interface: &str, device: &str) -> BTreeMap<
         let mut words = line.split_whitespace();
         let irq = words.next().and_then(|word| word.strip_suffix(':')?.parse().ok());
         let (Some(irq), Some(action)) = (irq, words.last()) else { continue };
-        if let Some(queue) = receive_queue(action)
+        if let Some(queue) = parse_receive_queue(action)
             && ours(action)
         {
             vectors.insert(queue, irq);
@@ -63,7 +63,7 @@ fn receive_vectors(interrupts: &str, interface: &str, device: &str) -> BTreeMap<
     vectors
 }
 
-fn receive_queue(action: &str) -> Option<u16> {
+fn parse_receive_queue(action: &str) -> Option<u16> {
     let name = action.split('@').next()?.to_lowercase();
     let head = name.trim_end_matches(|c: char| c.is_ascii_digit());
     let receives = ["rx-", "rx", "input.", "comp"].iter().any(|end| head.ends_with(end));
@@ -74,31 +74,31 @@ fn receive_queue(action: &str) -> Option<u16> {
 mod tests {
     use super::*;
 
-    fn found(lines: &[&str], interface: &str, device: &str) -> Vec<(u16, u32)> {
+    fn parse_irqs(lines: &[&str], interface: &str, device: &str) -> Vec<(u16, u32)> {
         let header = "           CPU0       CPU1\n".to_owned();
         let line =
             |(irq, action): (usize, &&str)| format!(" {}:  0  7 PCI-MSIX-0000:00:03.0 {irq}-edge {action}\n", irq + 30);
         let text = header + &lines.iter().enumerate().map(line).collect::<String>();
-        receive_vectors(&text, interface, device).into_iter().collect()
+        irqs_by_receive_queue(&text, interface, device).into_iter().collect()
     }
 
     #[test]
     fn queue_interrupts_of_many_drivers_are_found() {
         let virtio = ["virtio2-config", "virtio2-input.0", "virtio2-output.0", "virtio2-input.1", "virtio20-input.0"];
-        assert_eq!(found(&virtio, "eth0", "virtio2"), [(0, 31), (1, 33)]);
+        assert_eq!(parse_irqs(&virtio, "eth0", "virtio2"), [(0, 31), (1, 33)]);
         let igb = ["eth0", "eth0-TxRx-0", "eth0-TxRx-1", "eth1-TxRx-0"];
-        assert_eq!(found(&igb, "eth0", "0000:00:03.0"), [(0, 31), (1, 32)]);
+        assert_eq!(parse_irqs(&igb, "eth0", "0000:00:03.0"), [(0, 31), (1, 32)]);
         let ice = ["ice-eth0-TxRx-0", "ice-eth0-TxRx-11"];
-        assert_eq!(found(&ice, "eth0", "0000:00:03.0"), [(0, 30), (11, 31)]);
+        assert_eq!(parse_irqs(&ice, "eth0", "0000:00:03.0"), [(0, 30), (11, 31)]);
         let mlx5 = ["mlx5_async0@pci:0000:3b:00.0", "mlx5_comp0@pci:0000:3b:00.0", "mlx5_comp1@pci:0000:3b:00.1"];
-        assert_eq!(found(&mlx5, "eth0", "0000:3b:00.0"), [(0, 31)]);
+        assert_eq!(parse_irqs(&mlx5, "eth0", "0000:3b:00.0"), [(0, 31)]);
         let separate = ["eth0-rx-0", "eth0-tx-0", "eth0-Tx-Rx-1"];
-        assert_eq!(found(&separate, "eth0", "0000:00:03.0"), [(0, 30), (1, 32)]);
+        assert_eq!(parse_irqs(&separate, "eth0", "0000:00:03.0"), [(0, 30), (1, 32)]);
     }
 
     #[test]
     fn queues_of_virtual_devices_get_cpus_in_turn() {
         let count = std::thread::available_parallelism().map_or(1, usize::from);
-        assert_eq!(cpus("nonexistent0", 4), (0..4).map(|queue| queue % count).collect::<Vec<_>>());
+        assert_eq!(cpus_of_queues("nonexistent0", 4), (0..4).map(|queue| queue % count).collect::<Vec<_>>());
     }
 }

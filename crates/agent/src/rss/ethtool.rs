@@ -6,11 +6,11 @@ use std::fs;
 use std::io;
 use std::net::IpAddr;
 
-use coreward_dataplane::ethtool::{self, ETH_FLAG_LRO, ETH_FLAG_NTUPLE, ETH_FLAG_RXVLAN, channels};
+use coreward_dataplane::ethtool::{self, ETH_FLAG_LRO, ETH_FLAG_NTUPLE, ETH_FLAG_RXVLAN, receive_queue_count};
 use coreward_model::rss::Rss;
 use coreward_model::tuple::Protocol;
 
-use super::{RssDevice, RssSettings, RssUnknown};
+use super::{RssDevice, RssError, RssSettings};
 
 const ETHTOOL_GDRVINFO: u32 = 0x03;
 const ETHTOOL_GPFLAGS: u32 = 0x27;
@@ -40,7 +40,7 @@ const RXNFC_WORDS: usize = 64;
 const RXNFC_RULE_COUNT: usize = (4 + 4 + 8 + 168) / 4;
 
 /// File with the key of drivers that show none: the first bytes of netdev_rss_key_fill() (net/core/dev.c).
-const HOST_KEY: &str = "/proc/sys/net/core/netdev_rss_key";
+const NETDEV_RSS_KEY_PATH: &str = "/proc/sys/net/core/netdev_rss_key";
 const HOST_KEY_BYTES: usize = 40;
 
 /// Makes one ethtool request: `request` holds the command as 32-bit words, and receives the answer.
@@ -141,7 +141,7 @@ fn hash_fields(interface: &str, flow_type: FlowType) -> io::Result<u64> {
 }
 
 /// Returns whether the driver steers flows by its own rules: (ntuple is on, number of rules).
-pub fn flow_rules(interface: &str) -> (bool, u64) {
+pub fn ntuple_and_rule_count(interface: &str) -> (bool, u64) {
     let ntuple = ethtool::flags(interface).is_ok_and(|flags| flags & ETH_FLAG_NTUPLE != 0);
     let mut rules = [0; RXNFC_WORDS];
     rules[0] = ETHTOOL_GRXCLSRLCNT;
@@ -150,9 +150,9 @@ pub fn flow_rules(interface: &str) -> (bool, u64) {
 }
 
 /// Returns the first bytes of the kernel's key, which drivers without a readable key use.
-fn host_key() -> Result<Vec<u8>, RssUnknown> {
-    let failed = |source| RssUnknown::Io { operation: HOST_KEY.to_owned(), source };
-    let text = fs::read_to_string(HOST_KEY).map_err(failed)?;
+fn netdev_rss_key() -> Result<Vec<u8>, RssError> {
+    let failed = |source| RssError::Io { operation: NETDEV_RSS_KEY_PATH.to_owned(), source };
+    let text = fs::read_to_string(NETDEV_RSS_KEY_PATH).map_err(failed)?;
     let bytes: Result<Vec<u8>, _> = text.trim().split(':').map(|byte| u8::from_str_radix(byte, 16)).collect();
     let mut bytes = bytes.map_err(|error| failed(io::Error::other(error)))?;
     bytes.truncate(HOST_KEY_BYTES);
@@ -176,20 +176,20 @@ impl EthtoolRss {
         Self { interface: interface.to_owned() }
     }
 
-    fn failed(&self, what: &str, source: io::Error) -> RssUnknown {
+    fn ioctl_error(&self, what: &str, source: io::Error) -> RssError {
         if source.raw_os_error() == Some(libc::EOPNOTSUPP) {
-            return RssUnknown::Unsupported(self.interface.clone());
+            return RssError::Unsupported(self.interface.clone());
         }
-        RssUnknown::Io { operation: format!("{}: {what}", self.interface), source }
+        RssError::Io { operation: format!("{}: {what}", self.interface), source }
     }
 
-    fn rxfh(&self) -> Result<Rxfh, RssUnknown> {
-        let failed = |error| self.failed("ETHTOOL_GRSSH", error);
+    fn rxfh(&self) -> Result<Rxfh, RssError> {
+        let failed = |error| self.ioctl_error("ETHTOOL_GRSSH", error);
         let mut sizes = [ETHTOOL_GRSSH, 0, 0, 0, 0, 0];
         ethtool(&self.interface, &mut sizes).map_err(failed)?;
         let (entries, key_bytes) = (sizes[RXFH_INDIR_SIZE] as usize, sizes[RXFH_KEY_SIZE] as usize);
         if entries == 0 {
-            return Err(RssUnknown::Unsupported(self.interface.clone()));
+            return Err(RssError::Unsupported(self.interface.clone()));
         }
         let mut request = vec![0; RXFH_WORDS + entries + key_bytes.div_ceil(4)];
         request[..RXFH_WORDS].copy_from_slice(&sizes);
@@ -201,8 +201,8 @@ impl EthtoolRss {
         Ok(Rxfh { settings: RssSettings { key, indirection_table: table.to_vec(), input_transform }, function })
     }
 
-    fn other_hash(&self, found: &str) -> RssUnknown {
-        RssUnknown::OtherHash { interface: self.interface.clone(), found: found.to_owned() }
+    fn other_hash(&self, found: &str) -> RssError {
+        RssError::OtherHash { interface: self.interface.clone(), found: found.to_owned() }
     }
 }
 
@@ -217,14 +217,14 @@ impl RssDevice for EthtoolRss {
 
     fn receive_queues(&self) -> u16 {
         let rings = rxnfc(&self.interface, ETHTOOL_GRXRINGS, 0).ok().and_then(|rings| u16::try_from(rings).ok());
-        rings.or_else(|| channels(&self.interface).ok()).unwrap_or(1).max(1)
+        rings.or_else(|| receive_queue_count(&self.interface).ok()).unwrap_or(1).max(1)
     }
 
-    fn settings(&self) -> Result<RssSettings, RssUnknown> {
+    fn settings(&self) -> Result<RssSettings, RssError> {
         self.rxfh().map(|rxfh| rxfh.settings)
     }
 
-    fn read(&self) -> Result<Rss, RssUnknown> {
+    fn read(&self) -> Result<Rss, RssError> {
         let rxfh = self.rxfh()?;
         // 0: the driver reports no hash function; such drivers have only Toeplitz (igb).
         if rxfh.function != 0 && rxfh.function != ETH_RSS_HASH_TOP {
@@ -239,15 +239,15 @@ impl RssDevice for EthtoolRss {
                 self.interface
             )));
         }
-        let fallback = if rxfh.settings.key.is_none() { host_key()? } else { Vec::new() };
-        rxfh.settings.usable(&self.interface, &fallback)
+        let fallback = if rxfh.settings.key.is_none() { netdev_rss_key()? } else { Vec::new() };
+        rxfh.settings.validate(&self.interface, &fallback)
     }
 
-    fn table_entries(&self) -> Result<usize, RssUnknown> {
+    fn table_entries(&self) -> Result<usize, RssError> {
         self.rxfh().map(|rxfh| rxfh.settings.indirection_table.len())
     }
 
-    fn write(&mut self, settings: &RssSettings) -> Result<(), RssUnknown> {
+    fn write(&mut self, settings: &RssSettings) -> Result<(), RssError> {
         let accepts_key = self.rxfh()?.settings.key.map(|key| key.len());
         // A NIC with a longer key gets trailing zeros: an IPv4 hash uses the first 16 bytes, an IPv6 hash 40.
         let key = match (accepts_key, &settings.key) {
@@ -258,7 +258,7 @@ impl RssDevice for EthtoolRss {
             }
             _ => vec![],
         };
-        let failed = |error| self.failed("ETHTOOL_SRSSH", error);
+        let failed = |error| self.ioctl_error("ETHTOOL_SRSSH", error);
         let queues = u32::from(self.receive_queues());
         // Sent in each request: kernels from 6.8 on switch the transform off without it. Older ones report 0, and
         // accept nothing else.
@@ -296,16 +296,16 @@ mod tests {
         let error = EthtoolRss::new("nonexistent0").read().unwrap_err();
         assert!(error.to_string().starts_with("nonexistent0: ETHTOOL_GRSSH: No such device"), "{error}");
         assert_eq!(EthtoolRss::new("lo").receive_queues(), 1);
-        assert!(channels("a-name-that-is-too-long").is_err());
+        assert!(receive_queue_count("a-name-that-is-too-long").is_err());
         assert!(driver("nonexistent0").is_err() && hashes_ports("lo", FlowType::Udp6).is_none());
         assert_eq!((strips_vlan_tags("lo").ok(), private_flag("lo", "flow-director-atr")), (Some(false), None));
     }
 
     #[test]
     fn host_rss_key_has_40_bytes() {
-        match host_key() {
+        match netdev_rss_key() {
             Ok(key) => assert_eq!(key.len(), HOST_KEY_BYTES),
-            Err(error) => assert!(error.to_string().starts_with(HOST_KEY), "{error}"),
+            Err(error) => assert!(error.to_string().starts_with(NETDEV_RSS_KEY_PATH), "{error}"),
         }
     }
 }

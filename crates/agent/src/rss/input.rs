@@ -6,7 +6,7 @@ use std::net::SocketAddr;
 use coreward_intf as intf;
 use coreward_model::FourTuple;
 use coreward_model::rss::{InputTransform, Rss};
-use coreward_model::tuple::address_of;
+use coreward_model::tuple::address_from_words;
 
 use super::rss_verifier::{RssVerifier, Verdict};
 
@@ -15,7 +15,7 @@ use super::rss_verifier::{RssVerifier, Verdict};
 pub struct TransformSearch {
     candidates: Vec<Candidate>,
     /// Sequence number of the newest evaluated sample.
-    last: u32,
+    last_sample: u32,
 }
 
 /// A transform and its verifier.
@@ -29,23 +29,24 @@ struct Candidate {
 
 impl TransformSearch {
     /// Restarts after a change of the table; samples up to number `last` do not count.
-    pub fn table_changed(&mut self, last: u32) {
-        *self = Self { candidates: Vec::new(), last };
+    pub fn restart(&mut self, last: u32) {
+        *self = Self { candidates: Vec::new(), last_sample: last };
     }
 
-    pub fn last(&self) -> u32 {
-        self.last
+    pub fn last_sample(&self) -> u32 {
+        self.last_sample
     }
 
-    /// Evaluates samples that are newer than [`last`](Self::last). Returns the transform that explains their queues, if
+    /// Evaluates samples that are newer than [`last_sample`](Self::last_sample). Returns the transform that explains
+    /// their queues, if
     /// `rss` has another one.
     pub fn observe(&mut self, rss: &Rss, samples: &[intf::rss_sample]) -> Option<InputTransform> {
         if self.candidates.is_empty() {
-            let others = InputTransform::ALL.into_iter().filter(|input| *input != rss.key.input());
+            let others = InputTransform::ALL.into_iter().filter(|input| *input != rss.key.input_transform());
             let candidate = |input| Candidate { input, verifier: RssVerifier::default(), matched: 0, mismatched: 0 };
             self.candidates = others.map(candidate).collect();
         }
-        self.last = samples.iter().map(|sample| sample.sequence).max().unwrap_or(self.last);
+        self.last_sample = samples.iter().map(|sample| sample.sequence).max().unwrap_or(self.last_sample);
         let found = self.candidates.iter_mut().filter_map(|candidate| candidate.observe(rss, samples));
         let found: Vec<InputTransform> = found.collect();
         // If two transforms match, neither is proven.
@@ -69,8 +70,9 @@ impl Candidate {
 
 /// Returns the addresses and ports of a sample; `None`: a newer sample is overwriting it.
 fn tuple(sample: &intf::rss_sample) -> Option<FourTuple> {
-    let source = SocketAddr::new(address_of(sample.source_address), u16::from_be(sample.source_port));
-    let destination = SocketAddr::new(address_of(sample.destination_address), u16::from_be(sample.destination_port));
+    let source = SocketAddr::new(address_from_words(sample.source_address), u16::from_be(sample.source_port));
+    let destination =
+        SocketAddr::new(address_from_words(sample.destination_address), u16::from_be(sample.destination_port));
     FourTuple::new(source, destination).ok()
 }
 
@@ -119,7 +121,7 @@ mod tests {
             let mut search = TransformSearch::default();
             assert_eq!(search.observe(&rss(), &delivered(Some(input), 1..5)), None, "too few");
             assert_eq!(search.observe(&rss(), &delivered(Some(input), 5..100)), Some(input));
-            assert_eq!(search.last(), 99);
+            assert_eq!(search.last_sample(), 99);
         }
         let mut search = TransformSearch::default();
         assert_eq!(search.observe(&rss(), &delivered(None, 1..200)), None);

@@ -3,7 +3,7 @@
 use coreward_model::ServerId;
 use coreward_model::rss::{IndirectionTable, InputTransform, Rss, RssKey};
 
-use super::{RssDevice, RssSettings, RssUnknown};
+use super::{RssDevice, RssError, RssSettings};
 use crate::saved_settings::SettingsStore;
 
 /// The fleet's RSS settings for this server's NIC.
@@ -18,7 +18,7 @@ pub struct RssManager {
     device: Box<dyn RssDevice>,
     /// Settings to apply; `None`: the NIC's are only read.
     desired: Option<DesiredRss>,
-    known: Option<Rss>,
+    known_rss: Option<Rss>,
     /// Transform that the sampled packets show, if the driver reports another one.
     observed_input: Option<InputTransform>,
     receive_queues: u16,
@@ -31,7 +31,7 @@ impl RssManager {
         let mut manager = Self {
             device,
             desired: None,
-            known: None,
+            known_rss: None,
             observed_input: None,
             receive_queues: 0,
             generation: 0,
@@ -110,7 +110,7 @@ impl RssManager {
         let known = match self.device.read() {
             Ok(rss) => {
                 self.problem = queue_range_problem(&rss.indirection_table, receive_queues);
-                let input = self.observed_input.unwrap_or(rss.key.input());
+                let input = self.observed_input.unwrap_or(rss.key.input_transform());
                 Some(Rss { key: rss.key.with_input(input), ..rss })
             }
             Err(error) => {
@@ -118,13 +118,13 @@ impl RssManager {
                 None
             }
         };
-        if (&known, receive_queues) != (&self.known, self.receive_queues) {
+        if (&known, receive_queues) != (&self.known_rss, self.receive_queues) {
             self.generation += 1;
-            (self.known, self.receive_queues) = (known, receive_queues);
+            (self.known_rss, self.receive_queues) = (known, receive_queues);
         }
     }
 
-    fn record_error(&mut self, error: RssUnknown) {
+    fn record_error(&mut self, error: RssError) {
         let text = format!("RSS is not known: {error}");
         if self.problem.as_ref() != Some(&text) {
             let source = self.device.source();
@@ -191,8 +191,8 @@ impl RssManager {
     }
 
     /// Returns key, input transform and table; `None`: unknown.
-    pub fn known(&self) -> Option<&Rss> {
-        self.known.as_ref()
+    pub fn known_rss(&self) -> Option<&Rss> {
+        self.known_rss.as_ref()
     }
 
     /// Returns the number of receive queues, at least 1.
@@ -249,16 +249,16 @@ mod tests {
         fn receive_queues(&self) -> u16 {
             self.lock().unwrap().queues
         }
-        fn settings(&self) -> Result<RssSettings, RssUnknown> {
+        fn settings(&self) -> Result<RssSettings, RssError> {
             Ok(self.lock().unwrap().settings.clone())
         }
-        fn read(&self) -> Result<Rss, RssUnknown> {
-            self.lock().unwrap().settings.usable("nic0", &[9; 40])
+        fn read(&self) -> Result<Rss, RssError> {
+            self.lock().unwrap().settings.validate("nic0", &[9; 40])
         }
-        fn table_entries(&self) -> Result<usize, RssUnknown> {
+        fn table_entries(&self) -> Result<usize, RssError> {
             Ok(self.lock().unwrap().settings.indirection_table.len())
         }
-        fn write(&mut self, settings: &RssSettings) -> Result<(), RssUnknown> {
+        fn write(&mut self, settings: &RssSettings) -> Result<(), RssError> {
             let mut nic = self.lock().unwrap();
             let key = if nic.accepts_key { settings.key.clone() } else { None };
             nic.settings = RssSettings { key, ..settings.clone() };
@@ -282,7 +282,7 @@ mod tests {
     #[test]
     fn table_of_another_length_invalidates_rss() {
         let manager = RssManager::new(Box::new(nic(100, true)));
-        assert_eq!((manager.known(), manager.generation()), (None, 1));
+        assert_eq!((manager.known_rss(), manager.generation()), (None, 1));
         assert_eq!(
             manager.problem(),
             Some("RSS is not known: nic0: an indirection table of 100 entries: expected a power of two from 1 to 2048")
@@ -293,10 +293,10 @@ mod tests {
     fn changes_by_others_are_detected() {
         let device = nic(128, false);
         let mut manager = RssManager::new(Box::new(device.clone()));
-        assert_eq!(manager.known().unwrap().key.bytes(), [9; 40]);
+        assert_eq!(manager.known_rss().unwrap().key.bytes(), [9; 40]);
         device.lock().unwrap().settings.indirection_table[0] = 3;
         manager.refresh();
-        assert_eq!((manager.generation(), manager.known().unwrap().indirection_table.queue(0)), (2, 3));
+        assert_eq!((manager.generation(), manager.known_rss().unwrap().indirection_table.queue(0)), (2, 3));
         device.lock().unwrap().queues = 3;
         manager.refresh();
         assert_eq!(
@@ -316,15 +316,18 @@ mod tests {
             let mut manager = RssManager::new(Box::new(device.clone()));
             manager.manage(desired(), &mut memory);
             let table = IndirectionTable::balanced(7, 64, 4).unwrap();
-            assert_eq!(manager.known().unwrap().indirection_table, table);
-            assert_eq!((manager.known().unwrap().key == RssKey::microsoft(), manager.generation()), (accepts_key, 2));
+            assert_eq!(manager.known_rss().unwrap().indirection_table, table);
+            assert_eq!(
+                (manager.known_rss().unwrap().key == RssKey::microsoft(), manager.generation()),
+                (accepts_key, 2)
+            );
             // Another program sets another table; then the number of queues changes.
             device.lock().unwrap().settings.indirection_table[0] ^= 1;
             assert!(manager.sync(&mut memory));
-            assert_eq!(manager.known().unwrap().indirection_table, table);
+            assert_eq!(manager.known_rss().unwrap().indirection_table, table);
             device.lock().unwrap().queues = 2;
             assert!(manager.sync(&mut memory));
-            assert_eq!(manager.known().unwrap().indirection_table.queues().iter().max(), Some(&1));
+            assert_eq!(manager.known_rss().unwrap().indirection_table.queues().iter().max(), Some(&1));
             assert!(!manager.sync(&mut memory));
             // The process is killed; the next one still has the original.
             drop((manager, memory));

@@ -12,7 +12,7 @@ pub mod manager;
 pub mod rss_verifier;
 pub mod testbed;
 
-use coreward_model::rss::{IndirectionTable, IndirectionTableError, InputTransform, Rss, RssKey, RssKeyLength};
+use coreward_model::rss::{IndirectionTable, IndirectionTableError, InputTransform, Rss, RssKey, RssKeyLengthError};
 use serde::{Deserialize, Serialize};
 
 /// RSS settings of a NIC, unchecked.
@@ -29,7 +29,7 @@ pub struct RssSettings {
 
 /// Reasons why core-aware placement cannot predict the NIC's queue of a connection.
 #[derive(Debug, thiserror::Error)]
-pub enum RssUnknown {
+pub enum RssError {
     /// One queue, or a driver without RSS.
     #[error("{0} has no RSS indirection table that ethtool shows")]
     Unsupported(String),
@@ -38,10 +38,10 @@ pub enum RssUnknown {
     OtherHash { interface: String, found: String },
     /// A table that is not indexed by low bits.
     #[error("{interface}: {source}")]
-    Table { interface: String, source: IndirectionTableError },
+    InvalidTable { interface: String, source: IndirectionTableError },
     /// A key that is too short or too long.
     #[error("{interface}: {source}")]
-    Key { interface: String, source: RssKeyLength },
+    InvalidKey { interface: String, source: RssKeyLengthError },
     /// An error of the kernel or the file system.
     #[error("{operation}: {source}")]
     Io {
@@ -54,16 +54,15 @@ pub enum RssUnknown {
 impl RssSettings {
     /// Returns the checked settings. `fallback_key` replaces an unreadable key. Fails on an invalid length of table or
     /// key.
-    pub fn usable(&self, interface: &str, fallback_key: &[u8]) -> Result<Rss, RssUnknown> {
+    pub fn validate(&self, interface: &str, fallback_key: &[u8]) -> Result<Rss, RssError> {
         let key = RssKey::new(self.key.as_deref().unwrap_or(fallback_key))
-            .map_err(|source| RssUnknown::Key { interface: interface.to_owned(), source })?;
+            .map_err(|source| RssError::InvalidKey { interface: interface.to_owned(), source })?;
         let indirection_table = IndirectionTable::new(&self.indirection_table)
-            .map_err(|source| RssUnknown::Table { interface: interface.to_owned(), source })?;
-        let input =
-            InputTransform::try_from(u32::from(self.input_transform)).map_err(|error| RssUnknown::OtherHash {
-                interface: interface.to_owned(),
-                found: format!("{error} (`ethtool -x {interface}`)"),
-            })?;
+            .map_err(|source| RssError::InvalidTable { interface: interface.to_owned(), source })?;
+        let input = InputTransform::try_from(u32::from(self.input_transform)).map_err(|error| RssError::OtherHash {
+            interface: interface.to_owned(),
+            found: format!("{error} (`ethtool -x {interface}`)"),
+        })?;
         Ok(Rss { key: key.with_input(input), indirection_table })
     }
 }
@@ -79,14 +78,14 @@ pub trait RssDevice: Send {
     fn receive_queues(&self) -> u16;
 
     /// Returns the NIC's settings, unchecked. Fails when the driver does not report them.
-    fn settings(&self) -> Result<RssSettings, RssUnknown>;
+    fn settings(&self) -> Result<RssSettings, RssError>;
 
     /// Returns the NIC's hash of TCP packets. Fails when it is unknown.
-    fn read(&self) -> Result<Rss, RssUnknown>;
+    fn read(&self) -> Result<Rss, RssError>;
 
     /// Returns the number of table entries that `write` must set. Fails when the driver does not report it.
-    fn table_entries(&self) -> Result<usize, RssUnknown>;
+    fn table_entries(&self) -> Result<usize, RssError>;
 
     /// Writes the settings, without the key if the NIC accepts none. Fails when the driver rejects them.
-    fn write(&mut self, settings: &RssSettings) -> Result<(), RssUnknown>;
+    fn write(&mut self, settings: &RssSettings) -> Result<(), RssError>;
 }

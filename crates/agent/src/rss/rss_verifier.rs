@@ -61,7 +61,7 @@ impl RssVerifier {
     }
 
     /// Restarts after a change of the table, from these totals.
-    pub fn table_changed(&mut self, matched: u64, mismatched: u64) {
+    pub fn restart(&mut self, matched: u64, mismatched: u64) {
         *self = Self { last_counters: Some((matched, mismatched)), ..Self::default() };
     }
 
@@ -105,7 +105,7 @@ mod tests {
         let mut verifier = RssVerifier::default();
         verifier.observe(&four_queues(), 1_000_000, 0);
         assert_eq!(verifier.observe(&four_queues(), 1_000_008, 24), Verdict::NotInForce);
-        verifier.table_changed(1_000_008, 24);
+        verifier.restart(1_000_008, 24);
         assert_eq!(verifier.verdict(), Verdict::Undecided);
         assert_eq!(verifier.observe(&four_queues(), 1_000_030, 24), Verdict::InForce);
     }

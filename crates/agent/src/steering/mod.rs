@@ -19,7 +19,7 @@ use coreward_dataplane::listeners::{self, Listener};
 use coreward_dataplane::reuseport;
 use coreward_dataplane::sockets::Inode;
 use coreward_dataplane::sockets::counts::listening;
-use coreward_dataplane::steer::{self, Counts, Steer as Program};
+use coreward_dataplane::steer::{self, Steer as Program, SteerCounters};
 use coreward_intf as intf;
 use coreward_model::ServiceAddress;
 
@@ -35,32 +35,33 @@ pub struct Steering {
     pin_directory: PathBuf,
     services: BTreeMap<SocketAddr, Service>,
     /// Counts of all services that are or were steered, so that no counter decreases.
-    counts: BTreeMap<SocketAddr, Counts>,
+    counts: BTreeMap<SocketAddr, SteerCounters>,
 }
 
 #[derive(Debug)]
 struct Service {
     program: Program,
     /// Result of the last search through the epoll sets: sockets, their queues, time of the search.
-    steered: Option<SteeredSockets>,
+    last_search: Option<SteeredSockets>,
     /// State of searches that found sockets without a worker.
-    incomplete: Option<Incomplete>,
+    incomplete_search: Option<IncompleteSearch>,
 }
 
 /// Searches of /proc that did not find every socket's worker. The next one comes after a quarter of the time since the
 /// first: after a reload within a second or two, but rarely where workers do not wait by epoll, as each search reads
 /// the descriptors of every process of the machine.
 #[derive(Debug)]
-struct Incomplete {
+struct IncompleteSearch {
     inodes: BTreeSet<Inode>,
     cpu_of_queue: Vec<usize>,
-    since: Instant,
-    last: Instant,
+    first_search_at: Instant,
+    last_search_at: Instant,
 }
 
-impl Incomplete {
+impl IncompleteSearch {
     fn is_due(&self, now: Instant) -> bool {
-        now.duration_since(self.last) >= (self.last.duration_since(self.since) / 4).min(SEARCH_INTERVAL)
+        now.duration_since(self.last_search_at)
+            >= (self.last_search_at.duration_since(self.first_search_at) / 4).min(SEARCH_INTERVAL)
     }
 }
 
@@ -69,14 +70,14 @@ struct SteeredSockets {
     inodes: BTreeSet<Inode>,
     listeners: Vec<Listener>,
     cpu_of_queue: Vec<usize>,
-    at: Instant,
+    searched_at: Instant,
 }
 
 impl Steering {
     pub fn new(mode: Steer, pin_directory: &Path) -> Self {
         // Counts with another layout version are skipped: setting the service rejects them.
-        let counts = |address| Some((address, Counts::pinned(pin_directory, &pin_name(address)).ok()?));
-        let counts = pinned(pin_directory).filter_map(counts).collect();
+        let counts = |address| Some((address, SteerCounters::open_pinned(pin_directory, &pin_name(address)).ok()?));
+        let counts = pinned_addresses(pin_directory).filter_map(counts).collect();
         Self { mode, pin_directory: pin_directory.to_owned(), services: BTreeMap::new(), counts }
     }
 
@@ -92,8 +93,8 @@ impl Steering {
             if let std::collections::btree_map::Entry::Vacant(entry) = self.services.entry(address) {
                 let name = pin_name(address);
                 let program = Program::load(&self.pin_directory, &name, rss_map)?;
-                self.counts.insert(address, Counts::pinned(&self.pin_directory, &name)?);
-                entry.insert(Service { program, steered: None, incomplete: None });
+                self.counts.insert(address, SteerCounters::open_pinned(&self.pin_directory, &name)?);
+                entry.insert(Service { program, last_search: None, incomplete_search: None });
             }
         }
         Ok(())
@@ -129,7 +130,7 @@ impl Steering {
 /// Ends all steering of an agent with this pin directory: the kernel then chooses the sockets. Fails when /proc or the
 /// pins cannot be read.
 pub fn remove(pin_directory: &Path) -> anyhow::Result<()> {
-    for address in pinned(pin_directory) {
+    for address in pinned_addresses(pin_directory) {
         // Closed sockets have taken the program with them.
         for listener in listeners::find_waiters(&listeners::listening(address)?)?.iter().take(1) {
             if let Err(error) = reuseport::detach(listeners::duplicate_socket(listener)?.as_fd()) {
@@ -160,25 +161,26 @@ impl Service {
         cpu_of_queue: &[usize],
     ) -> anyhow::Result<Option<String>> {
         if inodes.is_empty() {
-            (self.steered, self.incomplete) = (None, None);
+            (self.last_search, self.incomplete_search) = (None, None);
             return Ok(Some("no process listens".to_owned()));
         }
         if !self.is_current(&inodes, cpu_of_queue) && self.is_due(&inodes, cpu_of_queue) {
             let found = listeners::find_waiters(&inodes)?;
-            self.steered = None;
+            self.last_search = None;
             self.steer(mode, &found, cpu_of_queue)?;
             let (cpu_of_queue, now) = (cpu_of_queue.to_vec(), Instant::now());
             // Between a reload and the first wait of a new worker a socket belongs to no worker: the next search finds
             // it.
             if found.len() == inodes.len() {
-                self.incomplete = None;
-                self.steered = Some(SteeredSockets { inodes, listeners: found, cpu_of_queue, at: now });
+                self.incomplete_search = None;
+                self.last_search = Some(SteeredSockets { inodes, listeners: found, cpu_of_queue, searched_at: now });
             } else {
-                let since = self.incomplete.as_ref().map_or(now, |incomplete| incomplete.since);
-                self.incomplete = Some(Incomplete { inodes, cpu_of_queue, since, last: now });
+                let since = self.incomplete_search.as_ref().map_or(now, |incomplete| incomplete.first_search_at);
+                self.incomplete_search =
+                    Some(IncompleteSearch { inodes, cpu_of_queue, first_search_at: since, last_search_at: now });
             }
         }
-        let Some(steered) = &self.steered else {
+        let Some(steered) = &self.last_search else {
             return Ok(Some("not every listening socket has a worker".to_owned()));
         };
         let without =
@@ -189,19 +191,19 @@ impl Service {
 
     /// Returns whether a search of /proc is due. Failed searches for other sockets or queues do not count.
     fn is_due(&mut self, inodes: &BTreeSet<Inode>, cpu_of_queue: &[usize]) -> bool {
-        let same = |old: &mut Incomplete| old.inodes == *inodes && old.cpu_of_queue == cpu_of_queue;
-        if self.incomplete.take_if(|incomplete| !same(incomplete)).is_some() {
+        let same = |old: &mut IncompleteSearch| old.inodes == *inodes && old.cpu_of_queue == cpu_of_queue;
+        if self.incomplete_search.take_if(|incomplete| !same(incomplete)).is_some() {
             return true;
         }
-        self.incomplete.as_ref().is_none_or(|incomplete| incomplete.is_due(Instant::now()))
+        self.incomplete_search.as_ref().is_none_or(|incomplete| incomplete.is_due(Instant::now()))
     }
 
     fn is_current(&self, inodes: &BTreeSet<Inode>, cpu_of_queue: &[usize]) -> bool {
         let alive = |listener: &Listener| Path::new("/proc").join(listener.pid.to_string()).exists();
-        self.steered.as_ref().is_some_and(|steered| {
+        self.last_search.as_ref().is_some_and(|steered| {
             steered.inodes == *inodes
                 && steered.cpu_of_queue == cpu_of_queue
-                && steered.at.elapsed() < SEARCH_INTERVAL
+                && steered.searched_at.elapsed() < SEARCH_INTERVAL
                 && steered.listeners.iter().all(alive)
         })
     }
@@ -231,7 +233,7 @@ impl Service {
     }
 }
 
-fn pinned(pin_directory: &Path) -> impl Iterator<Item = SocketAddr> {
+fn pinned_addresses(pin_directory: &Path) -> impl Iterator<Item = SocketAddr> {
     let entries = fs::read_dir(pin_directory.join("steer")).into_iter().flatten().flatten();
     entries.filter_map(|entry| address_of_pin(entry.file_name().to_str()?))
 }
@@ -255,11 +257,16 @@ mod tests {
     #[test]
     fn proc_scan_backs_off_while_sockets_have_no_worker() {
         let (since, mut looks) = (Instant::now(), Vec::new());
-        let mut incomplete = Incomplete { inodes: BTreeSet::new(), cpu_of_queue: vec![], since, last: since };
+        let mut incomplete = IncompleteSearch {
+            inodes: BTreeSet::new(),
+            cpu_of_queue: vec![],
+            first_search_at: since,
+            last_search_at: since,
+        };
         for second in 1..=600 {
             let now = since + Duration::from_secs(second);
             if incomplete.is_due(now) {
-                incomplete.last = now;
+                incomplete.last_search_at = now;
                 looks.push(second);
             }
         }

@@ -31,7 +31,7 @@ type ReceivedMessages = Arc<Mutex<Vec<v1::AgentMessage>>>;
 #[derive(Clone, Default)]
 struct Listener {
     received: ReceivedMessages,
-    refuse: bool,
+    refuses_agents: bool,
     refused: Arc<AtomicUsize>,
 }
 
@@ -41,7 +41,7 @@ impl Control for Listener {
         &self,
         request: Request<Streaming<v1::AgentMessage>>,
     ) -> Result<Response<BoxStream<v1::AgentUpdate>>, Status> {
-        if self.refuse {
+        if self.refuses_agents {
             self.refused.fetch_add(1, Ordering::Relaxed);
             return Err(Status::not_found("server s1 is not in the controller's file"));
         }
@@ -112,7 +112,7 @@ fn registers_reports_and_applies_configurations() -> anyhow::Result<()> {
     skip_if!(missing_testbed_rights(), Ok(()));
     let testbed = testbed("tdaemon")?;
     testbed.server(1)?.within(|| {
-        let original = read_registers(&testbed.emulated_rss(1))?;
+        let original = read_registers(&testbed.emulated_rss_path(1))?;
         assert_eq!(sysctl(), "1");
         let mut agent = Agent::start(config(&testbed))?;
         assert_eq!(sysctl(), "1", "nothing is stamped yet");
@@ -141,7 +141,7 @@ fn registers_reports_and_applies_configurations() -> anyhow::Result<()> {
         assert!(!printed.is_empty() && printed.windows(2).all(|pair| pair[0].0 < pair[1].0), "{printed:?}");
         let (_, last) = printed.last().expect("not empty");
         assert_eq!((last.source.as_str(), &last.rss), ("testbed emulation", &Some(managed())));
-        assert_eq!(read_registers(&testbed.emulated_rss(1))?, managed());
+        assert_eq!(read_registers(&testbed.emulated_rss_path(1))?, managed());
         // Details at the beginning, once a second and when warnings change.
         let details: Vec<_> = reports.iter().filter_map(|report| report.details.as_ref()).collect();
         let at_most = 8 + elapsed.as_secs() as usize;
@@ -158,21 +158,21 @@ fn registers_reports_and_applies_configurations() -> anyhow::Result<()> {
 /// An end in order puts RSS back, but goes on stamping; after a kill the next agent still knows what was there first.
 fn check_shutdown(testbed: &Testbed, agent: Agent, original: &Rss) -> anyhow::Result<()> {
     agent.leave()?;
-    assert_eq!(&read_registers(&testbed.emulated_rss(1))?, original);
+    assert_eq!(&read_registers(&testbed.emulated_rss_path(1))?, original);
     assert_eq!(sysctl(), "2", "connections are still stamped");
     let mut agent = Agent::start(config(testbed))?;
     agent.configure(configuration(), &[]);
-    assert_eq!(read_registers(&testbed.emulated_rss(1))?, managed());
+    assert_eq!(read_registers(&testbed.emulated_rss_path(1))?, managed());
     // Killed: nothing is put back.
     drop(agent);
-    assert_eq!(read_registers(&testbed.emulated_rss(1))?, managed());
+    assert_eq!(read_registers(&testbed.emulated_rss_path(1))?, managed());
     // Another program sets another table meanwhile.
-    write_registers(&testbed.emulated_rss(1), &Rss { key: RssKey::microsoft(), ..original.clone() })?;
+    write_registers(&testbed.emulated_rss_path(1), &Rss { key: RssKey::microsoft(), ..original.clone() })?;
     let mut agent = Agent::start(config(testbed))?;
     agent.configure(configuration(), &[]);
-    assert_eq!(read_registers(&testbed.emulated_rss(1))?, managed());
+    assert_eq!(read_registers(&testbed.emulated_rss_path(1))?, managed());
     agent.detach()?;
-    assert_eq!(&read_registers(&testbed.emulated_rss(1))?, original);
+    assert_eq!(&read_registers(&testbed.emulated_rss_path(1))?, original);
     assert_eq!(sysctl(), "1");
     assert!(!config(testbed).pin_directory.exists());
     Ok(())
@@ -184,7 +184,7 @@ fn request_to_absent_controller_is_retried() -> anyhow::Result<()> {
     let testbed = testbed("trefused")?;
     testbed.server(1)?.within(|| {
         let mut agent = Agent::start(config(&testbed))?;
-        let refusing = Listener { refuse: true, ..Listener::default() };
+        let refusing = Listener { refuses_agents: true, ..Listener::default() };
         let is_refused = |listener: &Listener| listener.refused.load(Ordering::Relaxed) > 0;
         assert!(run_agent_until(&mut agent, refusing.clone(), is_refused)?.is_empty());
         assert!(is_refused(&refusing));
@@ -234,7 +234,7 @@ fn rss_table_not_in_force_is_reported() -> anyhow::Result<()> {
     testbed.add_server()?;
     let nginx = testbed.start_nginx(1)?;
     for (shown, in_force, first_port) in [(1, true, 20_000), (2, false, 30_000)] {
-        let rss = coreward_agent::config::Rss::Testbed { path: testbed.emulated_rss(shown), entries: 128 };
+        let rss = coreward_agent::config::Rss::Testbed { path: testbed.emulated_rss_path(shown), entries: 128 };
         let config = coreward_agent::config::Config { rss, manage_rss: false, ..config(&testbed) };
         testbed.server(1)?.within(|| {
             let mut agent = Agent::start(config)?;

@@ -13,8 +13,8 @@ use nix::unistd::Pid;
 use crate::support::{CORE_COUNT, config, configuration, counter, get, testbed, wait_until};
 
 /// Requests from 32 of the 1,000 ports from `first_port` on, 8 that arrive at each queue: `workers[queue]` must answer.
-fn served_by(testbed: &Testbed, first_port: u16, workers: &[u32]) -> anyhow::Result<()> {
-    let rss = read_registers(&testbed.emulated_rss(1))?;
+fn check_served_by(testbed: &Testbed, first_port: u16, workers: &[u32]) -> anyhow::Result<()> {
+    let rss = read_registers(&testbed.emulated_rss_path(1))?;
     let mut requests = [0; CORE_COUNT as usize];
     for port in first_port..first_port + 1_000 {
         let tuple = FourTuple::new((testbed.client_address(0), port).into(), SERVICE.into())?;
@@ -55,7 +55,7 @@ fn nginx_stays_steered_through_reload_respawn_and_agent_restart() -> anyhow::Res
         agent.configure(configuration(), &[]);
         poll_until_steered(&mut agent)?;
         let first = workers(&nginx, 4)?;
-        served_by(&testbed, 20_000, &first)?;
+        check_served_by(&testbed, 20_000, &first)?;
         assert_eq!((counter(&mut agent, "steered"), counter(&mut agent, "no_worker")), (32, 0));
 
         // A worker dies; its socket waits for the one that takes its place.
@@ -64,16 +64,16 @@ fn nginx_stays_steered_through_reload_respawn_and_agent_restart() -> anyhow::Res
         poll_until_steered(&mut agent)?;
         let now = nginx.workers();
         let respawned = *now.iter().find(|pid| !first.contains(pid)).expect("another worker");
-        served_by(&testbed, 21_000, &[first[0], respawned, first[2], first[3]])?;
+        check_served_by(&testbed, 21_000, &[first[0], respawned, first[2], first[3]])?;
 
         // The agent is killed and another one started: nothing changes.
         drop(agent);
-        served_by(&testbed, 22_000, &[first[0], respawned, first[2], first[3]])?;
+        check_served_by(&testbed, 22_000, &[first[0], respawned, first[2], first[3]])?;
         let mut agent = Agent::start(config(&testbed))?;
         assert_eq!(counter(&mut agent, "steered"), 96, "before it knows the service");
         agent.configure(configuration(), &[]);
         poll_until_steered(&mut agent)?;
-        served_by(&testbed, 23_000, &[first[0], respawned, first[2], first[3]])?;
+        check_served_by(&testbed, 23_000, &[first[0], respawned, first[2], first[3]])?;
 
         // Other workers with the same sockets, then fewer, then more.
         for (round, count) in [4usize, 3, 6].into_iter().enumerate() {
@@ -83,7 +83,7 @@ fn nginx_stays_steered_through_reload_respawn_and_agent_restart() -> anyhow::Res
             let now = workers(&nginx, count)?;
             poll_until_steered(&mut agent)?;
             let expected: Vec<u32> = (0..usize::from(CORE_COUNT)).map(|queue| now[queue % count]).collect();
-            served_by(&testbed, 24_000 + round as u16 * 1000, &expected)?;
+            check_served_by(&testbed, 24_000 + round as u16 * 1000, &expected)?;
         }
         assert_eq!(counter(&mut agent, "no_worker"), 0);
         agent.detach()?;
@@ -92,7 +92,7 @@ fn nginx_stays_steered_through_reload_respawn_and_agent_restart() -> anyhow::Res
         let mut agent = Agent::start(config(&testbed))?;
         agent.configure(configuration(), &[]);
         poll_until_steered(&mut agent)?;
-        served_by(&testbed, 27_000, &workers(&nginx, 6)?)?;
+        check_served_by(&testbed, 27_000, &workers(&nginx, 6)?)?;
         agent.detach()
     })
 }
@@ -110,9 +110,9 @@ fn unreported_symmetric_hash_is_recognised_by_queues_of_syns() -> anyhow::Result
         let workers = workers(&nginx, 4)?;
         let mut port = 20_000;
         for input in [InputTransform::SymmetricOrXor, InputTransform::SymmetricXor, InputTransform::None] {
-            let now = read_registers(&testbed.emulated_rss(1))?;
+            let now = read_registers(&testbed.emulated_rss_path(1))?;
             let changed = Rss { key: now.key.with_input(input), ..now };
-            write_registers(&testbed.emulated_rss(1), &changed)?;
+            write_registers(&testbed.emulated_rss_path(1), &changed)?;
             wait_until("the agent knows what the NIC hashes by", || {
                 get(&testbed, WORKER_PATH, port)?;
                 port += 1;
@@ -120,7 +120,7 @@ fn unreported_symmetric_hash_is_recognised_by_queues_of_syns() -> anyhow::Result
                 Ok(agent.rss() == Some(&changed))
             })?;
             let before = counter(&mut agent, "rss_mismatched");
-            served_by(&testbed, port, &workers)?;
+            check_served_by(&testbed, port, &workers)?;
             port += 1_000;
             agent.maintain();
             assert_eq!(counter(&mut agent, "rss_mismatched"), before, "{}", input.name());
@@ -155,10 +155,10 @@ fn nic_that_moves_open_connections_is_reported() -> anyhow::Result<()> {
             })
         };
         wait_until(&mut agent, "open connections are sampled", false)?;
-        move_established(&testbed.emulated_rss(1), 1)?;
+        move_established(&testbed.emulated_rss_path(1), 1)?;
         wait_until(&mut agent, "the agent warns", true)?;
         assert!(!agent.warnings().iter().any(|warning| warning.contains("not in force")), "{:?}", agent.warnings());
-        move_established(&testbed.emulated_rss(1), 0)?;
+        move_established(&testbed.emulated_rss_path(1), 0)?;
         wait_until(&mut agent, "it has ended", false)?;
         agent.detach()
     })

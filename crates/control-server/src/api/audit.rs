@@ -10,7 +10,7 @@ use coreward_http::{Problem, ProblemKind};
 
 use super::Api;
 use crate::server::state_manager::{Change, ForgetError};
-use coreward_fleet::audit::ENTRIES;
+use coreward_fleet::audit::MAX_ENTRIES;
 
 /// Audit log: the newest 1,000 changes and their authors, also from earlier controllers
 #[utoipa::path(
@@ -19,15 +19,15 @@ use coreward_fleet::audit::ENTRIES;
     responses((status = 200, description = "Changes and their authors", body = Audit))
 )]
 pub async fn audit(State(api): State<Api>, Query(query): Query<AuditQuery>) -> Result<Answer, Problem> {
-    let shared = api.shared()?;
-    if query.after > MAX_INTEGER || query.limit.is_some_and(|limit| !(1..=ENTRIES).contains(&limit.into())) {
-        let detail = format!("expected `after` up to {MAX_INTEGER} and a `limit` of 1 to {ENTRIES}");
+    let shared = api.leader_state()?;
+    if query.after > MAX_INTEGER || query.limit.is_some_and(|limit| !(1..=MAX_ENTRIES).contains(&limit.into())) {
+        let detail = format!("expected `after` up to {MAX_INTEGER} and a `limit` of 1 to {MAX_ENTRIES}");
         return Err(Problem::new(ProblemKind::BadRequest, detail));
     }
     let all = shared.controller().fleet().audit.clone();
     answer(Size::Small, move || {
         let first = all.partition_point(|entry| entry.id <= query.after);
-        let first = first.max(all.len() - all.len().min(query.limit.map_or(ENTRIES, usize::from)));
+        let first = first.max(all.len() - all.len().min(query.limit.map_or(MAX_ENTRIES, usize::from)));
         Ok(Audit { entries: all[first..].to_vec() })
     })
     .await
@@ -50,12 +50,12 @@ pub async fn forget(
     Extension(caller): Extension<Caller>,
     Path(name): Path<String>,
 ) -> Result<Answer, Problem> {
-    let shared = api.shared()?;
+    let shared = api.leader_state()?;
     let made = shared.request_change((&caller).into(), Change::Forget(name.clone())).await;
     made.map_err(|error| match error.downcast_ref::<ForgetError>() {
         Some(refused @ ForgetError::Unknown(_)) => Problem::new(ProblemKind::NotFound, refused.to_string()),
         Some(refused @ ForgetError::Connected(_)) => Problem::new(ProblemKind::Conflict, refused.to_string()),
-        None => api.not_changed(&error),
+        None => api.change_problem(&error),
     })?;
     let event = format!("{caller}: forgotten");
     api.events.add((EventKind::LoadBalancer, EventId::LoadBalancerForgotten), &name, event, shared.now().wall);

@@ -12,7 +12,8 @@ use coreward_http::{Problem, ProblemKind};
 use super::Api;
 
 /// Content security policy: only content from the controller itself, and no frames.
-const POLICY: &str = "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; \
+const CONTENT_SECURITY_POLICY: &str = "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; \
+    img-src data:; \
                       base-uri 'none'; \
                       form-action 'none'; frame-ancestors 'none'";
 
@@ -22,7 +23,7 @@ pub fn routes() -> axum::Router<Api> {
         get(async move || {
             let headers = [
                 (header::CONTENT_TYPE, content_type),
-                (header::CONTENT_SECURITY_POLICY, POLICY),
+                (header::CONTENT_SECURITY_POLICY, CONTENT_SECURITY_POLICY),
                 (header::REFERRER_POLICY, "no-referrer"),
             ];
             (headers, text)
@@ -53,7 +54,7 @@ pub async fn log_in(
         let detail = "a session cannot begin another one: expected a token, or an operator's or viewer's certificate";
         return Err(Problem::new(ProblemKind::Forbidden, detail));
     };
-    Ok((StatusCode::NO_CONTENT, [(header::SET_COOKIE, api.guard.sessions().create(shown, peer.encrypted))]))
+    Ok((StatusCode::NO_CONTENT, [(header::SET_COOKIE, api.guard.sessions().create(shown, peer.is_encrypted))]))
 }
 
 /// End the browser session
@@ -66,5 +67,5 @@ pub async fn log_out(
     Extension(peer): Extension<Peer>,
     headers: HeaderMap,
 ) -> impl IntoResponse {
-    (StatusCode::NO_CONTENT, [(header::SET_COOKIE, api.guard.sessions().end(&headers, peer.encrypted))])
+    (StatusCode::NO_CONTENT, [(header::SET_COOKIE, api.guard.sessions().end(&headers, peer.is_encrypted))])
 }

@@ -23,7 +23,7 @@ use coreward_fleet::drains::{DrainError, DrainRequest};
     )
 )]
 pub async fn drain_status(State(api): State<Api>, Path(name): Path<String>) -> Result<Json<DrainStatus>, Problem> {
-    status(&*api.shared()?, &name).map(Json)
+    status(&*api.leader_state()?, &name).map(Json)
 }
 
 fn status(shared: &ControllerState, server: &str) -> Result<DrainStatus, Problem> {
@@ -49,12 +49,12 @@ pub async fn drain(
     Path(server): Path<String>,
     Json(body): Json<DrainServer>,
 ) -> Result<Json<DrainStatus>, Problem> {
-    let shared = api.shared()?;
+    let shared = api.leader_state()?;
     let services = (!body.services.is_empty()).then(|| body.services.iter().cloned().collect());
     let request = DrainRequest { server: server.clone(), services, force: body.force };
     let now = shared.now();
-    let can = shared.controller().can_drain(&request, now);
-    can.map_err(|refused| not_drained(&refused))?;
+    let can = shared.controller().check_drain(&request, now);
+    can.map_err(|refused| drain_problem(&refused))?;
     let place = match &request.services {
         Some(_) => format!(" in {}", body.services.join(", ")),
         None => String::new(),
@@ -77,7 +77,7 @@ pub async fn undrain(
     Extension(caller): Extension<Caller>,
     Path(server): Path<String>,
 ) -> Result<Json<DrainStatus>, Problem> {
-    let shared = api.shared()?;
+    let shared = api.leader_state()?;
     change(&api, &shared, &server, Change::Undrain(server.clone()), (&caller, "undrained")).await
 }
 
@@ -91,8 +91,8 @@ async fn change(
 ) -> Result<Json<DrainStatus>, Problem> {
     let made = shared.request_change(caller.into(), change).await.map_err(|error| {
         match error.downcast_ref::<DrainError>() {
-            Some(refused) => not_drained(refused),
-            None => api.not_changed(&error),
+            Some(refused) => drain_problem(refused),
+            None => api.change_problem(&error),
         }
     })?;
     if made.is_new {
@@ -102,7 +102,7 @@ async fn change(
     status(shared, server).map(Json)
 }
 
-fn not_drained(refused: &DrainError) -> Problem {
+fn drain_problem(refused: &DrainError) -> Problem {
     let kind = match refused {
         DrainError::UnknownServer(_) | DrainError::NotInService { .. } => ProblemKind::NotFound,
         DrainError::LastServer { .. } => ProblemKind::Conflict,

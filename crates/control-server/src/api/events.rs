@@ -14,9 +14,9 @@ pub const MAX_EVENTS: usize = 1000;
 
 pub struct EventLog {
     /// Identifier of this run of the controller.
-    run: String,
+    run_id: String,
     events: Mutex<VecDeque<Event>>,
-    newest: watch::Sender<u64>,
+    newest_id: watch::Sender<u64>,
     last_overview: Mutex<Option<Overview>>,
 }
 
@@ -25,9 +25,9 @@ impl Default for EventLog {
         let mut bytes = [0; 6];
         let Ok(()) = UnwrapErr(SysRng).try_fill_bytes(&mut bytes);
         Self {
-            run: bytes.map(|byte| format!("{byte:02x}")).concat(),
+            run_id: bytes.map(|byte| format!("{byte:02x}")).concat(),
             events: Mutex::default(),
-            newest: watch::Sender::new(0),
+            newest_id: watch::Sender::new(0),
             last_overview: Mutex::default(),
         }
     }
@@ -35,18 +35,18 @@ impl Default for EventLog {
 
 impl EventLog {
     pub fn run(&self) -> &str {
-        &self.run
+        &self.run_id
     }
 
     /// Returns the newest `limit` events after this id, the oldest first.
-    pub fn after(&self, id: u64, limit: usize) -> Vec<Event> {
+    pub fn events_after(&self, id: u64, limit: usize) -> Vec<Event> {
         let events = self.events();
         let newer = events.iter().filter(|event| event.id > id).count();
         events.iter().skip(events.len() - newer.min(limit)).cloned().collect()
     }
 
-    pub fn newest(&self) -> watch::Receiver<u64> {
-        self.newest.subscribe()
+    pub fn newest_id(&self) -> watch::Receiver<u64> {
+        self.newest_id.subscribe()
     }
 
     /// Adds an event that the status does not show. `wall`: time since 1970.
@@ -59,7 +59,7 @@ impl EventLog {
         let mut seen = self.last_overview.lock();
         let happened = match &*seen {
             Some(before) if before == overview => return,
-            Some(before) => differences(before, overview),
+            Some(before) => events_between(before, overview),
             None => {
                 let message =
                     format!("the controller has started, configuration {}", overview.configuration_generation);
@@ -73,7 +73,7 @@ impl EventLog {
 
     fn push(&self, happened: impl IntoIterator<Item = NewEvent>, wall: Duration) {
         let mut events = self.events();
-        let before = *self.newest.borrow();
+        let before = *self.newest_id.borrow();
         let mut id = before;
         for NewEvent { severity, event, kind, name, message } in happened {
             id += 1;
@@ -88,7 +88,7 @@ impl EventLog {
         events.drain(..superfluous);
         drop(events);
         if id > before {
-            self.newest.send_replace(id);
+            self.newest_id.send_replace(id);
         }
     }
 
@@ -107,16 +107,16 @@ struct NewEvent {
 }
 
 /// Returns the events between two states.
-fn differences(before: &Overview, after: &Overview) -> Vec<NewEvent> {
+fn events_between(before: &Overview, after: &Overview) -> Vec<NewEvent> {
     let mut found = NewEvents(Vec::new());
     if before.fleet_generation != after.fleet_generation {
         let message = format!("the document of generation {} is in force", after.fleet_generation);
         found.info((EventKind::Fleet, EventId::FleetInForce), "", message);
     }
-    services(before, after, &mut found);
-    servers(before, after, &mut found);
-    load_balancers(before, after, &mut found);
-    keys(before, after, &mut found);
+    add_service_events(before, after, &mut found);
+    add_server_events(before, after, &mut found);
+    add_load_balancer_events(before, after, &mut found);
+    add_key_events(before, after, &mut found);
     found.0
 }
 
@@ -136,7 +136,7 @@ impl NewEvents {
     }
 
     /// Records new and ended warnings. A change of a number in a warning is no event.
-    fn warnings(&mut self, kind: EventKind, name: &str, before: &[String], after: &[String]) {
+    fn add_warning_changes(&mut self, kind: EventKind, name: &str, before: &[String], after: &[String]) {
         let [old, new] = [before, after].map(|warnings| -> BTreeMap<String, &String> {
             warnings.iter().map(|warning| (without_numbers(warning), warning)).collect()
         });
@@ -153,7 +153,7 @@ fn without_numbers(text: &str) -> String {
     text.chars().filter(|c| !c.is_ascii_digit()).collect()
 }
 
-fn services(before: &Overview, after: &Overview, found: &mut NewEvents) {
+fn add_service_events(before: &Overview, after: &Overview, found: &mut NewEvents) {
     let kind = EventKind::Service;
     let [old, new] = [before, after]
         .map(|overview| overview.services.iter().map(|service| (&*service.name, service)).collect::<BTreeMap<_, _>>());
@@ -162,7 +162,7 @@ fn services(before: &Overview, after: &Overview, found: &mut NewEvents) {
             None => {
                 let message = format!("new, at {}: {}", service.address, service.policy);
                 found.info((kind, EventId::ServiceNew), name, message);
-                found.warnings(kind, name, &[], &service.warnings);
+                found.add_warning_changes(kind, name, &[], &service.warnings);
             }
             Some(was) => {
                 if was.policy != service.policy {
@@ -172,7 +172,7 @@ fn services(before: &Overview, after: &Overview, found: &mut NewEvents) {
                         format!("policy {} instead of {}", service.policy, was.policy),
                     );
                 }
-                found.warnings(kind, name, &was.warnings, &service.warnings);
+                found.add_warning_changes(kind, name, &was.warnings, &service.warnings);
             }
         }
     }
@@ -181,7 +181,7 @@ fn services(before: &Overview, after: &Overview, found: &mut NewEvents) {
         .for_each(|name| found.info((kind, EventId::ServiceGone), name, "left the document"));
 }
 
-fn servers(before: &Overview, after: &Overview, found: &mut NewEvents) {
+fn add_server_events(before: &Overview, after: &Overview, found: &mut NewEvents) {
     let kind = EventKind::Server;
     let [old, new] = [before, after]
         .map(|overview| overview.servers.iter().map(|server| (server.id, server)).collect::<BTreeMap<_, _>>());
@@ -192,7 +192,7 @@ fn servers(before: &Overview, after: &Overview, found: &mut NewEvents) {
                 &server.name,
                 format!("new, at {}: {}", server.address, server.state),
             );
-            found.warnings(kind, &server.name, &[], &server.warnings);
+            found.add_warning_changes(kind, &server.name, &[], &server.warnings);
             continue;
         };
         if was.state != server.state {
@@ -210,7 +210,7 @@ fn servers(before: &Overview, after: &Overview, found: &mut NewEvents) {
                 format!("weight {} instead of {}", server.weight, was.weight),
             );
         }
-        found.warnings(kind, &server.name, &was.warnings, &server.warnings);
+        found.add_warning_changes(kind, &server.name, &was.warnings, &server.warnings);
     }
     let gone = old.iter().filter(|(id, _)| !new.contains_key(*id));
     gone.for_each(|(_, server)| {
@@ -218,7 +218,7 @@ fn servers(before: &Overview, after: &Overview, found: &mut NewEvents) {
     });
 }
 
-fn load_balancers(before: &Overview, after: &Overview, found: &mut NewEvents) {
+fn add_load_balancer_events(before: &Overview, after: &Overview, found: &mut NewEvents) {
     let kind = EventKind::LoadBalancer;
     let state = |balancer: &OverviewLoadBalancer| match (balancer.connected, balancer.alive) {
         (true, true) => "connected",
@@ -241,11 +241,11 @@ fn load_balancers(before: &Overview, after: &Overview, found: &mut NewEvents) {
         let warnings = |overview: &BTreeMap<&str, &OverviewLoadBalancer>| {
             overview.get(name).map(|balancer| balancer.warnings.clone()).unwrap_or_default()
         };
-        found.warnings(kind, name, &warnings(&old), &warnings(&new));
+        found.add_warning_changes(kind, name, &warnings(&old), &warnings(&new));
     }
 }
 
-fn keys(before: &Overview, after: &Overview, found: &mut NewEvents) {
+fn add_key_events(before: &Overview, after: &Overview, found: &mut NewEvents) {
     let (old, new) = (&before.keys, &after.keys);
     if (old.phase, new.phase) == (KeyPhase::Steady, KeyPhase::Announced) {
         found.info((EventKind::Keys, EventId::KeysAnnounced), "", "the next cookie key is being distributed");

@@ -22,18 +22,18 @@ use coreward_controller::explain::{ExplainError, ExplainedPacket};
 pub async fn explain(State(api): State<Api>, Query(question): Query<Explain>) -> Result<Answer, Problem> {
     let service = ServiceAddress { socket: question.vip, protocol: question.protocol };
     let packet = explained_packet(question.packet, question.tsecr);
-    let shared = api.shared()?;
+    let shared = api.leader_state()?;
     if question.client.port() == 0 {
         return Err(Problem::new(ProblemKind::BadRequest, "client port 0: expected one from 1 on"));
     }
     answer(Size::Small, move || {
-        let view = shared.service_view(service).map_err(not_explained)?;
-        view.explain(question.client, packet).map_err(not_explained)
+        let view = shared.service_view(service).map_err(explain_problem)?;
+        view.explain(question.client, packet).map_err(explain_problem)
     })
     .await
 }
 
-fn not_explained(error: ExplainError) -> Problem {
+fn explain_problem(error: ExplainError) -> Problem {
     let kind = match &error {
         ExplainError::UnknownService { .. } => ProblemKind::NotFound,
         ExplainError::MixedFamilies(_) => ProblemKind::BadRequest,
@@ -45,7 +45,7 @@ fn explained_packet(kind: PacketKind, cookie: Option<u32>) -> ExplainedPacket {
     match kind {
         PacketKind::NewConnection => ExplainedPacket::NewConnection,
         PacketKind::Established | PacketKind::Reset => {
-            ExplainedPacket::Established { cookie, reset: kind == PacketKind::Reset }
+            ExplainedPacket::Established { tsecr: cookie, reset: kind == PacketKind::Reset }
         }
     }
 }

@@ -12,7 +12,7 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore, watch};
 /// Minimum time between two documents of loads.
 pub const MIN_INTERVAL: Duration = Duration::from_millis(250);
 /// Maximum number of concurrent watchers.
-const WATCHERS: usize = 64;
+const MAX_WATCHERS: usize = 64;
 
 /// A document as JSON; empty: none yet.
 type JsonText = Arc<str>;
@@ -20,7 +20,7 @@ type JsonText = Arc<str>;
 pub struct Feed {
     loads: watch::Sender<JsonText>,
     overview: watch::Sender<JsonText>,
-    last: Mutex<Option<Overview>>,
+    last_overview: Mutex<Option<Overview>>,
     watcher_slots: Arc<Semaphore>,
 }
 
@@ -29,15 +29,15 @@ impl Default for Feed {
         Self {
             loads: watch::Sender::new(JsonText::from("")),
             overview: watch::Sender::new(JsonText::from("")),
-            last: Mutex::default(),
-            watcher_slots: Arc::new(Semaphore::new(WATCHERS)),
+            last_overview: Mutex::default(),
+            watcher_slots: Arc::new(Semaphore::new(MAX_WATCHERS)),
         }
     }
 }
 
 impl Feed {
-    pub fn overview(&self, overview: Overview) {
-        let mut last = self.last.lock();
+    pub fn publish_overview(&self, overview: Overview) {
+        let mut last = self.last_overview.lock();
         if last.as_ref() != Some(&overview) {
             publish(&self.overview, &overview);
             *last = Some(overview);
@@ -45,7 +45,7 @@ impl Feed {
     }
 
     /// Publishes the loads, if there are watchers.
-    pub fn loads(&self, loads: impl FnOnce() -> Loads) {
+    pub fn publish_loads(&self, loads: impl FnOnce() -> Loads) {
         if self.loads.receiver_count() > 0 {
             publish(&self.loads, &loads());
         }
@@ -54,7 +54,7 @@ impl Feed {
     /// Adds a watcher. Fails when there are too many.
     pub fn watch(&self) -> Result<Watcher, Problem> {
         let place = self.watcher_slots.clone().try_acquire_owned().map_err(|_| {
-            let detail = format!("{WATCHERS} watchers are connected already: expected fewer; retry later");
+            let detail = format!("{MAX_WATCHERS} watchers are connected already: expected fewer; retry later");
             Problem::new(ProblemKind::TooManyRequests, detail).retry_after(10)
         })?;
         Ok(Watcher { loads: self.loads.subscribe(), overview: self.overview.subscribe(), _slot: place })

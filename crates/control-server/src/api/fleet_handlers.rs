@@ -22,26 +22,26 @@ use coreward_fleet::records::Document;
 /// Fleet document in force, as the operator wrote it
 #[utoipa::path(get, path = "/v1/fleet", responses((status = 200, description = "Fleet document", body = Fleet)))]
 pub async fn fleet(State(api): State<Api>) -> Result<Answer, Problem> {
-    let shared = api.shared()?;
+    let shared = api.leader_state()?;
     answer(Size::Small, move || {
-        let (document, file) = in_force(&shared);
+        let (document, file) = document_in_force(&shared);
         let file = file.map(|file| file.display().to_string());
         Ok(Fleet { generation: document.generation, file, text: document.text.to_string() })
     })
     .await
 }
 
-fn in_force(shared: &ControllerState) -> (Document, Option<PathBuf>) {
+fn document_in_force(shared: &ControllerState) -> (Document, Option<PathBuf>) {
     let controller = shared.controller();
     (controller.fleet().document.clone(), controller.fleet().file.clone())
 }
 
 /// Maximum length of a document's name, which every mistake contains.
-const MAX_NAME: usize = 4096;
+const MAX_NAME_BYTES: usize = 4096;
 
 fn check_name(name: &str) -> Result<(), Problem> {
-    if name.len() > MAX_NAME {
-        let detail = format!("a name of {} bytes: expected at most {MAX_NAME}", name.len());
+    if name.len() > MAX_NAME_BYTES {
+        let detail = format!("a name of {} bytes: expected at most {MAX_NAME_BYTES}", name.len());
         return Err(Problem::new(ProblemKind::BadRequest, detail));
     }
     Ok(())
@@ -53,7 +53,7 @@ fn check_name(name: &str) -> Result<(), Problem> {
     responses((status = 200, description = "Acknowledgements and rejections", body = Acknowledgements))
 )]
 pub async fn acknowledgements(State(api): State<Api>) -> Result<Answer, Problem> {
-    let shared = api.shared()?;
+    let shared = api.leader_state()?;
     answer(Size::Small, move || Ok(shared.controller().acknowledgements(shared.now()))).await
 }
 
@@ -75,8 +75,8 @@ pub async fn put_fleet(
 ) -> Result<Answer, Problem> {
     let NewFleet { name, text, generation, dry_run } = request;
     check_name(&name)?;
-    let shared = api.shared()?;
-    let (old, _) = in_force(&shared);
+    let shared = api.leader_state()?;
+    let (old, _) = document_in_force(&shared);
     let was_in_force = *old.text == *text && old.generation > 0;
     // Other requests and changes do not wait for this work.
     let (fleet, changes) = work::run(Size::Large, move || {
@@ -87,7 +87,7 @@ pub async fn put_fleet(
     .await?;
     let in_words = changes.iter().map(ToString::to_string).collect();
     let change = Change::Apply(Box::new(DocumentRequest { fleet, changes: in_words, generation, dry_run }));
-    let made = shared.request_change((&caller).into(), change).await.map_err(|error| api.not_applied(&error))?;
+    let made = shared.request_change((&caller).into(), change).await.map_err(|error| api.apply_problem(&error))?;
     let now_in_force = made.document_generation;
     if !dry_run && !was_in_force {
         let message = format!("{caller}: applied the document of generation {now_in_force}");
@@ -99,27 +99,27 @@ pub async fn put_fleet(
             generation: now_in_force,
             replaced_generation: generation,
             in_force: !dry_run || was_in_force,
-            changes: changes.iter().map(change_document).collect(),
+            changes: changes.iter().map(to_fleet_change).collect(),
         })
     })
     .await
 }
 
 impl Api {
-    fn not_applied(&self, error: &anyhow::Error) -> Problem {
+    fn apply_problem(&self, error: &anyhow::Error) -> Problem {
         match error.downcast_ref::<ApplyError>() {
             Some(ApplyError::Invalid(mistakes)) => mistakes.into(),
             Some(conflict @ (ApplyError::GenerationConflict(..) | ApplyError::ManagedByFile { .. })) => {
                 Problem::new(ProblemKind::Conflict, conflict.to_string())
             }
-            None => self.not_changed(error),
+            None => self.change_problem(error),
         }
     }
 }
 
-fn change_document(change: &config::Change) -> FleetChange {
+fn to_fleet_change(change: &config::Change) -> FleetChange {
     let message = change.to_string();
-    let breaks = change.breaks().map(str::to_owned);
+    let breaks = change.break_reason().map(str::to_owned);
     let whole = |subject: &String| FleetChange {
         subject: subject.clone(),
         key: None,
@@ -148,9 +148,10 @@ pub async fn check(Json(request): Json<Check>) -> Result<Answer, Problem> {
     answer(Size::Large, move || {
         Ok(match FleetConfig::parse(&Source::from_text(&request.name, &request.text)) {
             Ok(_) => Checked { mistakes: Vec::new(), more: 0 },
-            Err(mistakes) => {
-                Checked { mistakes: mistakes.list.iter().map(Into::into).collect(), more: mistakes.more as u64 }
-            }
+            Err(mistakes) => Checked {
+                mistakes: mistakes.list.iter().map(Into::into).collect(),
+                more: mistakes.omitted_count as u64,
+            },
         })
     })
     .await
@@ -200,7 +201,7 @@ mod tests {
     async fn acknowledgement_names_the_generation_of_the_document() {
         let directory = tempfile::tempdir().unwrap();
         let (api, mut manager, mut changes) = leader(directory.path());
-        let shared = api.shared().unwrap();
+        let shared = api.leader_state().unwrap();
         let put = |generation: u64| {
             let text = format!("max_connection_lifetime = \"{}h\"\n", generation + 1);
             let request = NewFleet { name: "fleet.toml".to_owned(), text, generation, dry_run: false };

@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use coreward_api::Role;
-use coreward_http::endpoints::{DOCUMENT_BODY, SMALL_BODY};
+use coreward_http::endpoints::{DEFAULT_MAX_BODY_BYTES, MAX_DOCUMENT_BYTES};
 use coreward_http::serve::{Listener, Plain};
 use coreward_http::tokens::{Tokens, token_file};
 use coreward_model::ServerId;
@@ -80,7 +80,7 @@ fn watch_lock(lock: impl Fn() -> Option<()>, longest_wait: Arc<AtomicU64>) {
 #[derive(Default)]
 struct ApiThread {
     /// Longest CPU time without a yield, in nanoseconds.
-    longest: AtomicU64,
+    longest_busy_ns: AtomicU64,
     lock_count: AtomicU64,
 }
 
@@ -91,7 +91,7 @@ impl ApiThread {
         while self.lock_count.load(Ordering::Relaxed) < looks + 2 {
             tokio::time::sleep(Duration::from_millis(1)).await;
         }
-        Duration::from_nanos(self.longest.swap(0, Ordering::Relaxed))
+        Duration::from_nanos(self.longest_busy_ns.swap(0, Ordering::Relaxed))
     }
 }
 
@@ -103,7 +103,7 @@ async fn watch_thread(api_thread: Arc<ApiThread>) {
         // Less than a significant poll, and long enough that the thread rests.
         tokio::time::sleep(Duration::from_millis(1)).await;
         let now = cpu_time();
-        api_thread.longest.fetch_max(now - before, Ordering::Relaxed);
+        api_thread.longest_busy_ns.fetch_max(now - before, Ordering::Relaxed);
         api_thread.lock_count.fetch_add(1, Ordering::Relaxed);
         before = now;
     }
@@ -190,7 +190,7 @@ fn document(text: &str) -> String {
 
 fn repeat_server(unit: &str) -> String {
     let bytes = json!(unit).to_string().len() - 2;
-    document(&unit.repeat((DOCUMENT_BODY - 100) / bytes))
+    document(&unit.repeat((MAX_DOCUMENT_BYTES - 100) / bytes))
 }
 
 fn largest_requests() -> Vec<Request> {
@@ -220,8 +220,8 @@ fn largest_requests() -> Vec<Request> {
     requests.push(check(document(&format!("{fleet}[[service]]\nname=\"x\"\nservers=[{unknown}]\n"))));
     requests.push(check(document(&format!("{fleet}[[service]]\nname=\"x\"\nservers=[\"{}\"]\n", "s".repeat(4 << 20)))));
     requests.push(check(document(&fleet)));
-    requests.push(check("[".repeat(DOCUMENT_BODY)));
-    requests.push((Method::POST, "/v1/keys/rotate".to_owned(), Role::Operator, "[".repeat(SMALL_BODY)));
+    requests.push(check("[".repeat(MAX_DOCUMENT_BYTES)));
+    requests.push((Method::POST, "/v1/keys/rotate".to_owned(), Role::Operator, "[".repeat(DEFAULT_MAX_BODY_BYTES)));
     for path in [
         "status?rss_keys=true",
         "services",

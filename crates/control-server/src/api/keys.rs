@@ -16,7 +16,7 @@ use crate::server::state_manager::Change;
     responses((status = 200, description = "The keys, without the secrets", body = Keys))
 )]
 pub async fn keys(State(api): State<Api>) -> Result<Json<Keys>, Problem> {
-    Ok(Json(api.shared()?.keys()))
+    Ok(Json(api.leader_state()?.keys()))
 }
 
 /// Begin a rotation of the cookie keys, or continue the rotation in progress
@@ -33,11 +33,11 @@ pub async fn rotate(
     Extension(caller): Extension<Caller>,
     Json(request): Json<RotateKeys>,
 ) -> Result<Json<Keys>, Problem> {
-    let shared = api.shared()?;
+    let shared = api.leader_state()?;
     let now = shared.now();
     let step = shared.controller().requested_key_step(request.force, now);
     let step = step.map_err(|reason| Problem::new(ProblemKind::Conflict, reason.to_string()))?;
-    shared.request_change((&caller).into(), Change::Keys(step)).await.map_err(|error| api.not_changed(&error))?;
+    shared.request_change((&caller).into(), Change::Keys(step)).await.map_err(|error| api.change_problem(&error))?;
     api.events.add((EventKind::Keys, EventId::KeysRotated), "", format!("{caller}: {}", step.describe()), now.wall);
-    Ok(Json(api.shared()?.keys()))
+    Ok(Json(api.leader_state()?.keys()))
 }

@@ -26,7 +26,7 @@ use axum::extract::State;
 use axum::http::header;
 use axum::response::IntoResponse;
 use coreward_api::Role;
-use coreward_http::endpoints::{DOCUMENT_BODY, Endpoints, Guard};
+use coreward_http::endpoints::{Endpoints, Guard, MAX_DOCUMENT_BYTES};
 use coreward_http::serve::{Acceptor, Listener, RunningServer};
 use coreward_http::tokens::Tokens;
 use coreward_http::work::{self, Size};
@@ -59,16 +59,16 @@ pub struct Api {
 
 impl Api {
     /// Returns the leader's state. Fails when this controller does not lead.
-    fn shared(&self) -> Result<Arc<ControllerState>, Problem> {
-        self.election.shared().map_err(|_| self.not_leading(None))
+    fn leader_state(&self) -> Result<Arc<ControllerState>, Problem> {
+        self.election.leader_state().map_err(|_| self.not_leading_problem(None))
     }
 }
 
 impl Api {
     /// Returns the problem that describes why a change was not made.
-    fn not_changed(&self, error: &anyhow::Error) -> Problem {
-        if is_deposed(error) || self.election.shared().is_err() {
-            self.not_leading(Some(error))
+    fn change_problem(&self, error: &anyhow::Error) -> Problem {
+        if is_deposed(error) || self.election.leader_state().is_err() {
+            self.not_leading_problem(Some(error))
         } else if error.downcast_ref::<StoreError>().is_some() {
             Problem::new(ProblemKind::NotStored, format!("{error:#}")).retry_after(10)
         } else {
@@ -76,7 +76,7 @@ impl Api {
         }
     }
 
-    fn not_leading(&self, error: Option<&anyhow::Error>) -> Problem {
+    fn not_leading_problem(&self, error: Option<&anyhow::Error>) -> Problem {
         let leader = self.election.leader();
         let detail = match (error, &leader) {
             (Some(error), _) => format!("{error:#}"),
@@ -113,8 +113,8 @@ fn endpoints(guard: Arc<Guard>) -> Endpoints<Api> {
         .add(viewer, routes!(fleet_handlers::acknowledgements))
         .add(Role::Operator, routes!(audit::audit))
         .add(Role::Operator, routes!(audit::forget))
-        .add_with_body(Role::Operator, DOCUMENT_BODY, routes!(fleet_handlers::put_fleet))
-        .add_with_body(viewer, DOCUMENT_BODY, routes!(fleet_handlers::check))
+        .add_with_body(Role::Operator, MAX_DOCUMENT_BYTES, routes!(fleet_handlers::put_fleet))
+        .add_with_body(viewer, MAX_DOCUMENT_BYTES, routes!(fleet_handlers::check))
         .add(viewer, routes!(watch::events))
         .add(viewer, routes!(watch::watch))
         .add(viewer, routes!(dashboard::log_in, dashboard::log_out))
@@ -155,12 +155,12 @@ pub fn serve(
     let begin_thread = || lower_thread_priority("API worker");
     listener.serve(acceptor, router, begin_thread, async move {
         lower_thread_priority("API");
-        tokio::join!(poll_loop(api), follow_signal(&guard, hangup));
+        tokio::join!(poll_loop(api), reload_tokens_on_sighup(&guard, hangup));
     })
 }
 
 /// Reads the tokens again at each SIGHUP, forever.
-async fn follow_signal(guard: &Guard, mut hangup: Signal) {
+async fn reload_tokens_on_sighup(guard: &Guard, mut hangup: Signal) {
     while hangup.recv().await.is_some() {
         if let Err(error) = guard.reload() {
             tracing::warn!(
@@ -179,7 +179,7 @@ async fn poll_loop(api: Api) {
     let mut next_poll = Instant::now();
     loop {
         let moment = due.tick().await;
-        let Ok(shared) = api.shared() else { continue };
+        let Ok(shared) = api.leader_state() else { continue };
         let whole = moment >= next_poll;
         if whole {
             next_poll = moment + POLL_INTERVAL;
@@ -191,9 +191,9 @@ async fn poll_loop(api: Api) {
                 let now = shared.now();
                 let overview = shared.overview(now);
                 api.events.record_changes(&overview, now.wall);
-                api.feed.overview(overview);
+                api.feed.publish_overview(overview);
             }
-            api.feed.loads(|| shared.loads());
+            api.feed.publish_loads(|| shared.loads());
         });
         if let Err(problem) = updated.await {
             tracing::warn!(

@@ -30,7 +30,7 @@ pub async fn version() -> Json<Version> {
     responses((status = 200, description = "State of this controller", body = Health))
 )]
 pub async fn health(State(api): State<Api>) -> Json<Health> {
-    let state = match api.shared() {
+    let state = match api.leader_state() {
         Ok(shared) if shared.is_settled() => HealthState::Ready,
         Ok(_) => HealthState::Settling,
         Err(_) => HealthState::Following,
@@ -61,7 +61,7 @@ fn visible_state(api: &Api, caller: Caller, query: StatusQuery) -> Result<Arc<Co
         let detail = "whole RSS keys are for operators: expected the operator's token, or no `rss_keys`";
         return Err(Problem::new(ProblemKind::Forbidden, detail));
     }
-    api.shared()
+    api.leader_state()
 }
 
 #[utoipa::path(
@@ -146,7 +146,7 @@ pub async fn server(
     responses((status = 200, description = "All load balancers", body = LoadBalancers))
 )]
 pub async fn load_balancers(State(api): State<Api>) -> Result<Answer, Problem> {
-    let shared = api.shared()?;
+    let shared = api.leader_state()?;
     answer(Size::Small, move || Ok(LoadBalancers { load_balancers: shared.load_balancers() })).await
 }
 
@@ -161,7 +161,7 @@ pub async fn load_balancers(State(api): State<Api>) -> Result<Answer, Problem> {
     )
 )]
 pub async fn load_balancer(State(api): State<Api>, Path(name): Path<String>) -> Result<Answer, Problem> {
-    let shared = api.shared()?;
+    let shared = api.leader_state()?;
     answer(Size::Small, move || {
         let found = shared.load_balancers().into_iter().find(|balancer| balancer.name == name);
         found.ok_or_else(|| Problem::not_found("load balancer", &name))
@@ -172,7 +172,7 @@ pub async fn load_balancer(State(api): State<Api>, Path(name): Path<String>) -> 
 /// Load of every core of every server, and counters
 #[utoipa::path(get, path = "/v1/loads", responses((status = 200, description = "Loads and counters", body = Loads)))]
 pub async fn loads(State(api): State<Api>) -> Result<Answer, Problem> {
-    let shared = api.shared()?;
+    let shared = api.leader_state()?;
     answer(Size::Small, move || Ok(shared.loads())).await
 }
 
@@ -182,7 +182,7 @@ pub async fn loads(State(api): State<Api>) -> Result<Answer, Problem> {
     responses((status = 200, description = "Summary of each table", body = Tables))
 )]
 pub async fn tables(State(api): State<Api>) -> Result<Answer, Problem> {
-    let shared = api.shared()?;
+    let shared = api.leader_state()?;
     answer(Size::Small, move || Ok(shared.controller().table_summaries(shared.now()))).await
 }
 
@@ -197,6 +197,6 @@ pub async fn tables(State(api): State<Api>) -> Result<Answer, Problem> {
     )
 )]
 pub async fn table(State(api): State<Api>, Path(name): Path<String>) -> Result<Answer, Problem> {
-    let shared = api.shared()?;
+    let shared = api.leader_state()?;
     answer(Size::Small, move || shared.table(&name).ok_or_else(|| Problem::not_found("table of service", &name))).await
 }

@@ -33,13 +33,13 @@ const RECONNECT_DELAY: Duration = Duration::from_secs(1);
     responses((status = 200, description = "Events", body = Events))
 )]
 pub async fn events(State(api): State<Api>, Query(query): Query<EventsQuery>) -> Result<Json<Events>, Problem> {
-    api.shared()?;
+    api.leader_state()?;
     if query.after > MAX_INTEGER || query.limit.is_some_and(|limit| !(1..=MAX_EVENTS).contains(&limit.into())) {
         let detail = format!("expected `after` up to {MAX_INTEGER} and a `limit` of 1 to {MAX_EVENTS}");
         return Err(Problem::new(ProblemKind::BadRequest, detail));
     }
     let limit = query.limit.map_or(MAX_EVENTS, usize::from);
-    Ok(Json(Events { run: api.events.run().to_owned(), events: api.events.after(query.after, limit) }))
+    Ok(Json(Events { run: api.events.run().to_owned(), events: api.events.events_after(query.after, limit) }))
 }
 
 #[derive(Debug, Clone, Copy, Deserialize, IntoParams)]
@@ -47,12 +47,12 @@ pub async fn events(State(api): State<Api>, Query(query): Query<EventsQuery>) ->
 #[into_params(parameter_in = Query)]
 pub struct WatchQuery {
     /// Time between two `loads` messages (ms).
-    #[serde(default = "second")]
+    #[serde(default = "default_interval_ms")]
     #[param(value_type = Option<u32>, minimum = 250, maximum = 60000, default = 1000)]
     interval_ms: u32,
 }
 
-fn second() -> u32 {
+fn default_interval_ms() -> u32 {
     1000
 }
 
@@ -77,21 +77,22 @@ pub async fn watch(
         let detail = format!("interval_ms {}: expected 250 to 60000", query.interval_ms);
         return Err(Problem::new(ProblemKind::BadRequest, detail));
     }
-    let shared = api.shared()?;
+    let shared = api.leader_state()?;
     let last = headers.get("last-event-id").and_then(|id| id.to_str().ok());
     let last = last.and_then(|id| id.rsplit_once('-')).filter(|(run, _)| *run == api.events.run());
     let last_event_id = last.and_then(|(_, id)| id.parse().ok());
     let mut watcher = api.feed.watch()?;
     watcher.overview.mark_changed();
-    let missed = api.events.after(last_event_id.unwrap_or(0), if last_event_id.is_some() { MAX_EVENTS } else { 100 });
+    let missed =
+        api.events.events_after(last_event_id.unwrap_or(0), if last_event_id.is_some() { MAX_EVENTS } else { 100 });
     let stream = Changes {
         shared,
         permission_changes: api.guard.permission_changes(),
-        newest: api.events.newest(),
+        newest_event_id: api.events.newest_id(),
         last_event_id: missed.last().map(|event| event.id).or(last_event_id).unwrap_or(0),
-        waiting: missed.into(),
+        pending_events: missed.into(),
         watcher,
-        due: Instant::now(),
+        loads_due_at: Instant::now(),
         interval: Duration::from_millis(query.interval_ms.into()),
         api,
     };
@@ -109,11 +110,11 @@ struct Changes {
     /// Receiver of changes of permissions, after which a watcher must authenticate again.
     permission_changes: tokio::sync::watch::Receiver<u64>,
     watcher: Watcher,
-    newest: tokio::sync::watch::Receiver<u64>,
-    /// Id of the last event in `waiting` or sent.
+    newest_event_id: tokio::sync::watch::Receiver<u64>,
+    /// Id of the last event in `pending_events` or sent.
     last_event_id: u64,
-    waiting: VecDeque<Event>,
-    due: Instant,
+    pending_events: VecDeque<Event>,
+    loads_due_at: Instant,
     interval: Duration,
 }
 
@@ -124,15 +125,15 @@ impl Changes {
             if !self.shared.leads() {
                 return None;
             }
-            if let Some(event) = self.waiting.pop_front() {
+            if let Some(event) = self.pending_events.pop_front() {
                 let id = format!("{}-{}", self.api.events.run(), event.id);
                 return sse::Event::default().event("event").id(id).retry(RECONNECT_DELAY).json_data(event).ok();
             }
-            let loads_due = tokio::time::sleep_until(self.due);
+            let loads_due = tokio::time::sleep_until(self.loads_due_at);
             tokio::select! {
                 biased;
                 _ = self.permission_changes.changed() => return None,
-                _ = self.shared.deposed() => return None,
+                _ = self.shared.wait_until_deposed() => return None,
                 changed = self.watcher.overview.changed() => {
                     changed.ok()?;
                     let text = self.watcher.overview.borrow_and_update().clone();
@@ -140,16 +141,16 @@ impl Changes {
                         return Some(sse::Event::default().event("status").data(&*text));
                     }
                 }
-                changed = self.newest.changed() => {
+                changed = self.newest_event_id.changed() => {
                     changed.ok()?;
-                    let events = self.api.events.after(self.last_event_id, MAX_EVENTS);
+                    let events = self.api.events.events_after(self.last_event_id, MAX_EVENTS);
                     self.last_event_id = events.last().map_or(self.last_event_id, |event| event.id);
-                    self.waiting.extend(events);
+                    self.pending_events.extend(events);
                 }
                 changed = async { loads_due.await; self.watcher.loads.changed().await } => {
                     changed.ok()?;
                     let text = self.watcher.loads.borrow_and_update().clone();
-                    self.due = (self.due + self.interval).max(Instant::now());
+                    self.loads_due_at = (self.loads_due_at + self.interval).max(Instant::now());
                     if !text.is_empty() {
                         return Some(sse::Event::default().event("loads").data(&*text));
                     }

@@ -90,14 +90,14 @@ fn store_and_etcd_are_mutually_exclusive() {
     assert_eq!(config.endpoints, ["http://10.1.0.5:2379", "http://10.1.0.6:2379"]);
     assert_eq!((config.prefix.as_str(), config.lease), ("/coreward", Duration::from_secs(5)));
     assert_eq!((config.advertise, config.tls), ("127.0.0.1:7400".parse().unwrap(), None));
-    assert_eq!(config.api, None, "it listens on its own host only");
+    assert_eq!(config.advertise_api, None, "it listens on its own host only");
     let advertised = format!("{listen}{etcd}advertise_api = \"https://c1.example:443\"\n");
     let StoreLocation::Etcd(config) = controller(&advertised).unwrap().store else { panic!("in etcd") };
-    assert_eq!(config.api.as_deref(), Some("https://c1.example:443"));
+    assert_eq!(config.advertise_api.as_deref(), Some("https://c1.example:443"));
     let tls =
         "[etcd]\nendpoints = [\"https://a:1\"]\ntls = { ca = \"ca.pem\", certificate = \"c.pem\", key = \"k.pem\" }\n";
     let StoreLocation::Etcd(config) = controller(&format!("{listen}{tls}")).unwrap().store else { panic!("in etcd") };
-    assert_eq!(config.tls.unwrap().own.unwrap().1, Path::new("/etc/coreward/k.pem"));
+    assert_eq!(config.tls.unwrap().own_certificate.unwrap().1, Path::new("/etc/coreward/k.pem"));
     let cases = [
         (listen.to_owned(), "1:1: neither `store` nor [etcd]: expected"),
         (format!("{CONTROLLER}{etcd}"), "3:1: key `etcd`: both `store` and [etcd]: expected one of them"),

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use coreward_config::toml::de::DeValue;
 use coreward_config::{
-    BoundedDuration, FromToml, MINUTE, Reader, SECOND, Span, Spanned, config_struct, parsed, serde_json,
+    BoundedDuration, FromToml, MINUTE, Reader, SECOND, Span, Spanned, config_struct, parse_text, serde_json,
 };
 use serde_json::{Value, json};
 
@@ -27,7 +27,7 @@ pub struct EtcdConfig {
     /// Address of this controller for daemons.
     pub advertise: SocketAddr,
     /// `https://HOST:PORT` of this controller's API, for other hosts; `None`: the API listens on its own host only.
-    pub api: Option<String>,
+    pub advertise_api: Option<String>,
     pub tls: Option<EtcdTlsConfig>,
 }
 
@@ -37,7 +37,7 @@ pub struct EtcdTlsConfig {
     /// Certificates of the authorities of etcd's certificate (PEM).
     pub ca: PathBuf,
     /// Own certificate and its key (PEM).
-    pub own: Option<(PathBuf, PathBuf)>,
+    pub own_certificate: Option<(PathBuf, PathBuf)>,
 }
 
 config_struct! {
@@ -78,7 +78,7 @@ pub struct Endpoint(pub String);
 
 impl FromToml for Endpoint {
     fn read(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
-        parsed(value, reader, |text| {
+        parse_text(value, reader, |text| {
             let place = text.strip_prefix("https://").or_else(|| text.strip_prefix("http://"));
             let right = place.is_some_and(is_host_and_port);
             right.then(|| Self(text.to_owned())).ok_or_else(|| format!("{text:?}: expected {}", Self::expected()))
@@ -100,7 +100,7 @@ pub struct ApiAddress(pub String);
 
 impl FromToml for ApiAddress {
     fn read(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
-        parsed(value, reader, |text| {
+        parse_text(value, reader, |text| {
             let right = text.strip_prefix("https://").is_some_and(is_host_and_port);
             right.then(|| Self(text.to_owned())).ok_or_else(|| format!("{text:?}: expected {}", Self::expected()))
         })
@@ -127,7 +127,7 @@ pub struct Prefix(pub String);
 
 impl FromToml for Prefix {
     fn read(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
-        parsed(value, reader, |text| {
+        parse_text(value, reader, |text| {
             let free = |segment: &str| !coreward_etcd::OWN_SEGMENTS.contains(&segment);
             let right = text.len() > 1 && text.starts_with('/') && !text.ends_with('/') && !text.contains(' ');
             let right = right && text.split('/').all(free);
@@ -151,13 +151,13 @@ impl FromToml for Prefix {
 #[derive(Debug, Clone, Copy)]
 pub struct ListenAddresses {
     /// Address for daemons.
-    pub parts: Option<SocketAddr>,
+    pub daemons: Option<SocketAddr>,
     /// Address for the API.
     pub api: SocketAddr,
 }
 
 /// Returns the store that the file configures; it must configure exactly one. `fleet`: location of the `fleet` key.
-pub fn store_place(
+pub fn store_location(
     store: Option<PathBuf>,
     etcd: Option<Spanned<EtcdFile>>,
     listens: ListenAddresses,
@@ -214,7 +214,7 @@ fn check(etcd: Spanned<EtcdFile>, listens: ListenAddresses, reader: &mut Reader<
     if time.subsec_nanos() != 0 {
         reader.report(lease.span(), "a lease in parts of a second: expected whole seconds");
     }
-    let advertise = advertise.or(listens.parts);
+    let advertise = advertise.or(listens.daemons);
     if let Some(advertise) = advertise.filter(|advertise| advertise.ip().is_unspecified()) {
         let message = format!(
             "others cannot reach {advertise}: expected `advertise`, the address at which daemons reach this controller"
@@ -232,16 +232,16 @@ fn check(etcd: Spanned<EtcdFile>, listens: ListenAddresses, reader: &mut Reader<
                 return None;
             }
         };
-        Some(EtcdTlsConfig { ca: reader.resolve_path(&ca), own })
+        Some(EtcdTlsConfig { ca: reader.resolve_path(&ca), own_certificate: own })
     });
     let advertise = advertise.filter(|_| !reader.has_diagnostics())?;
-    let api = advertise_api.map(|ApiAddress(url)| url).or_else(|| api_place(listens.api, advertise));
-    Some(EtcdConfig { endpoints: seen, prefix: prefix.0, lease: time, advertise, api, tls })
+    let api = advertise_api.map(|ApiAddress(url)| url).or_else(|| advertised_api_url(listens.api, advertise));
+    Some(EtcdConfig { endpoints: seen, prefix: prefix.0, lease: time, advertise, advertise_api: api, tls })
 }
 
 /// Returns the URL of an API that listens at `api`, on the machine at `advertise`. Other hosts reach the API with TLS
 /// only.
-fn api_place(api: SocketAddr, advertise: SocketAddr) -> Option<String> {
+fn advertised_api_url(api: SocketAddr, advertise: SocketAddr) -> Option<String> {
     let ip = if api.ip().is_unspecified() { advertise.ip() } else { api.ip() };
     let is_there = !ip.is_loopback() && !ip.is_unspecified() && api.port() > 0;
     is_there.then(|| format!("https://{}", SocketAddr::new(ip, api.port())))
@@ -249,7 +249,7 @@ fn api_place(api: SocketAddr, advertise: SocketAddr) -> Option<String> {
 
 #[cfg(test)]
 mod tests {
-    use super::api_place;
+    use super::advertised_api_url;
 
     #[test]
     fn api_address_is_reachable_by_others() {
@@ -261,7 +261,7 @@ mod tests {
             ("0.0.0.0:7401", "127.0.0.1:7400", None),
             ("10.1.0.1:0", "10.1.0.2:7400", None),
         ] {
-            let place = api_place(api.parse().unwrap(), advertise.parse().unwrap());
+            let place = advertised_api_url(api.parse().unwrap(), advertise.parse().unwrap());
             assert_eq!(place.as_deref(), expected, "{api} {advertise}");
         }
     }

@@ -84,7 +84,8 @@ impl ControllerConfig {
             reader.report(file.api.span(), format!("tokens would pass a network in clear to {api}: {expected}"));
         }
         let fleet = file.fleet.as_ref().map(Spanned::span);
-        let store = etcd::store_place(file.store, file.etcd, ListenAddresses { parts: listen, api }, fleet, reader)?;
+        let store =
+            etcd::store_location(file.store, file.etcd, ListenAddresses { daemons: listen, api }, fleet, reader)?;
         let listen = listen?;
         let token_directory = match (file.token_directory, &store) {
             (Some(directory), _) => reader.resolve_path(&directory),

@@ -13,7 +13,7 @@ use tokio_stream::{Stream, StreamExt as _};
 use tonic::{Code, Status};
 
 use super::controller_state::ControllerState;
-use super::leader_election::not_leading;
+use super::leader_election::not_leading_status;
 use super::rejection_status;
 use coreward_controller::Session;
 use coreward_controller::racks::RackRelay;
@@ -25,9 +25,9 @@ const REFUSAL_DELAY: Duration = Duration::from_secs(1);
 type AgentUpdates = mpsc::Sender<Result<v1::AgentUpdate, Status>>;
 
 /// Stream of an agent's messages, direct or relayed by its rack.
-pub trait Messages: Stream<Item = Result<v1::AgentMessage, Status>> + Unpin {}
+pub trait AgentMessageStream: Stream<Item = Result<v1::AgentMessage, Status>> + Unpin {}
 
-impl<S: Stream<Item = Result<v1::AgentMessage, Status>> + Unpin> Messages for S {}
+impl<S: Stream<Item = Result<v1::AgentMessage, Status>> + Unpin> AgentMessageStream for S {}
 
 pub enum ReportSource {
     Agent(AuthenticatedPeer),
@@ -37,7 +37,7 @@ pub enum ReportSource {
 
 impl ReportSource {
     /// Returns the relay of the agent, if any. Rejects an agent that may not report for the server.
-    fn require_name(&self, server: &str) -> Result<Option<RackRelay>, Status> {
+    fn authorize(&self, server: &str) -> Result<Option<RackRelay>, Status> {
         match self {
             Self::Agent(peer) => peer.require_name(Role::Agent, server).map(|()| None),
             Self::Rack(relay) => Ok(Some(relay.clone())),
@@ -63,7 +63,7 @@ impl ReportSource {
 pub async fn serve(
     shared: Arc<ControllerState>,
     source: ReportSource,
-    mut messages: impl Messages,
+    mut messages: impl AgentMessageStream,
     answers: AgentUpdates,
 ) {
     let session = match register(&shared, &source, &mut messages).await {
@@ -89,7 +89,7 @@ pub async fn serve(
     );
     let outcome = tokio::select! {
         outcome = serve_stream(&shared, &session, &mut messages, &answers) => outcome,
-        _ = shared.deposed() => Err(not_leading(None)),
+        _ = shared.wait_until_deposed() => Err(not_leading_status(None)),
     };
     shared.sockets.forget_agent(session.number());
     shared.controller().disconnect(&session);
@@ -130,7 +130,7 @@ async fn refuse(status: Status, answers: &AgentUpdates) {
 async fn register(
     shared: &ControllerState,
     source: &ReportSource,
-    messages: &mut impl Messages,
+    messages: &mut impl AgentMessageStream,
 ) -> Result<Session, Status> {
     let first = tokio::time::timeout(coreward_listener::REGISTRATION_TIMEOUT, messages.next()).await;
     let message = first.map_err(|_| Status::deadline_exceeded("no registration received"))?.transpose()?;
@@ -139,7 +139,7 @@ async fn register(
         return Err(Status::invalid_argument("an agent's first message: expected a registration"));
     };
     let (server, version) = (sanitize(registration.server), sanitize(registration.version));
-    let relay = source.require_name(&server)?;
+    let relay = source.authorize(&server)?;
     let now = shared.now();
     let session = shared.controller().connect_via_rack(&server, &version, relay, now);
     session.map_err(|refused| rejection_status(&refused))
@@ -148,7 +148,7 @@ async fn register(
 async fn serve_stream(
     shared: &ControllerState,
     session: &Session,
-    messages: &mut impl Messages,
+    messages: &mut impl AgentMessageStream,
     answers: &AgentUpdates,
 ) -> Result<(), Status> {
     use v1::agent_update::Update;
@@ -166,7 +166,7 @@ async fn serve_stream(
                 Some(v1::agent_message::Message::SocketAnswer(answer)) => {
                     let answer = SocketAnswer::try_from(answer).map_err(invalid_argument)?;
                     if !shared.sockets.answer(session.number(), answer) {
-                        shared.controller().unsolicited_message(session, shared.now());
+                        shared.controller().count_unsolicited_message(session, shared.now());
                     }
                 }
                 Some(v1::agent_message::Message::Registration(_)) => {
@@ -199,7 +199,7 @@ async fn serve_stream(
 async fn next_message(
     shared: &ControllerState,
     session: &Session,
-    messages: &mut impl Messages,
+    messages: &mut impl AgentMessageStream,
     log: &mut RefusalLog,
 ) -> Result<Option<v1::agent_message::Message>, Status> {
     loop {
@@ -208,7 +208,7 @@ async fn next_message(
             break;
         }
         if !std::mem::replace(&mut log.is_delayed, true) {
-            shared.controller().message_delayed(session);
+            shared.controller().count_delayed_message(session);
             log.log_delay(session);
         }
         tokio::time::sleep(wait).await;
@@ -230,11 +230,11 @@ fn record_report(
     let outcome = shared.controller().report(session, report, now);
     match outcome {
         Ok(()) => {
-            log.newest = None;
+            log.last_reason = None;
             shared.on_loads_updated();
         }
         Err(refused) if refused.ends_session() => return Err(rejection_status(&refused)),
-        Err(refused) => log.refused(session, &refused),
+        Err(refused) => log.log_refusal(session, &refused),
     }
     Ok(())
 }
@@ -242,15 +242,15 @@ fn record_report(
 /// Logs rejected reports once, not ten times a second.
 #[derive(Default)]
 struct RefusalLog {
-    newest: Option<&'static str>,
+    last_reason: Option<&'static str>,
     /// Whether the stream is paused.
     is_delayed: bool,
     was_delayed: bool,
 }
 
 impl RefusalLog {
-    fn refused(&mut self, session: &Session, refused: &coreward_controller::rejection::Rejection) {
-        if self.newest != Some(refused.reason()) {
+    fn log_refusal(&mut self, session: &Session, refused: &coreward_controller::rejection::Rejection) {
+        if self.last_reason != Some(refused.reason()) {
             tracing::warn!(
                 event = "report-rejected",
                 server = session.server(),
@@ -259,7 +259,7 @@ impl RefusalLog {
                 "the controller rejects a report of the server's agent and logs each reason once"
             );
         }
-        self.newest = Some(refused.reason());
+        self.last_reason = Some(refused.reason());
     }
 
     fn log_delay(&mut self, session: &Session) {

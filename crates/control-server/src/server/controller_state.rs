@@ -28,7 +28,7 @@ use coreward_fleet::fleet::{Fleet, FleetServer};
 use coreward_metrics::metrics;
 use coreward_metrics::table::{Component, Histogram, histogram};
 
-use super::socket_query_relay::Sockets;
+use super::socket_query_relay::SocketQueryRelay;
 use super::state_manager::{Change, Counts};
 use super::table_budget::TableBudget;
 use super::update_publisher::UpdatePublisher;
@@ -53,11 +53,11 @@ pub struct ControllerState {
     /// Leadership; `None`: there is no other controller.
     leadership: Option<Arc<Leadership>>,
     pub publisher: UpdatePublisher,
-    due: Notify,
+    tables_due: Notify,
     table_budget: TableBudget,
     /// Number of changes of agents' configurations; their streams wait for it.
     agent_configuration_version: watch::Sender<u64>,
-    pub sockets: Sockets,
+    pub sockets: SocketQueryRelay,
     deposed: watch::Sender<bool>,
     changes: mpsc::Sender<ChangeRequest>,
     /// Whether tables may be made: after a restart they must wait for reports.
@@ -65,7 +65,7 @@ pub struct ControllerState {
     /// Inputs of the newest configurations, apart from the fleet.
     last_published: Mutex<LastPublished>,
     /// Times from a server's newest report to the publication of the table that was made from it.
-    report_to_table: Mutex<LatencyHistogram>,
+    report_to_table_latency: Mutex<LatencyHistogram>,
     started: Instant,
     clock: RecordClock,
     counts: Arc<Counts>,
@@ -101,7 +101,7 @@ const CHANGE_CAPACITY: usize = 64;
 
 #[derive(Default)]
 struct LastPublished {
-    alive: BTreeSet<String>,
+    live_load_balancers: BTreeSet<String>,
     predecessor_changes: u64,
     /// Time of the last tables.
     last_tick: Duration,
@@ -119,16 +119,19 @@ impl ControllerState {
         let (changes, receiver) = mpsc::channel(CHANGE_CAPACITY);
         let shared = Self {
             publisher: UpdatePublisher::new(configuration),
-            due: Notify::new(),
+            tables_due: Notify::new(),
             table_budget: TableBudget::default(),
             agent_configuration_version: watch::Sender::new(0),
-            sockets: Sockets::default(),
+            sockets: SocketQueryRelay::default(),
             leadership,
             deposed: watch::Sender::new(false),
             changes,
             has_settled: AtomicBool::new(false),
-            last_published: Mutex::new(LastPublished { alive: controller.alive(start), ..LastPublished::default() }),
-            report_to_table: Mutex::default(),
+            last_published: Mutex::new(LastPublished {
+                live_load_balancers: controller.live_load_balancers(start),
+                ..LastPublished::default()
+            }),
+            report_to_table_latency: Mutex::default(),
             controller: Mutex::new(controller),
             started: Instant::now(),
             clock,
@@ -160,7 +163,7 @@ impl ControllerState {
     }
 
     /// Waits until this controller is deposed ([`ControllerState::depose`]). Every stream waits here without a timer.
-    pub async fn deposed(&self) {
+    pub async fn wait_until_deposed(&self) {
         let _ = self.deposed.subscribe().wait_for(|deposed| *deposed).await;
     }
 
@@ -270,7 +273,7 @@ impl ControllerState {
     pub fn table(&self, service: &str) -> Option<Table> {
         let (table, age) = self.controller().newest_table(service, self.now())?;
         let names = self.each_server(|_, id, server| (id, server.name.clone())).into_iter().collect();
-        Some(tables::shown(service, &table, age, &names))
+        Some(tables::to_api_table(service, &table, age, &names))
     }
 
     /// Calls `read` for each server, in many steps.
@@ -355,11 +358,11 @@ impl ControllerState {
         metrics::add_status(&mut page, &self.status(false), now.wall);
         self.controller().add_metrics(&mut page, now);
         self.counts.add_metrics(&mut page);
-        let latencies = *self.report_to_table.lock();
+        let latencies = *self.report_to_table_latency.lock();
         page.add_latencies(&TABLE_BUILD_DELAY_SECONDS, latencies);
         let (since_receipt, since_sent) = {
             let controller = self.controller();
-            (controller.table_acks.since_receipt, controller.table_acks.since_sent)
+            (controller.table_acks.latency_since_receipt, controller.table_acks.since_sent)
         };
         page.add_latencies(&TABLE_PROPAGATION_SECONDS, since_receipt);
         page.add_latencies(&REPORT_SENT_TO_KERNEL_SECONDS, since_sent);
@@ -377,13 +380,13 @@ impl ControllerState {
         let now = self.now();
         let (timing, interval) = {
             let controller = self.controller();
-            (controller.fleet().tables, controller.fleet().report_interval)
+            (controller.fleet().table_updates, controller.fleet().report_interval)
         };
         match timing {
             TableTiming::Interval => self.make_all_tables(now),
             TableTiming::OnChange => {
                 self.poll_all_inputs(now, true);
-                self.due.notify_one();
+                self.tables_due.notify_one();
             }
         }
         self.publish_liveness(now);
@@ -408,8 +411,8 @@ impl ControllerState {
         let begun = Instant::now();
         while begun.elapsed() < enough {
             let now = self.now();
-            let Some(due) = self.controller().next_due(now) else { break };
-            self.post(&[due.new], due.trigger.is_load.then_some(due.trigger.received).into_iter());
+            let Some(due) = self.controller().make_next_due_table(now) else { break };
+            self.post(&[due.new_table], due.trigger.is_load.then_some(due.trigger.received).into_iter());
         }
         begun.elapsed()
     }
@@ -424,18 +427,18 @@ impl ControllerState {
     pub fn on_loads_updated(&self) {
         if self.may_make_tables() {
             self.make_tables_within_budget();
-            self.inputs_changed();
+            self.on_inputs_changed();
         }
     }
 
-    pub async fn due(&self) {
-        self.due.notified().await;
+    pub async fn wait_until_tables_due(&self) {
+        self.tables_due.notified().await;
     }
 
     /// Notifies the scheduler that inputs of tables may have changed.
-    pub fn inputs_changed(&self) {
+    pub fn on_inputs_changed(&self) {
         if self.may_make_tables() {
-            self.due.notify_one();
+            self.tables_due.notify_one();
         }
     }
 
@@ -447,7 +450,7 @@ impl ControllerState {
     fn post(&self, tables: &[NewTable], received: impl Iterator<Item = Duration>) {
         self.publisher.publish_tables(tables.iter().map(|new| (new.service, table::encode(new.service, &new.table))));
         let made = self.started.elapsed();
-        let mut latencies = self.report_to_table.lock();
+        let mut latencies = self.report_to_table_latency.lock();
         received.for_each(|received| latencies.observe(made.saturating_sub(received)));
         drop(latencies);
         let changes = self.controller().predecessor_changes();
@@ -463,10 +466,10 @@ impl ControllerState {
     /// Publishes the load balancers that are alive.
     fn publish_liveness(&self, now: Now) {
         let controller = self.controller();
-        let alive = controller.alive(now);
+        let alive = controller.live_load_balancers(now);
         let mut last_published = self.last_published();
-        if last_published.alive != alive {
-            last_published.alive = alive;
+        if last_published.live_load_balancers != alive {
+            last_published.live_load_balancers = alive;
             self.publisher.publish_configuration(controller.fleet_configuration(now), |_| true);
         }
     }
@@ -475,7 +478,7 @@ impl ControllerState {
         let now = self.now();
         let kept: HashSet<ServiceIndex> = fleet.services.iter().map(|service| service.index).collect();
         // No caller waits for the encoding, or for the drop of the old configuration.
-        let alive = self.controller().alive(now);
+        let alive = self.controller().live_load_balancers(now);
         let configuration = fleet.for_load_balancers(|name| alive.contains(name));
         let indexed = ServiceIndexes::of(&fleet);
         let old = self.controller().configure_indexed(fleet, indexed);
@@ -486,7 +489,7 @@ impl ControllerState {
         if !self.has_settled.load(Ordering::Relaxed) {
             return;
         }
-        let timing = self.controller().fleet().tables;
+        let timing = self.controller().fleet().table_updates;
         match timing {
             TableTiming::Interval => self.make_all_tables(now),
             TableTiming::OnChange => self.poll_inputs(),
@@ -498,10 +501,10 @@ impl ControllerState {
         if !self.has_settled.load(Ordering::Relaxed) {
             return;
         }
-        let timing = self.controller().fleet().tables;
+        let timing = self.controller().fleet().table_updates;
         if timing == TableTiming::OnChange {
             self.poll_all_inputs(self.now(), false);
-            self.due.notify_one();
+            self.tables_due.notify_one();
         }
     }
 

@@ -23,7 +23,7 @@ const QUEUE_LENGTH: usize = 64;
 pub struct LbRuntime {
     runtime: Option<Runtime>,
     connections: mpsc::Sender<io::Result<AcceptedConnection>>,
-    serving: JoinHandle<Result<(), tonic::transport::Error>>,
+    server_task: JoinHandle<Result<(), tonic::transport::Error>>,
 }
 
 impl LbRuntime {
@@ -38,7 +38,7 @@ impl LbRuntime {
         let (connections, receiver) = mpsc::channel(QUEUE_LENGTH);
         let server = builder().add_service(service(Service { election }));
         let serving = runtime.spawn(server.serve_with_incoming(ReceiverStream::new(receiver)));
-        Ok(Self { runtime: Some(runtime), connections, serving })
+        Ok(Self { runtime: Some(runtime), connections, server_task: serving })
     }
 
     /// Removes the connections of load balancers, found by their certificates, from this stream.
@@ -48,7 +48,7 @@ impl LbRuntime {
     ) -> impl Stream<Item = io::Result<AcceptedConnection>> + use<S> {
         let (connections, thread) = (self.connections.clone(), self.runtime().handle().clone());
         admitted.filter_map(move |admitted| match admitted {
-            Ok(connection) if is_load_balancers(&connection) => {
+            Ok(connection) if is_from_load_balancer(&connection) => {
                 let peer = connection.caller().clone();
                 if let Err(error) = hand_over(connection, &connections, &thread) {
                     tracing::warn!(
@@ -71,7 +71,7 @@ impl LbRuntime {
 
     /// Returns when the thread has ended.
     pub async fn wait_for_end(&mut self) -> anyhow::Result<()> {
-        (&mut self.serving).await?.context("load balancers are not served")
+        (&mut self.server_task).await?.context("load balancers are not served")
     }
 }
 
@@ -84,7 +84,7 @@ impl Drop for LbRuntime {
     }
 }
 
-fn is_load_balancers(connection: &AcceptedConnection) -> bool {
+fn is_from_load_balancer(connection: &AcceptedConnection) -> bool {
     connection.caller().identity.as_ref().is_some_and(|identity| identity.role == Role::Lb)
 }
 

@@ -15,7 +15,7 @@ use coreward_http::endpoints::RequestCounts;
 use coreward_metrics::component;
 use coreward_metrics::snapshot::Snapshot;
 use coreward_tls::FileWatcher;
-use coreward_wire::LEADER;
+use coreward_wire::LEADER_HEADER;
 use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
 use tonic::Status;
@@ -115,11 +115,11 @@ impl LeaderElection {
     }
 
     /// Returns the leader's state. Fails on a follower: UNAVAILABLE, with the leader's address.
-    pub fn shared(&self) -> Result<Arc<ControllerState>, Status> {
+    pub fn leader_state(&self) -> Result<Arc<ControllerState>, Status> {
         match self.role() {
             Role::Leader(shared) if shared.leads() => Ok(shared),
-            Role::Leader(_) => Err(not_leading(None)),
-            Role::Follower(leader) => Err(not_leading(leader)),
+            Role::Leader(_) => Err(not_leading_status(None)),
+            Role::Follower(leader) => Err(not_leading_status(leader)),
         }
     }
 
@@ -132,7 +132,7 @@ impl LeaderElection {
     }
 
     pub fn metrics(&self) -> Snapshot {
-        let leads = self.shared().ok();
+        let leads = self.leader_state().ok();
         let mut page = match &leads {
             Some(shared) => shared.metrics(),
             None => component::base_snapshot(Component::Controller),
@@ -156,7 +156,7 @@ impl LeaderElection {
     pub async fn resign(&self) {
         let Some(cluster) = &self.cluster else { return };
         self.become_follower(None);
-        match cluster.leave().await {
+        match cluster.revoke_all_leases().await {
             Ok(true) => tracing::info!(event = "resigned", "this controller has resigned: another controller can lead"),
             Ok(false) => {}
             Err(error) => {
@@ -171,13 +171,13 @@ impl LeaderElection {
 }
 
 /// Returns the error that a follower answers with, which names the leader.
-pub fn not_leading(leader: Option<Leader>) -> Status {
+pub fn not_leading_status(leader: Option<Leader>) -> Status {
     let Some(Leader { address, .. }) = leader else {
         return Status::unavailable("this controller does not lead, and no other one does at this moment");
     };
     let mut status = Status::unavailable(format!("this controller does not lead: {address} does"));
     if let Ok(address) = MetadataValue::try_from(address.to_string()) {
-        status.metadata_mut().insert(LEADER, address);
+        status.metadata_mut().insert(LEADER_HEADER, address);
     }
     status
 }
@@ -228,7 +228,7 @@ pub async fn campaign(
 }
 
 pub fn candidate(config: &EtcdConfig) -> anyhow::Result<Candidate> {
-    let value = serde_json::to_string(&Leader { address: config.advertise, api: config.api.clone() })?;
+    let value = serde_json::to_string(&Leader { address: config.advertise, api: config.advertise_api.clone() })?;
     Ok(Candidate { prefix: config.prefix.clone(), value, lease: config.lease })
 }
 
@@ -255,11 +255,11 @@ pub fn cluster(config: &EtcdConfig) -> anyhow::Result<Arc<Cluster>> {
 /// Loads changed files of `[etcd.tls]`, forever. An unusable file changes nothing.
 pub async fn maintain_certificates(cluster: &Arc<Cluster>, config: &EtcdConfig) -> Infallible {
     let Some(files) = &config.tls else { return std::future::pending().await };
-    let own = files.own.iter().flat_map(|(certificate, key)| [certificate, key]);
+    let own = files.own_certificate.iter().flat_map(|(certificate, key)| [certificate, key]);
     let watcher = FileWatcher::of(std::iter::once(&files.ca).chain(own));
     loop {
-        watcher.changed().await;
-        watcher.take();
+        watcher.wait_for_change().await;
+        watcher.record_modification_times();
         let renewed = match tls(files) {
             Ok(tls) => cluster.clone().renew(tls).await.map_err(anyhow::Error::from),
             Err(error) => Err(error),
@@ -288,7 +288,7 @@ fn tls(files: &EtcdTlsConfig) -> anyhow::Result<TlsOptions> {
         std::fs::read(path).with_context(expected)
     };
     let mut options = TlsOptions::new().ca_certificate(Certificate::from_pem(read(&files.ca)?));
-    if let Some((certificate, key)) = &files.own {
+    if let Some((certificate, key)) = &files.own_certificate {
         let key = read_secret(key).map_err(anyhow::Error::msg)?;
         options = options.identity(Identity::from_pem(read(certificate)?, key));
     }

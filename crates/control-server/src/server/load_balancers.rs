@@ -13,7 +13,7 @@ use tokio::sync::mpsc;
 use tonic::{Status, Streaming};
 
 use super::controller_state::ControllerState;
-use super::leader_election::not_leading;
+use super::leader_election::not_leading_status;
 use super::rejection_status;
 use super::state_manager::Change;
 use super::update_publisher::{ConfigUpdate, Cursor, PendingUpdates};
@@ -50,8 +50,8 @@ pub async fn serve(
     tokio::select! {
         () = receive(&shared, &name, session, &mut messages) => {}
         () = send_updates(&shared, Cursor::default(), answers, &updates) => {}
-        _ = shared.deposed() => {
-            let _ = updates.send(Err(not_leading(None))).await;
+        _ = shared.wait_until_deposed() => {
+            let _ = updates.send(Err(not_leading_status(None))).await;
         }
     }
     shared.sockets.forget_load_balancer_session(session);
@@ -67,7 +67,7 @@ async fn leave(shared: &ControllerState, name: String, session: u64) {
             load_balancer = name,
             "the stream of the load balancer to the controller has ended"
         );
-        if let Err(error) = shared.change(Change::Departed { name: name.clone() }).await {
+        if let Err(error) = shared.change(Change::RecordDisconnect { name: name.clone() }).await {
             tracing::warn!(
                 event = "departure-not-stored",
                 load_balancer = name,
@@ -85,7 +85,7 @@ async fn register(
     peer: &AuthenticatedPeer,
     messages: &mut Streaming<v1::LoadBalancerMessage>,
 ) -> Result<(String, u64), Status> {
-    let Registration { name, address, in_force } = read_registration(messages).await?;
+    let Registration { name, address, generation_in_force: in_force } = read_registration(messages).await?;
     peer.require_name(Role::Lb, &name)?;
     let now = shared.now();
     let session =
@@ -102,7 +102,7 @@ struct Registration {
     name: String,
     address: Option<IpAddr>,
     /// Generation of the load balancer's configuration in force.
-    in_force: u64,
+    generation_in_force: u64,
 }
 
 async fn read_registration(messages: &mut Streaming<v1::LoadBalancerMessage>) -> Result<Registration, Status> {
@@ -113,7 +113,7 @@ async fn read_registration(messages: &mut Streaming<v1::LoadBalancerMessage>) ->
         Some(v1::load_balancer_message::Message::Registration(first)) => {
             let address = parse_optional_address("address", &first.address).map_err(invalid_argument)?;
             let in_force = first.configuration_generation;
-            Ok(Registration { name: sanitize(first.name), address, in_force })
+            Ok(Registration { name: sanitize(first.name), address, generation_in_force: in_force })
         }
         _ => Err(Status::invalid_argument("a load balancer's first message: expected a registration")),
     }
@@ -130,29 +130,29 @@ async fn receive(
     while let Ok(Some(message)) = messages.message().await {
         let now = shared.now();
         match message.message {
-            Some(Message::State(state)) => shared.controller().load_balancer_state(session, state, now),
+            Some(Message::State(state)) => shared.controller().record_load_balancer_state(session, state, now),
             Some(Message::Traffic(traffic)) => {
                 let traffic = TrafficMessage::try_from(&traffic);
-                if let Some(traffic) = accepted("traffic-rejected", load_balancer, traffic) {
+                if let Some(traffic) = decoded_or_log("traffic-rejected", load_balancer, traffic) {
                     shared.controller().load_balancer_traffic_received(session, &traffic, now);
-                    shared.inputs_changed();
+                    shared.on_inputs_changed();
                 }
             }
             Some(Message::Health(health)) => {
                 let health = HealthMessage::try_from(&health);
-                if let Some(health) = accepted("health-rejected", load_balancer, health) {
-                    shared.controller().load_balancers.health(session, health, now);
+                if let Some(health) = decoded_or_log("health-rejected", load_balancer, health) {
+                    shared.controller().load_balancers.record_health(session, health, now);
                     shared.poll_inputs();
                 }
             }
             Some(Message::SocketQuery(query)) => {
-                if let Some(query) = accepted("query-rejected", load_balancer, SocketQuery::try_from(&query)) {
+                if let Some(query) = decoded_or_log("query-rejected", load_balancer, SocketQuery::try_from(&query)) {
                     relay_query(shared, session, query);
                 }
             }
             Some(Message::TableInForce(table)) => {
                 if let Some(service) = ServiceIndex::new(table.service_index) {
-                    shared.controller().table_in_force(session, service, table.generation, now);
+                    shared.controller().record_table_in_force(session, service, table.generation, now);
                 }
             }
             Some(Message::Registration(_)) | None => {}
@@ -161,7 +161,7 @@ async fn receive(
 }
 
 /// Returns a decoded message of the load balancer. An error is logged as `event`.
-fn accepted<T>(event: &str, load_balancer: &str, decoded: Result<T, impl Display>) -> Option<T> {
+fn decoded_or_log<T>(event: &str, load_balancer: &str, decoded: Result<T, impl Display>) -> Option<T> {
     let log = |error: &_| {
         tracing::warn!(
             event,

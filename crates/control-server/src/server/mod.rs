@@ -387,7 +387,7 @@ pub(crate) async fn apply_change(
 ) -> anyhow::Result<(StateManager, anyhow::Result<ChangeOutcome>)> {
     // Changes are sequential, so no other change drains the last healthy server meanwhile.
     if let Change::Drain(drain) = &change
-        && let Err(refused) = shared.controller().can_drain(drain, shared.now())
+        && let Err(refused) = shared.controller().check_drain(drain, shared.now())
     {
         return Ok((manager, Err(refused.into())));
     }
@@ -532,7 +532,7 @@ impl Control for Service {
         let peer = self.peer(&request, &[Role::Agent])?;
         let (answers, stream) = mpsc::channel(1);
         let source = ReportSource::Agent(peer);
-        let shared = self.election.shared()?;
+        let shared = self.election.leader_state()?;
         let begun = stream_response(&shared, stream);
         tokio::spawn(agents::serve(shared, source, request.into_inner(), answers));
         Ok(begun)
@@ -544,7 +544,7 @@ impl Control for Service {
     ) -> Result<Response<BoxStream<v1::DataplaneUpdate>>, Status> {
         let peer = self.peer(&request, &[Role::Lb])?;
         let (updates, stream) = mpsc::channel(MAX_UNCONFIRMED_TABLES);
-        let shared = self.election.shared()?;
+        let shared = self.election.leader_state()?;
         let begun = stream_response(&shared, stream);
         tokio::spawn(load_balancers::serve(shared, peer, request.into_inner(), updates));
         Ok(begun)
@@ -556,7 +556,7 @@ impl Control for Service {
     ) -> Result<Response<BoxStream<v1::RackUpdate>>, Status> {
         let peer = self.peer(&request, &[Role::Rack])?;
         let (updates, stream) = mpsc::channel(1);
-        let shared = self.election.shared()?;
+        let shared = self.election.leader_state()?;
         let begun = stream_response(&shared, stream);
         tokio::spawn(racks::serve(shared, peer, request.into_inner(), updates));
         Ok(begun)
@@ -564,6 +564,6 @@ impl Control for Service {
 
     async fn fleet(&self, request: Request<v1::FleetRequest>) -> Result<Response<v1::FleetReply>, Status> {
         self.peer(&request, STREAM_ROLES)?;
-        Ok(Response::new(doctor_rpc::fleet(&*self.election.shared()?)))
+        Ok(Response::new(doctor_rpc::fleet(&*self.election.leader_state()?)))
     }
 }

@@ -13,7 +13,7 @@ use tonic::{Status, Streaming};
 
 use super::agents::ReportSource;
 use super::controller_state::ControllerState;
-use super::leader_election::not_leading;
+use super::leader_election::not_leading_status;
 use super::{agents, rejection_status};
 use coreward_controller::racks::RackRelay;
 use coreward_controller::rejection::Rejection;
@@ -24,7 +24,7 @@ type Updates = mpsc::Sender<Result<v1::RackUpdate, Status>>;
 type AgentMessages = mpsc::Sender<Result<v1::AgentMessage, Status>>;
 
 /// Limit of waiting messages of one agent. The rack's stream waits when the queue is full.
-const QUEUED: usize = 4;
+const MAX_QUEUED_MESSAGES: usize = 4;
 /// Limit of agents' streams behind one rack: the number of server ids.
 const MAX_AGENTS: usize = 16_384;
 
@@ -49,7 +49,7 @@ pub async fn serve(
     };
     tracing::info!(event = "rack-connected", rack = name, peer = %peer.caller, "the rack controller has registered");
     tokio::select! {
-        () = listen(&shared, &name, session, &mut messages, &updates) => {}
+        () = receive_messages(&shared, &name, session, &mut messages, &updates) => {}
         refused = send_updates(&shared, session, &updates) => if let Some(refused) = refused {
             tracing::warn!(
                 event = "rack-rejected",
@@ -59,8 +59,8 @@ pub async fn serve(
             );
             let _ = updates.send(Err(rejection_status(&refused))).await;
         },
-        _ = shared.deposed() => {
-            let _ = updates.send(Err(not_leading(None))).await;
+        _ = shared.wait_until_deposed() => {
+            let _ = updates.send(Err(not_leading_status(None))).await;
         }
     }
     shared.controller().rack_disconnected(session);
@@ -85,7 +85,7 @@ async fn register(
 }
 
 /// Receives the rack's summaries and its agents' messages until the rack disconnects.
-async fn listen(
+async fn receive_messages(
     shared: &Arc<ControllerState>,
     name: &str,
     session: u64,
@@ -118,7 +118,7 @@ async fn listen(
         if message.summaries.is_empty() {
             continue;
         }
-        let outcome = shared.controller().rack_summaries(session, &message.summaries, now);
+        let outcome = shared.controller().record_rack_summaries(session, &message.summaries, now);
         shared.on_loads_updated();
         // Once, not ten times a second.
         if let Err(refused) = &outcome
@@ -147,7 +147,7 @@ fn too_many_agents_status(rack: &str, stream: u64) -> Status {
 }
 
 fn start(shared: &Arc<ControllerState>, relay: RackRelay, updates: Updates) -> AgentMessages {
-    let (printed, messages) = mpsc::channel(QUEUED);
+    let (printed, messages) = mpsc::channel(MAX_QUEUED_MESSAGES);
     let (answers, mut to_agent) = mpsc::channel(1);
     let stream = relay.stream;
     tokio::spawn(agents::serve(shared.clone(), ReportSource::Rack(relay), ReceiverStream::new(messages), answers));

@@ -10,13 +10,13 @@ use tokio::sync::mpsc;
 
 /// Limit of waiting queries for one agent, with up to 256 connections each, and of waiting answers for one load
 /// balancer.
-const QUEUED: usize = 64;
+const MAX_QUEUED: usize = 64;
 /// Limit of an agent's open queries: twice the number that all load balancers with a connection table send.
 const MAX_OPEN_QUERIES: usize = 1024;
 
 /// Agents and load balancers by session.
 #[derive(Default)]
-pub struct Sockets {
+pub struct SocketQueryRelay {
     agents: Mutex<HashMap<u64, QueriedAgent>>,
     load_balancers: Mutex<HashMap<u64, mpsc::Sender<SocketAnswer>>>,
 }
@@ -25,24 +25,24 @@ pub struct Sockets {
 struct QueriedAgent {
     queries: mpsc::Sender<SocketQuery>,
     /// Open queries: the load balancer's session, and the query's number at the load balancer.
-    open: VecDeque<(u64, u64)>,
+    open_queries: VecDeque<(u64, u64)>,
 }
 
 fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock()
 }
 
-impl Sockets {
+impl SocketQueryRelay {
     /// Returns the queue of queries of a new agent session.
     pub fn register_agent(&self, agent: u64) -> mpsc::Receiver<SocketQuery> {
-        let (questions, receiver) = mpsc::channel(QUEUED);
-        locked(&self.agents).insert(agent, QueriedAgent { queries: questions, open: VecDeque::new() });
+        let (questions, receiver) = mpsc::channel(MAX_QUEUED);
+        locked(&self.agents).insert(agent, QueriedAgent { queries: questions, open_queries: VecDeque::new() });
         receiver
     }
 
     /// Returns the queue of answers of a new load balancer session.
     pub fn register_load_balancer_session(&self, load_balancer_session: u64) -> mpsc::Receiver<SocketAnswer> {
-        let (sender, receiver) = mpsc::channel(QUEUED);
+        let (sender, receiver) = mpsc::channel(MAX_QUEUED);
         locked(&self.load_balancers).insert(load_balancer_session, sender);
         receiver
     }
@@ -60,8 +60,8 @@ impl Sockets {
         let Some(asked) = agents.get_mut(&agent) else { return };
         let question = (query.load_balancer_session, query.number);
         if asked.queries.try_send(query).is_ok() {
-            asked.open.truncate(MAX_OPEN_QUERIES - 1);
-            asked.open.push_front(question);
+            asked.open_queries.truncate(MAX_OPEN_QUERIES - 1);
+            asked.open_queries.push_front(question);
         }
     }
 
@@ -69,8 +69,8 @@ impl Sockets {
     pub fn answer(&self, agent: u64, answer: SocketAnswer) -> bool {
         let question = (answer.load_balancer_session, answer.number);
         let was_asked = locked(&self.agents).get_mut(&agent).is_some_and(|asked| {
-            let position = asked.open.iter().position(|open| *open == question);
-            position.and_then(|position| asked.open.remove(position)).is_some()
+            let position = asked.open_queries.iter().position(|open| *open == question);
+            position.and_then(|position| asked.open_queries.remove(position)).is_some()
         });
         if was_asked {
             self.reply(answer);
@@ -108,7 +108,7 @@ mod tests {
 
     #[test]
     fn agent_answers_each_socket_query_once() {
-        let sockets = Sockets::default();
+        let sockets = SocketQueryRelay::default();
         let (mut own, _other) = (sockets.register_agent(1), sockets.register_agent(2));
         let mut answers = sockets.register_load_balancer_session(7);
         sockets.relay_query(1, query(7, 5));
@@ -124,7 +124,7 @@ mod tests {
 
     #[test]
     fn unanswered_query_is_forgotten() {
-        let sockets = Sockets::default();
+        let sockets = SocketQueryRelay::default();
         let (mut questions, mut answers) = (sockets.register_agent(1), sockets.register_load_balancer_session(7));
         for number in 0..=MAX_OPEN_QUERIES as u64 {
             sockets.relay_query(1, query(7, number));

@@ -71,14 +71,14 @@ pub struct Counts {
     pub reloads: AtomicU64,
     pub failed_reloads: AtomicU64,
     /// Whether the configuration in force differs from the fleet's file as last read.
-    pub file_refused: AtomicBool,
+    pub is_file_refused: AtomicBool,
 }
 
 impl Default for Counts {
     fn default() -> Self {
         let [writes, failed_writes, reloads, failed_reloads] = Default::default();
         let (is_writable, file_refused) = (AtomicBool::new(true), AtomicBool::new(false));
-        Self { is_writable, writes, failed_writes, reloads, failed_reloads, file_refused }
+        Self { is_writable, writes, failed_writes, reloads, failed_reloads, is_file_refused: file_refused }
     }
 }
 
@@ -92,7 +92,7 @@ impl Counts {
                     .to_owned(),
             );
         }
-        if self.file_refused.load(Ordering::Relaxed) {
+        if self.is_file_refused.load(Ordering::Relaxed) {
             warnings.push(
                 "the fleet's file is wrong, and an older document is in force: `coreward check` names the mistakes"
                     .to_owned(),
@@ -109,7 +109,7 @@ impl Counts {
         page.add(&STORE_WRITES_TOTAL, ["failed"], number(&self.failed_writes));
         page.add(&RELOADS_TOTAL, ["in-force"], number(&self.reloads));
         page.add(&RELOADS_TOTAL, ["refused"], number(&self.failed_reloads));
-        page.add(&FLEET_FILE_REFUSED, [], flag(&self.file_refused));
+        page.add(&FLEET_FILE_REFUSED, [], flag(&self.is_file_refused));
     }
 }
 
@@ -124,7 +124,7 @@ pub enum Change {
         address: Option<IpAddr>,
     },
     /// Record a disconnected load balancer.
-    Departed {
+    RecordDisconnect {
         name: String,
     },
     Drain(DrainRequest),
@@ -200,7 +200,7 @@ impl StateManager {
         };
         revoked.set(config.revoked_certificates.iter().copied());
         let counts = Arc::new(Counts::default());
-        counts.file_refused.store(refused, Ordering::Relaxed);
+        counts.is_file_refused.store(refused, Ordering::Relaxed);
         let mut manager =
             Self { path: path.to_owned(), config, fleet, records, store, clock, has_predecessor, revoked, counts };
         match (manager.save(&manager.records.clone()), stored) {
@@ -213,7 +213,7 @@ impl StateManager {
                     "the controller cannot write to its store: it leads with the stored state and rejects changes"
                 );
                 if stored.document.text != manager.records.document.text {
-                    manager.fleet = applied(&stored.document)?;
+                    manager.fleet = parse_stored_document(&stored.document)?;
                 }
                 manager.records = stored;
             }
@@ -277,7 +277,7 @@ impl StateManager {
                 let outcome = self.reload(author);
                 let count = if outcome.is_ok() { &self.counts.reloads } else { &self.counts.failed_reloads };
                 count.fetch_add(1, Ordering::Relaxed);
-                self.counts.file_refused.store(outcome.is_err(), Ordering::Relaxed);
+                self.counts.is_file_refused.store(outcome.is_err(), Ordering::Relaxed);
                 outcome.map(Some)
             }
             Change::Apply(request) => self.apply(*request, author),
@@ -290,13 +290,13 @@ impl StateManager {
                 })
             }
             Change::Enrol { name, address } => self.change(|records| records.register_load_balancer(&name, address)),
-            Change::Departed { name } => self.change(|records| {
+            Change::RecordDisconnect { name } => self.change(|records| {
                 records.record_disconnect(&name, now);
                 false
             }),
             Change::Drain(request) => {
                 let fleet = self.fleet();
-                request.check(&fleet, |service, id| fleet.eligible(service, id))?;
+                request.check(&fleet, |service, id| fleet.is_eligible(service, id))?;
                 self.apply_audited(author, ("drain", &request.server), |records| {
                     records.drain(&request, records.generation + 1, now)
                 })
@@ -433,10 +433,11 @@ fn start(
     stored: Option<&Records>,
     now: Duration,
 ) -> anyhow::Result<(FleetConfig, Records)> {
-    let mut records = stored.cloned().unwrap_or_else(|| Records::draw(now, &mut random()));
+    let mut records = stored.cloned().unwrap_or_else(|| Records::generate(now, &mut random()));
     let fleet = match file? {
         Some(fleet) => fleet,
-        None => applied(&records.document).context("the fleet that was applied last cannot be read any more")?,
+        None => parse_stored_document(&records.document)
+            .context("the fleet that was applied last cannot be read any more")?,
     };
     records.apply(&fleet, now, &mut random())?;
     // Peers that do not return count as disconnected from now on.
@@ -494,7 +495,7 @@ pub enum ForgetError {
     Connected(String),
 }
 
-fn applied(document: &Document) -> Result<FleetConfig, Diagnostics> {
+fn parse_stored_document(document: &Document) -> Result<FleetConfig, Diagnostics> {
     let name = format!("the applied fleet (generation {})", document.generation);
     FleetConfig::parse_stored(&Source::from_text(&name, &document.text))
 }
@@ -517,7 +518,7 @@ mod tests {
     }
 
     fn is_refused(manager: &StateManager) -> bool {
-        manager.counts().file_refused.load(Ordering::Relaxed)
+        manager.counts().is_file_refused.load(Ordering::Relaxed)
     }
 
     #[test]

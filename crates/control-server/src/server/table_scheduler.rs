@@ -18,7 +18,7 @@ pub async fn make_tables(shared: &ControllerState, has_predecessor: bool) {
         tokio::time::sleep(SETTLE_POLL_INTERVAL).await;
     }
     shared.settle();
-    tokio::join!(table_interval_loop(shared), on_change(shared));
+    tokio::join!(table_interval_loop(shared), on_change_loop(shared));
 }
 
 async fn table_interval_loop(shared: &ControllerState) {
@@ -31,9 +31,9 @@ async fn table_interval_loop(shared: &ControllerState) {
 }
 
 /// Makes due tables while no loads arrive.
-async fn on_change(shared: &ControllerState) {
+async fn on_change_loop(shared: &ControllerState) {
     loop {
-        shared.due().await;
+        shared.wait_until_tables_due().await;
         while shared.may_make_tables() {
             sleep_until(shared.make_tables_within_budget()).await;
         }

@@ -17,10 +17,10 @@ pub struct UpdatePublisher {
 
 struct Snapshot {
     configuration: PublishedConfiguration,
-    newest: u64,
+    newest_update: u64,
     tables: HashMap<ServiceIndex, (u64, Bytes)>,
     /// Newest tables by update number.
-    order: BTreeMap<(u64, ServiceIndex), Bytes>,
+    tables_by_update: BTreeMap<(u64, ServiceIndex), Bytes>,
 }
 
 struct PublishedConfiguration {
@@ -51,7 +51,7 @@ pub enum ConfigUpdate {
 /// Position of a session in the updates.
 #[derive(Debug, Default)]
 pub struct Cursor {
-    newest: u64,
+    newest_update: u64,
     configuration: u64,
 }
 
@@ -61,7 +61,7 @@ impl PublishedConfiguration {
     }
 
     /// Returns the configuration update for a session at that cursor.
-    fn after(&self, cursor: u64) -> ConfigUpdate {
+    fn update_since(&self, cursor: u64) -> ConfigUpdate {
         match &self.change {
             Some((base, change)) if *base == cursor => ConfigUpdate::Change(change.clone()),
             _ => ConfigUpdate::Whole(self.encoded.get_or_init(|| self.fleet.encode(self.number)).clone()),
@@ -72,7 +72,8 @@ impl PublishedConfiguration {
 impl UpdatePublisher {
     pub fn new(configuration: FleetConfiguration) -> Self {
         let configuration = PublishedConfiguration::new(configuration, 1, None);
-        let snapshot = Snapshot { configuration, newest: 1, tables: HashMap::new(), order: BTreeMap::new() };
+        let snapshot =
+            Snapshot { configuration, newest_update: 1, tables: HashMap::new(), tables_by_update: BTreeMap::new() };
         Self { snapshot: Mutex::new(snapshot), changes: watch::Sender::new(1) }
     }
 
@@ -84,8 +85,8 @@ impl UpdatePublisher {
     fn publish(&self, change: impl FnOnce(&mut Snapshot, u64)) {
         let newest = {
             let mut snapshot = self.snapshot();
-            snapshot.newest += 1;
-            let newest = snapshot.newest;
+            snapshot.newest_update += 1;
+            let newest = snapshot.newest_update;
             change(&mut snapshot, newest);
             newest
         };
@@ -96,9 +97,9 @@ impl UpdatePublisher {
         self.publish(|snapshot, number| {
             for (service, table) in tables {
                 if let Some((before, _)) = snapshot.tables.insert(service, (number, table.clone())) {
-                    snapshot.order.remove(&(before, service));
+                    snapshot.tables_by_update.remove(&(before, service));
                 }
-                snapshot.order.insert((number, service), table);
+                snapshot.tables_by_update.insert((number, service), table);
             }
         });
     }
@@ -111,17 +112,18 @@ impl UpdatePublisher {
             let change = Some((before.number, change.encode()));
             snapshot.configuration = PublishedConfiguration::new(configuration, number, change);
             snapshot.tables.retain(|service, _| keep(*service));
-            snapshot.order.retain(|(_, service), _| keep(*service));
+            snapshot.tables_by_update.retain(|(_, service), _| keep(*service));
         });
     }
 
     pub fn pending(&self, cursor: &mut Cursor) -> PendingUpdates {
         let snapshot = self.snapshot();
         let number = snapshot.configuration.number;
-        let configuration = (number > cursor.newest).then(|| snapshot.configuration.after(cursor.configuration));
-        let first = (cursor.newest + 1, ServiceIndex::FIRST);
-        let tables = snapshot.order.range(first..).map(|(_, table)| table.clone()).collect();
-        (cursor.newest, cursor.configuration) = (snapshot.newest, number);
+        let configuration =
+            (number > cursor.newest_update).then(|| snapshot.configuration.update_since(cursor.configuration));
+        let first = (cursor.newest_update + 1, ServiceIndex::FIRST);
+        let tables = snapshot.tables_by_update.range(first..).map(|(_, table)| table.clone()).collect();
+        (cursor.newest_update, cursor.configuration) = (snapshot.newest_update, number);
         PendingUpdates { configuration, tables }
     }
 

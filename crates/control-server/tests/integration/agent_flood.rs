@@ -46,7 +46,7 @@ fn report(sequence: u64) -> v1::AgentMessage {
 }
 
 /// Reports that were decoded, whatever became of them.
-async fn decoded(running: &RunningController) -> u64 {
+async fn decoded_report_count(running: &RunningController) -> u64 {
     let status = running.status().await;
     let of_reports = ["too_often", "out_of_order", "clock_stalled", "impossible_load"];
     status.accepted_reports + of_reports.iter().map(|reason| status.refused_reports[*reason]).sum::<u64>()
@@ -75,7 +75,10 @@ async fn flooding_agent_is_read_at_its_limit() {
     let began = Instant::now();
     let flood = tokio::spawn(flood(running.clone()));
     let at_once = u64::from(REPORT_BURST);
-    with_timeout("the reports that it may send at once", async { while decoded(&running).await < at_once {} }).await;
+    with_timeout("the reports that it may send at once", async {
+        while decoded_report_count(&running).await < at_once {}
+    })
+    .await;
     // Another agent's reports pass meanwhile.
     let (other, _updates) = agent(&running, "s2").await;
     for sequence in 1..=10 {
@@ -87,7 +90,7 @@ async fn flooding_agent_is_read_at_its_limit() {
     };
     with_timeout("the other agent's reports", async { while !of_other().await {} }).await;
     for _ in 0..200 {
-        let decoded = decoded(&running).await;
+        let decoded = decoded_report_count(&running).await;
         // Counted: two reports per interval, the burst, the other agent's report, and one event for exceeding the
         // limit.
         let allowed = began.elapsed().as_nanos() * 2 / REPORT_INTERVAL.as_nanos();
@@ -124,7 +127,7 @@ async fn message_larger_than_256_kib_ends_an_agents_stream() {
                 assert_eq!(status.code(), code, "{status}");
                 assert!(status.message().contains("262144"), "{status}");
             }
-            None => with_timeout("the report", async { while decoded(&running).await == 0 {} }).await,
+            None => with_timeout("the report", async { while decoded_report_count(&running).await == 0 {} }).await,
         }
     }
 }

@@ -158,7 +158,7 @@ async fn commands_authenticate_by_token_or_certificate() {
 
     // The peer must be a controller with a certificate of our authority.
     let foreign = Authority::init(&env.home.directory.path().join("foreign"), &"prod".parse().unwrap(), DAY).unwrap();
-    let client = env.client(Credential::Token { file: file.clone(), ca: Some(foreign.ca()) });
+    let client = env.client(Credential::Token { file: file.clone(), ca: Some(foreign.ca_path()) });
     let error = client.status(false).await.unwrap_err().to_string();
     assert!(
         error.contains("its certificate is signed by no authority in `ca`") && error.contains(&env.url()),

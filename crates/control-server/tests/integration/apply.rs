@@ -66,7 +66,9 @@ impl RunningController {
 
     /// Returns the parts of the configuration that are stored: server ids and states, services and their servers. A
     /// server in its slow start is active: how far it has come is not stored.
-    async fn in_force(&self) -> (BTreeMap<String, (u32, String, u32)>, BTreeMap<String, (String, u32, Vec<String>)>) {
+    async fn stored_configuration(
+        &self,
+    ) -> (BTreeMap<String, (u32, String, u32)>, BTreeMap<String, (String, u32, Vec<String>)>) {
         let status = self.status().await;
         let stored = |state| if state == ServerState::Joining { ServerState::Active } else { state };
         let server = |server: Server| (server.name, (server.id, stored(server.state).to_string(), server.weight));
@@ -96,7 +98,7 @@ async fn applied_fleet_is_shown_and_survives_a_restart() {
     assert_eq!(added, ["server s1", "server s2", "service web"]);
     assert_eq!(controller.document().await.generation, 0, "a look changes nothing");
     assert_eq!(apply(proposed).await, Ok(1));
-    let before = controller.in_force().await;
+    let before = controller.stored_configuration().await;
     assert_eq!(before.0.keys().collect::<Vec<_>>(), ["s1", "s2"]);
 
     let again = controller.proposed(&home, &first).await.unwrap();
@@ -120,7 +122,7 @@ async fn applied_fleet_is_shown_and_survives_a_restart() {
     controller.kill().await;
     let controller = home.start().await;
     assert_eq!(controller.document().await, Fleet { generation: 2, text: drained, file: None });
-    let after = controller.in_force().await;
+    let after = controller.stored_configuration().await;
     assert_eq!(after.0["s1"], (before.0["s1"].0, "draining".to_owned(), 1));
     assert_eq!((&after.0["s2"], &after.1), (&before.0["s2"], &before.1));
 }
@@ -146,7 +148,7 @@ async fn invalid_document_changes_nothing() {
     let controller = home.start().await;
     let first = document(&["s1"], "").replace("address", "id = 7\naddress");
     controller.apply(&home, &first).await.unwrap();
-    let before = controller.in_force().await;
+    let before = controller.stored_configuration().await;
     let wrong = document(&["s1", "s1"], "weihgt = 2\n");
     assert_eq!(
         controller.apply(&home, &wrong).await.unwrap_err().lines().collect::<Vec<_>>(),
@@ -174,7 +176,7 @@ async fn invalid_document_changes_nothing() {
     let refused = controller.client.put_fleet(&document).await.unwrap_err();
     assert_eq!(refused.to_string(), "w:1:19: key `load_ewma_alpha`: alpha 2: expected a number above 0, at most 1");
     assert_eq!(controller.document().await, Fleet { generation: 1, text: first, file: None });
-    assert_eq!(controller.in_force().await, before);
+    assert_eq!(controller.stored_configuration().await, before);
 }
 
 /// A slow start is not stored: the next controller gives the server all of its part.
@@ -187,7 +189,7 @@ async fn slow_start_ends_with_a_restart() {
     controller.status_once("the first table", |status| status.services[0].table_generation > 0).await;
     assert_eq!(controller.apply(&home, &document(&["s1", "s2"], slow)).await, Ok(2));
     controller.status_once("s2 to join", |status| state_of(status, "s2") == ServerState::Joining).await;
-    assert_eq!(controller.in_force().await.0["s2"].1, "active", "its slow start is not stored");
+    assert_eq!(controller.stored_configuration().await.0["s2"].1, "active", "its slow start is not stored");
     controller.kill().await;
     let controller = home.start().await;
     assert_eq!(state_of(&controller.status().await, "s2"), ServerState::Active);
@@ -211,12 +213,12 @@ async fn fleet_managed_by_a_file_changes_only_there() {
         "this controller's fleet is managed by /fleet.toml (`fleet` in /controller.toml): expected changes there, \
          then SIGHUP"
     );
-    let before = controller.in_force().await;
+    let before = controller.stored_configuration().await;
     controller.kill().await;
     home.write_controllers_file("");
     std::fs::remove_file(file).unwrap();
     let controller = home.start().await;
-    assert_eq!(controller.in_force().await, before);
+    assert_eq!(controller.stored_configuration().await, before);
     assert_eq!(controller.apply(&home, &document(&["s1", "s2"], "")).await, Ok(2));
 }
 
@@ -265,10 +267,10 @@ proptest! {
             let outcome = controller.apply(&home, &second).await;
             let expected = if outcome.is_ok() { &second } else { &first };
             prop_assert_eq!(&controller.document().await.text, expected);
-            let before = (controller.document().await, controller.in_force().await);
+            let before = (controller.document().await, controller.stored_configuration().await);
             controller.kill().await;
             let controller = home.start().await;
-            let after = (controller.document().await, controller.in_force().await);
+            let after = (controller.document().await, controller.stored_configuration().await);
             controller.kill().await;
             prop_assert_eq!(after, before);
             Ok(())

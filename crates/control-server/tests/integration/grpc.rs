@@ -316,7 +316,7 @@ async fn reloaded_file_is_applied_whole_or_not_at_all() {
     let after = balancer.configuration().await;
     assert_eq!(after.generation, before.generation + 1);
     let seen: Vec<(&str, bool)> =
-        after.services[0].servers.iter().map(|server| (server.name.as_str(), server.eligible)).collect();
+        after.services[0].servers.iter().map(|server| (server.name.as_str(), server.is_eligible)).collect();
     assert!([("s1", false), ("s2", true), ("s3", true)].iter().all(|server| seen.contains(server)), "{seen:?}");
     let id = |name: &str| after.services[0].servers.iter().find(|server| server.name == name).unwrap().id;
     let expected = [id("s2"), id("s3")];
@@ -401,7 +401,7 @@ async fn lost_owners_are_announced_to_load_balancers() {
         let peers = balancer.configuration().await.load_balancers;
         let seen: Vec<_> = peers
             .iter()
-            .map(|peer| (peer.name.as_str(), peer.owner.map_or(255, |owner| owner.get()), peer.alive))
+            .map(|peer| (peer.name.as_str(), peer.owner.map_or(255, |owner| owner.get()), peer.is_alive))
             .collect();
         if seen == expected {
             break;

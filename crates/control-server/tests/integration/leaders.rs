@@ -126,7 +126,7 @@ impl Controller {
     }
 
     /// Waits until this one leads; the term that a stream of a load balancer begins with.
-    async fn leads(&self) -> u64 {
+    async fn wait_until_leading(&self) -> u64 {
         let leads = async {
             loop {
                 let (sender, receiver) = tokio::sync::mpsc::channel::<v1::LoadBalancerMessage>(1);
@@ -149,7 +149,7 @@ impl Controller {
 async fn followers_name_the_leader_and_terms_increase() {
     let etcd = Etcd::start();
     let first = Controller::start(&etcd, "c1").await;
-    let term = first.leads().await;
+    let term = first.wait_until_leading().await;
     let second = Controller::start(&etcd, "c2").await;
     let follows = async {
         loop {
@@ -171,7 +171,7 @@ async fn followers_name_the_leader_and_terms_increase() {
     assert_eq!((health.leader, health.leader_api), (None, None));
 
     first.running.kill().await;
-    assert!(second.leads().await > term);
+    assert!(second.wait_until_leading().await > term);
 
     // A watch of a former leader ends.
     let url = format!("http://{}/v1/watch", second.running.api);
@@ -189,7 +189,7 @@ async fn leader_without_etcd_ends_before_the_next_is_elected() {
     let etcd = Etcd::start();
     let mut way = TcpProxy::start(etcd.member.client).await;
     let first = Controller::start_by(&format!("http://{}", way.address), "c1").await;
-    let term = first.leads().await;
+    let term = first.wait_until_leading().await;
     let text = "report_interval = \"50ms\"\n".to_owned();
     let fleet = NewFleet { name: "fleet.toml".to_owned(), text, generation: 0, dry_run: false };
     first.running.client.put_fleet(&fleet).await.unwrap();
@@ -203,7 +203,7 @@ async fn leader_without_etcd_ends_before_the_next_is_elected() {
     let second = Controller::start(&etcd, "c2").await;
 
     way.close();
-    assert!(second.leads().await > term);
+    assert!(second.wait_until_leading().await > term);
     let (status, problem) = first.get::<Problem>("status").await;
     assert_eq!((status, problem.kind), (503, ProblemKind::NotLeading), "two leaders at once");
     with_timeout("the stream's end", async { while let Ok(Some(_)) = stream.message().await {} }).await;

@@ -8,14 +8,14 @@ use coreward_model::lb_stamping;
 use coreward_model::placement::PlacementTable;
 use coreward_model::tuple::Protocol;
 
-use super::{Case, Verdict};
+use super::{ConnectionCase, Verdict};
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ExplainedPacket {
     NewConnection,
     Established {
         /// TSecr of the packet; `None`: no timestamps.
-        cookie: Option<u32>,
+        tsecr: Option<u32>,
         reset: bool,
     },
 }
@@ -23,9 +23,14 @@ pub enum ExplainedPacket {
 const LB_STAMPED_RESET: &str = "a reset without timestamps follows the load balancer's flow table; \
                                 without an entry it is dropped, as these servers accept no broadcast";
 
-impl Case<'_> {
+impl ConnectionCase<'_> {
     /// Returns the verdict on a packet that does not open a connection.
-    pub(super) fn established(&self, table: Option<&PlacementTable>, cookie: Option<u32>, reset: bool) -> Verdict {
+    pub(super) fn established_verdict(
+        &self,
+        table: Option<&PlacementTable>,
+        cookie: Option<u32>,
+        reset: bool,
+    ) -> Verdict {
         let mode = self.view.service.mode;
         match mode.consistency {
             Consistency::None => self.placement_verdict(table),
@@ -65,11 +70,11 @@ impl Case<'_> {
         let Some(table) = table else { return (None, "no table has been made yet".to_owned()) };
         let Some(key) = table.groups.first() else { return (None, "no server takes connections".to_owned()) };
         let bucket = table.bucket_count.bucket(key.toeplitz(&self.tuple.bytes())) as usize;
-        let Some(server) = table.consistent.get(bucket).copied() else {
+        let Some(server) = table.consistent_servers.get(bucket).copied() else {
             return (None, "no server takes connections".to_owned());
         };
         let name = self.name(server);
-        let before = match table.previous_consistent.get(bucket).copied().flatten() {
+        let before = match table.previous_consistent_servers.get(bucket).copied().flatten() {
             Some(before) if before != server => {
                 format!(
                     "; without such a connection {name} forwards it to {}, the bucket's previous server",
@@ -84,7 +89,7 @@ impl Case<'_> {
     fn by_cookie(&self, tsecr: u32) -> Verdict {
         let keys = &self.view.cookie_keys;
         let key = if tsecr & coreward_intf::COOKIE_KEY_BIT == 0 { 0 } else { 1 };
-        match cookie::recognise(keys, &self.tuple, tsecr) {
+        match cookie::decode_cookie(keys, &self.tuple, tsecr) {
             Cookie::Server(id) if self.view.service.members.contains_key(&id) => {
                 (Some(id), format!("its cookie, made with key {key}, names server id {}, {}", id.get(), self.name(id)))
             }
@@ -95,7 +100,7 @@ impl Case<'_> {
 
     /// Decides by a cookie of LB-side stamping. A connection without one is in the flow table instead.
     fn by_lb_stamped_cookie(&self, tsecr: u32) -> Verdict {
-        let id = lb_stamping::recognise(&self.view.cookie_keys, &self.tuple, tsecr);
+        let id = lb_stamping::decode_server_id(&self.view.cookie_keys, &self.tuple, tsecr);
         let first = "without an entry in the load balancer's flow table its cookie decides:";
         if self.view.service.members.contains_key(&id) {
             return (Some(id), format!("{first} it names server id {}, {}", id.get(), self.name(id)));

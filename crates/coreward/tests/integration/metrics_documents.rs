@@ -26,7 +26,7 @@ fn documented_metrics_equal_the_table() {
     let expected: Vec<String> = metrics
         .iter()
         .map(|metric| {
-            let parts: Vec<&str> = metric.parts.iter().map(|part| part.name()).collect();
+            let parts: Vec<&str> = metric.components.iter().map(|part| part.name()).collect();
             let labels = format!("by {}", metric.labels.join(", "));
             let kind = matches!(metric.kind, Kind::Histogram).then_some("histogram");
             let notes: Vec<&str> = kind.into_iter().chain((!metric.labels.is_empty()).then_some(&*labels)).collect();

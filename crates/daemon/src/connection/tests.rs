@@ -31,7 +31,7 @@ fn several_controllers_are_tried_in_turn_and_rounds_back_off() {
     let mut tries = Vec::new();
     for _ in 0..7 {
         let wait = turns.record_end(&End::Lost).as_millis();
-        tries.push((turns.current, wait));
+        tries.push((turns.current_controller, wait));
     }
     assert_eq!(tries, [(1, 100), (2, 100), (0, 100), (1, 100), (2, 100), (0, 200), (1, 100)]);
 }
@@ -41,16 +41,16 @@ fn last_reachable_controller_is_tried_first() {
     let mut turns = AttemptOrder::new(3);
     turns.record_end(&End::Lost);
     turns.record_answer();
-    assert_eq!((turns.record_end(&End::Lost), turns.current), (FIRST, 1));
-    assert_eq!((turns.record_end(&End::Lost), turns.current), (FIRST, 2));
+    assert_eq!((turns.record_end(&End::Lost), turns.current_controller), (FIRST, 1));
+    assert_eq!((turns.record_end(&End::Lost), turns.current_controller), (FIRST, 2));
 }
 
 #[test]
 fn named_leader_is_tried_next() {
     let mut turns = AttemptOrder::new(3);
-    assert_eq!((turns.record_end(&End::NotTheLeader(2)), turns.current), (FIRST, 2));
+    assert_eq!((turns.record_end(&End::NotTheLeader(2)), turns.current_controller), (FIRST, 2));
     turns.record_answer();
-    assert_eq!((turns.record_end(&End::NotTheLeader(0)), turns.current), (FIRST, 0));
+    assert_eq!((turns.record_end(&End::NotTheLeader(0)), turns.current_controller), (FIRST, 0));
     // Two that name each other are asked less and less often.
     let waits: Vec<u128> = (0..9).map(|n| turns.record_end(&End::NotTheLeader(n % 2)).as_millis()).collect();
     assert_eq!(waits, [100, 100, 100, 100, 100, 200, 100, 100, 400]);
@@ -87,19 +87,19 @@ async fn term_is_read_from_the_stream() {
     connection.accept_stream(stream(Some(7))).unwrap();
     let refused = connection.accept_stream(stream(Some(6))).unwrap_err();
     // The others are asked at once: this is no refusal of this daemon.
-    assert_eq!(connection.end(Some(&refused)), End::Lost);
+    assert_eq!(connection.classify_end(Some(&refused)), End::Lost);
     connection.accept_stream(stream(Some(7))).unwrap();
 }
 
 #[test]
 fn rejecting_controller_is_retried_later() {
     let mut turns = AttemptOrder::new(2);
-    assert_eq!((turns.record_end(&End::Rejected), turns.current), (REJECTED_RETRY_INTERVAL, 1));
+    assert_eq!((turns.record_end(&End::Rejected), turns.current_controller), (REJECTED_RETRY_INTERVAL, 1));
 }
 
 #[test]
 fn retry_pauses_are_random() {
-    let drawn: Vec<Duration> = (0..100).map(|_| jittered(Duration::from_secs(2))).collect();
+    let drawn: Vec<Duration> = (0..100).map(|_| with_jitter(Duration::from_secs(2))).collect();
     assert!(drawn.iter().all(|pause| (Duration::from_secs(1)..=Duration::from_secs(2)).contains(pause)));
     assert!(drawn.iter().any(|pause| *pause != drawn[0]));
 }
@@ -148,7 +148,7 @@ fn unused_port() -> SocketAddr {
 fn not_leader_status(leader: Option<SocketAddr>) -> Status {
     let mut status = Status::unavailable("this controller does not lead");
     if let Some(leader) = leader {
-        status.metadata_mut().insert(LEADER, leader.to_string().parse().unwrap());
+        status.metadata_mut().insert(LEADER_HEADER, leader.to_string().parse().unwrap());
     }
     status
 }

@@ -98,7 +98,7 @@ pub struct Options {
     /// Priority class of requests that match none of `types`.
     pub other_class: u8,
     /// Whether service times are observed.
-    pub learn: bool,
+    pub observes_service_times: bool,
 }
 
 /// Limit of request types; the data plane has one more for all other requests.

@@ -25,7 +25,7 @@ type Requests = [u64; intf::DISPATCH_REQUESTS as usize];
 const WORKER_COUNT: usize = intf::MAX_DISPATCH_WORKERS as usize;
 const CLASS_COUNT: usize = intf::MAX_DISPATCH_CLASSES as usize;
 /// Initial expected service time, equal for all types, so that `jlq` acts as `jsq`.
-const UNKNOWN_TIME: Duration = Duration::from_micros(10);
+const INITIAL_SERVICE_TIME: Duration = Duration::from_micros(10);
 /// Mask of the flags above a worker's expected work.
 const WORK_FLAGS: u64 = !((1 << intf::DISPATCH_WORK_FLAGS_SHIFT) - 1);
 
@@ -51,7 +51,7 @@ pub struct WorkerCounts {
     /// Datagrams that the socket's full receive buffer dropped, by the kernel's 32-bit count.
     pub dropped: u32,
     /// Whether the worker gets requests.
-    pub eligible: bool,
+    pub is_eligible: bool,
 }
 
 /// Ledger of one service's outstanding requests.
@@ -73,15 +73,15 @@ pub(super) fn client_words(address: IpAddr) -> [u64; 2] {
     }
 }
 
-const fn outstanding_at(slot: u32) -> usize {
+const fn outstanding_offset(slot: u32) -> usize {
     offset_of!(intf::dispatch_state, outstanding) + slot as usize * size_of::<u32>()
 }
 
-const fn work_at(slot: u32) -> usize {
+const fn work_offset(slot: u32) -> usize {
     offset_of!(intf::dispatch_state, work) + slot as usize * size_of::<u64>()
 }
 
-const fn worker_at(slot: u32) -> usize {
+const fn worker_offset(slot: u32) -> usize {
     offset_of!(intf::dispatch_state, workers) + slot as usize * size_of::<intf::dispatch_worker>()
 }
 
@@ -122,16 +122,17 @@ impl RequestLedger {
         SysRng.try_fill_bytes(&mut seed).context("random numbers of the kernel")?;
         self.state.store(offset_of!(intf::dispatch_state, seed), u64::from_ne_bytes(seed));
         (0..intf::MAX_DISPATCH_WORKERS)
-            .for_each(|slot| self.disable(slot, intf::DISPATCH_GONE | intf::DISPATCH_DISABLED));
-        (0..intf::MAX_DISPATCH_TYPES as usize).for_each(|number| self.set_weight(number, Weight::new(UNKNOWN_TIME)));
+            .for_each(|slot| self.disable_worker(slot, intf::DISPATCH_GONE | intf::DISPATCH_DISABLED));
+        (0..intf::MAX_DISPATCH_TYPES as usize)
+            .for_each(|number| self.set_weight(number, Weight::new(INITIAL_SERVICE_TIME)));
         let version = intf::DISPATCH_LAYOUT_VERSION.into();
         self.state.store(offset_of!(intf::dispatch_state, layout_version), version);
         Ok(())
     }
 
     /// Stores service and policy, for commands that read the pins.
-    pub(super) fn describe(&self, options: &Options) {
-        let at = |field| self.state.half(field);
+    pub(super) fn store_service_info(&self, options: &Options) {
+        let at = |field| self.state.word32(field);
         at(offset_of!(intf::dispatch_state, policy)).store(options.policy.number(), Ordering::Relaxed);
         at(offset_of!(intf::dispatch_state, port)).store(options.service.port().into(), Ordering::Relaxed);
         let octets = match options.service.ip() {
@@ -144,7 +145,7 @@ impl RequestLedger {
     /// Returns the service and its policy's name.
     pub fn service(&self) -> (SocketAddr, &'static str) {
         let octets = self.state.read::<[u8; 16]>(offset_of!(intf::dispatch_state, address));
-        let at = |field| self.state.half(field).load(Ordering::Relaxed);
+        let at = |field| self.state.word32(field).load(Ordering::Relaxed);
         let policy = at(offset_of!(intf::dispatch_state, policy)) as usize;
         let port = at(offset_of!(intf::dispatch_state, port)) as u16;
         let name = intf::DISPATCH_POLICY_NAMES.get(policy).copied().unwrap_or("unknown");
@@ -169,8 +170,8 @@ impl RequestLedger {
     }
 
     fn worker(&self, slot: u32) -> Option<WorkerCounts> {
-        let outstanding = self.state.half(outstanding_at(slot)).load(Ordering::Relaxed);
-        let worker = self.state.read::<intf::dispatch_worker>(worker_at(slot));
+        let outstanding = self.state.word32(outstanding_offset(slot)).load(Ordering::Relaxed);
+        let worker = self.state.read::<intf::dispatch_worker>(worker_offset(slot));
         // Computed from the counts of requests: a counter of its own would cost every request an atomic operation.
         let in_flight = (outstanding & intf::DISPATCH_COUNT_MASK).saturating_sub(worker.surplus);
         let dispatched = worker.untracked + worker.completed + worker.abandoned + u64::from(in_flight);
@@ -178,20 +179,20 @@ impl RequestLedger {
             slot,
             pid: worker.pid,
             outstanding: outstanding & intf::DISPATCH_COUNT_MASK,
-            outstanding_work: Duration::from_nanos(self.state.load(work_at(slot)) & !WORK_FLAGS),
+            outstanding_work: Duration::from_nanos(self.state.load(work_offset(slot)) & !WORK_FLAGS),
             dispatched,
             completed: worker.completed,
             abandoned: worker.abandoned,
             queued: worker.queued,
             dropped: worker.dropped,
-            eligible: outstanding & !intf::DISPATCH_COUNT_MASK == 0,
+            is_eligible: outstanding & !intf::DISPATCH_COUNT_MASK == 0,
         })
     }
 
     /// Returns sum (ns) and number of the observed service times of each type.
     pub fn observed_times(&self, types: usize) -> Vec<(u64, u64)> {
         let read = |number: usize| {
-            let kind = self.state.read::<intf::dispatch_type>(type_at(number));
+            let kind = self.state.read::<intf::dispatch_type>(type_entry_offset(number));
             (kind.observed_ns, kind.observed)
         };
         (0..types).map(read).collect()
@@ -199,7 +200,7 @@ impl RequestLedger {
 
     pub(super) fn set_weight(&self, number: usize, weight: Weight) {
         assert!(number < intf::MAX_DISPATCH_TYPES as usize, "type {number}");
-        let at = type_at(number) + offset_of!(intf::dispatch_type, weight);
+        let at = type_entry_offset(number) + offset_of!(intf::dispatch_type, weight);
         self.state.store(at, weight.bits().into());
     }
 
@@ -208,7 +209,7 @@ impl RequestLedger {
         for (class, row) in rows.iter().take(CLASS_COUNT).enumerate() {
             let at = |slot: u32| {
                 let place = class * WORKER_COUNT + slot as usize;
-                self.state.half(offset_of!(intf::dispatch_state, bound) + place * size_of::<u32>())
+                self.state.word32(offset_of!(intf::dispatch_state, bound) + place * size_of::<u32>())
             };
             slots.iter().zip(row).for_each(|(slot, bound)| at(*slot).store(*bound, Ordering::Relaxed));
             first.into_iter().for_each(|bound| at(0).store(bound, Ordering::Relaxed));
@@ -216,26 +217,26 @@ impl RequestLedger {
     }
 
     /// Assigns the slot to a worker, without opening it: the worker's socket is not in the array yet.
-    pub(super) fn occupy(&self, slot: u32, socket: SocketCookie, pid: u32) {
+    pub(super) fn assign_slot(&self, slot: u32, socket: SocketCookie, pid: u32) {
         self.abandon_all(slot);
-        self.state.store(worker_at(slot) + offset_of!(intf::dispatch_worker, socket), socket);
-        self.state.half(worker_at(slot) + offset_of!(intf::dispatch_worker, pid)).store(pid, Ordering::Relaxed);
+        self.state.store(worker_offset(slot) + offset_of!(intf::dispatch_worker, socket), socket);
+        self.state.word32(worker_offset(slot) + offset_of!(intf::dispatch_worker, pid)).store(pid, Ordering::Relaxed);
     }
 
     /// Releases the slot of a worker that is gone.
     pub(super) fn release_slot(&self, slot: u32) {
-        self.disable(slot, intf::DISPATCH_GONE | intf::DISPATCH_DISABLED);
+        self.disable_worker(slot, intf::DISPATCH_GONE | intf::DISPATCH_DISABLED);
         self.abandon_all(slot);
-        self.state.store(worker_at(slot) + offset_of!(intf::dispatch_worker, socket), 0);
+        self.state.store(worker_offset(slot) + offset_of!(intf::dispatch_worker, socket), 0);
         for field in [offset_of!(intf::dispatch_worker, queued), offset_of!(intf::dispatch_worker, dropped)] {
-            self.state.half(worker_at(slot) + field).store(0, Ordering::Relaxed);
+            self.state.word32(worker_offset(slot) + field).store(0, Ordering::Relaxed);
         }
     }
 
     /// Opens the slot: its worker gets requests from now on.
-    pub(super) fn open(&self, slot: u32) {
-        self.enable(slot);
-        self.set_order();
+    pub(super) fn open_slot(&self, slot: u32) {
+        self.enable_worker(slot);
+        self.update_rotation();
     }
 
     /// Begins a poll: the age of all requests grows by one.
@@ -250,7 +251,7 @@ impl RequestLedger {
         self.entries().for_each(|(place, entry)| entries[entry.slot() as usize].push((place, entry)));
         let mut died = false;
         for (slot, entries) in (0..).zip(&entries) {
-            let socket = self.state.load(worker_at(slot) + offset_of!(intf::dispatch_worker, socket));
+            let socket = self.state.load(worker_offset(slot) + offset_of!(intf::dispatch_worker, socket));
             if socket == 0 {
                 // Another CPU dispatched these requests while the worker died.
                 entries.iter().for_each(|(place, entry)| self.abandon(*place, *entry));
@@ -270,9 +271,9 @@ impl RequestLedger {
                 continue;
             }
             self.check_liveness(slot, now, timeouts);
-            self.abandon_old(slot, entries, timeouts.response_timeout);
+            self.abandon_expired(slot, entries, timeouts.response_timeout);
         }
-        self.set_order();
+        self.update_rotation();
         died
     }
 
@@ -281,25 +282,27 @@ impl RequestLedger {
         (0..intf::DISPATCH_REQUESTS as usize).filter_map(entry).filter(|(_, entry)| entry.0 != 0)
     }
 
-    fn queued(&self, slot: u32) -> usize {
-        self.state.half(worker_at(slot) + offset_of!(intf::dispatch_worker, queued)).load(Ordering::Relaxed) as usize
+    fn queued_count(&self, slot: u32) -> usize {
+        self.state.word32(worker_offset(slot) + offset_of!(intf::dispatch_worker, queued)).load(Ordering::Relaxed)
+            as usize
     }
 
     /// Returns the process of the slot's worker.
     fn pid(&self, slot: u32) -> u32 {
-        self.state.half(worker_at(slot) + offset_of!(intf::dispatch_worker, pid)).load(Ordering::Relaxed)
+        self.state.word32(worker_offset(slot) + offset_of!(intf::dispatch_worker, pid)).load(Ordering::Relaxed)
     }
 
     /// Disables a worker that does not read its requests, or enables it again. The programs enable it by its first
     /// response, but that may come from another socket, or the queue may be emptied without a response.
     fn check_liveness(&mut self, slot: u32, now: Duration, timeouts: &Timeouts) {
-        let responses = self.state.load(worker_at(slot) + offset_of!(intf::dispatch_worker, responses));
-        let completed = self.state.load(worker_at(slot) + offset_of!(intf::dispatch_worker, completed));
+        let responses = self.state.load(worker_offset(slot) + offset_of!(intf::dispatch_worker, responses));
+        let completed = self.state.load(worker_offset(slot) + offset_of!(intf::dispatch_worker, completed));
         let signs = responses.wrapping_add(completed);
-        let queued = self.queued(slot);
+        let queued = self.queued_count(slot);
         let liveness = self.liveness.entry(slot).or_insert_with(|| Liveness::new(now, signs));
         let stalled = liveness.is_stalled(now, signs, queued, timeouts.stall_after);
-        let disabled = self.state.half(outstanding_at(slot)).load(Ordering::Relaxed) & intf::DISPATCH_DISABLED != 0;
+        let disabled =
+            self.state.word32(outstanding_offset(slot)).load(Ordering::Relaxed) & intf::DISPATCH_DISABLED != 0;
         match (stalled, disabled) {
             (true, false) => {
                 tracing::warn!(
@@ -311,18 +314,18 @@ impl RequestLedger {
                     stall_after = ?timeouts.stall_after,
                     "the worker does not read its requests: the dispatcher sends the worker no new requests"
                 );
-                self.disable(slot, intf::DISPATCH_DISABLED);
+                self.disable_worker(slot, intf::DISPATCH_DISABLED);
             }
-            (false, true) => self.enable(slot),
+            (false, true) => self.enable_worker(slot),
             _ => {}
         }
     }
 
-    fn abandon_old(&self, slot: u32, entries: &[(usize, Entry)], timeout: Duration) {
+    fn abandon_expired(&self, slot: u32, entries: &[(usize, Entry)], timeout: Duration) {
         let epoch = self.state.load(offset_of!(intf::dispatch_state, epoch));
         let ages: Vec<u32> = entries.iter().map(|(_, entry)| entry.age(epoch)).collect();
         let looks = timeout.div_duration_f64(POLL_INTERVAL).ceil() as u32;
-        for at in expired_requests(&ages, self.queued(slot), looks) {
+        for at in expired_requests(&ages, self.queued_count(slot), looks) {
             self.abandon(entries[at].0, entries[at].1);
         }
     }
@@ -331,55 +334,56 @@ impl RequestLedger {
     fn abandon_all(&self, slot: u32) {
         let of_slot: Vec<_> = self.entries().filter(|(_, entry)| entry.slot() == slot).collect();
         of_slot.into_iter().for_each(|(place, entry)| self.abandon(place, entry));
-        let surplus = self.state.half(worker_at(slot) + offset_of!(intf::dispatch_worker, surplus));
-        let surplus_work = self.state.word(worker_at(slot) + offset_of!(intf::dispatch_worker, surplus_work));
-        self.subtract(slot, surplus.swap(0, Ordering::Relaxed), surplus_work.swap(0, Ordering::Relaxed));
+        let surplus = self.state.word32(worker_offset(slot) + offset_of!(intf::dispatch_worker, surplus));
+        let surplus_work = self.state.word(worker_offset(slot) + offset_of!(intf::dispatch_worker, surplus_work));
+        self.subtract_outstanding(slot, surplus.swap(0, Ordering::Relaxed), surplus_work.swap(0, Ordering::Relaxed));
     }
 
     fn abandon(&self, place: usize, entry: Entry) {
         // A response may have removed the entry meanwhile.
         if self.requests.compare_exchange(place * size_of::<u64>(), entry.0, 0) {
-            self.subtract(entry.slot(), 1, entry.work());
-            let abandoned = worker_at(entry.slot()) + offset_of!(intf::dispatch_worker, abandoned);
+            self.subtract_outstanding(entry.slot(), 1, entry.work());
+            let abandoned = worker_offset(entry.slot()) + offset_of!(intf::dispatch_worker, abandoned);
             self.state.word(abandoned).fetch_add(1, Ordering::Relaxed);
         }
     }
 
-    fn subtract(&self, slot: u32, requests: u32, work: u64) {
-        self.state.half(outstanding_at(slot)).fetch_sub(requests, Ordering::AcqRel);
-        self.state.word(work_at(slot)).fetch_sub(work, Ordering::AcqRel);
+    fn subtract_outstanding(&self, slot: u32, requests: u32, work: u64) {
+        self.state.word32(outstanding_offset(slot)).fetch_sub(requests, Ordering::AcqRel);
+        self.state.word(work_offset(slot)).fetch_sub(work, Ordering::AcqRel);
     }
 
-    fn disable(&self, slot: u32, flags: u32) {
+    fn disable_worker(&self, slot: u32, flags: u32) {
         let above_work = u64::from(flags >> intf::DISPATCH_FLAGS_SHIFT) << intf::DISPATCH_WORK_FLAGS_SHIFT;
-        self.state.half(outstanding_at(slot)).fetch_or(flags, Ordering::AcqRel);
-        self.state.word(work_at(slot)).fetch_or(above_work, Ordering::AcqRel);
+        self.state.word32(outstanding_offset(slot)).fetch_or(flags, Ordering::AcqRel);
+        self.state.word(work_offset(slot)).fetch_or(above_work, Ordering::AcqRel);
     }
 
-    fn enable(&self, slot: u32) {
-        self.state.half(outstanding_at(slot)).fetch_and(intf::DISPATCH_COUNT_MASK, Ordering::AcqRel);
-        self.state.word(work_at(slot)).fetch_and(!WORK_FLAGS, Ordering::AcqRel);
+    fn enable_worker(&self, slot: u32) {
+        self.state.word32(outstanding_offset(slot)).fetch_and(intf::DISPATCH_COUNT_MASK, Ordering::AcqRel);
+        self.state.word(work_offset(slot)).fetch_and(!WORK_FLAGS, Ordering::AcqRel);
     }
 
     /// Sets the rotation of slots, and the highest slot with a worker.
-    fn set_order(&self) {
-        let flags = |slot| self.state.half(outstanding_at(slot)).load(Ordering::Relaxed) & !intf::DISPATCH_COUNT_MASK;
+    fn update_rotation(&self) {
+        let flags =
+            |slot| self.state.word32(outstanding_offset(slot)).load(Ordering::Relaxed) & !intf::DISPATCH_COUNT_MASK;
         let present: Vec<u32> =
             (0..intf::MAX_DISPATCH_WORKERS).filter(|slot| flags(*slot) & intf::DISPATCH_GONE == 0).collect();
         // The kernel's own choice also selects stalled workers.
-        let random = self.state.half(offset_of!(intf::dispatch_state, policy)).load(Ordering::Relaxed)
+        let random = self.state.word32(offset_of!(intf::dispatch_state, policy)).load(Ordering::Relaxed)
             == intf::DISPATCH_POLICY_RANDOM;
         let mut order = [0u8; WORKER_COUNT];
         let turns = present.iter().filter(|slot| random || flags(**slot) == 0);
         let count = order.iter_mut().zip(turns).map(|(place, slot)| *place = *slot as u8).count();
         self.state.write(offset_of!(intf::dispatch_state, order), &order);
         let slots = present.last().map_or(0, |slot| slot + 1);
-        self.state.half(offset_of!(intf::dispatch_state, slots)).store(slots, Ordering::Release);
-        self.state.half(offset_of!(intf::dispatch_state, order_count)).store(count as u32, Ordering::Release);
+        self.state.word32(offset_of!(intf::dispatch_state, slots)).store(slots, Ordering::Release);
+        self.state.word32(offset_of!(intf::dispatch_state, order_count)).store(count as u32, Ordering::Release);
     }
 }
 
-fn type_at(number: usize) -> usize {
+fn type_entry_offset(number: usize) -> usize {
     offset_of!(intf::dispatch_state, types) + number * size_of::<intf::dispatch_type>()
 }
 

@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 
 /// The smallest block: a cache line.
-const MIN_BLOCK: u32 = 64;
+const MIN_BLOCK_BYTES: u32 = 64;
 
 /// A block in use.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -27,22 +27,22 @@ impl Block {
 }
 
 fn order_of(bytes: u32) -> u32 {
-    bytes.max(MIN_BLOCK).next_power_of_two().trailing_zeros()
+    bytes.max(MIN_BLOCK_BYTES).next_power_of_two().trailing_zeros()
 }
 
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Blocks {
+pub struct BuddyAllocator {
     /// Offsets of free blocks, by order.
     free: [BTreeSet<u32>; 32],
     bytes: u32,
 }
 
-impl Blocks {
+impl BuddyAllocator {
     /// Returns the blocks of a memory of `bytes` (a power of two). The first block and `used` (offset, bytes) are used.
     pub fn new(bytes: u32, used: impl IntoIterator<Item = (u32, u32)>) -> Self {
         let mut blocks = Self { bytes, ..Self::default() };
         let mut used: Vec<Block> = used.into_iter().map(|(at, bytes)| Block::aligned(at, bytes)).collect();
-        used.push(Block::aligned(0, MIN_BLOCK));
+        used.push(Block::aligned(0, MIN_BLOCK_BYTES));
         used.sort_unstable();
         used.dedup();
         let mut end = 0;
@@ -111,7 +111,7 @@ mod tests {
 
     #[test]
     fn first_block_is_never_allocated() {
-        let mut blocks = Blocks::new(1024, []);
+        let mut blocks = BuddyAllocator::new(1024, []);
         let mut places: Vec<u32> = std::iter::from_fn(|| blocks.allocate(64)).map(|block| block.offset).collect();
         places.sort_unstable();
         assert_eq!(places, (1..16).map(|n| n * 64).collect::<Vec<_>>());
@@ -125,7 +125,7 @@ mod tests {
         fn blocks_never_overlap_and_nothing_is_lost(
             steps in prop::collection::vec((0u32..5000, any::<bool>(), any::<prop::sample::Index>()), 1..200),
         ) {
-            let mut blocks = Blocks::new(1 << 16, []);
+            let mut blocks = BuddyAllocator::new(1 << 16, []);
             let all = blocks.clone();
             let mut allocated: Vec<(Block, u32)> = Vec::new();
             for (bytes, free, which) in steps {
@@ -144,7 +144,7 @@ mod tests {
                 prop_assert_eq!(blocks.free_bytes() + used, all.free_bytes());
             }
             // An allocator from the same used blocks, as after a take-over, has the same state.
-            let again = Blocks::new(1 << 16, allocated.iter().map(|(block, bytes)| (block.offset, *bytes)));
+            let again = BuddyAllocator::new(1 << 16, allocated.iter().map(|(block, bytes)| (block.offset, *bytes)));
             prop_assert_eq!(&again, &blocks);
             allocated.into_iter().for_each(|(block, _)| blocks.free(block));
             prop_assert_eq!(blocks, all);

@@ -19,7 +19,7 @@ use zerocopy::FromBytes as _;
 use super::link::XdpLink;
 use super::program::{CapturedService, Maps};
 use super::servers::{mac_in, members, server_entry};
-use super::services::{service_names, services_of};
+use super::services::{read_services, service_names};
 use super::{COUNTER_NAMES, ServiceIndex, program};
 use crate::mac::MacAddress;
 
@@ -75,16 +75,16 @@ pub struct Capture {
     link: XdpLink,
     service: ServiceIndex,
     attached: AttachedCapture,
-    checked: Instant,
+    last_check: Instant,
     servers: HashMap<MacAddress, Vec<ServerId>>,
     records: Rc<RefCell<Records>>,
 }
 
 /// The capturing variant at the device, and the program that the variant replaced.
 struct AttachedCapture {
-    replaced: OwnedFd,
+    replaced_program: OwnedFd,
     /// Id of the variant. Another id at the device shows that the daemon has attached a newer program.
-    program: u32,
+    program_id: u32,
     buffer: PerfBuffer<'static>,
     /// The kernel removes the buffers from the map when the descriptor that inserted them is closed.
     _captured: MapHandle,
@@ -109,20 +109,28 @@ impl Capture {
     /// balancer is pinned there, or the load balancer lacks the service or was loaded by another version of coreward.
     pub fn start(options: Options) -> anyhow::Result<Self> {
         ensure!(options.capture_length > 0, "a capture of 0 bytes of each packet: expected at least 1");
-        let pins = program::active_pins(&options.pin_directory)?;
-        let Some(link) = XdpLink::pinned(&pins.join("link"))? else {
+        let pins = program::existing_pin_directory(&options.pin_directory)?;
+        let Some(link) = XdpLink::open_pinned(&pins.join("link"))? else {
             bail!("{}: no load balancer is attached here", options.pin_directory.display());
         };
         let maps = Maps::take_over(&pins)?;
-        let services = services_of(&maps);
+        let services = read_services(&maps);
         let Some(service) = services.get(&options.service).map(|service| service.index) else {
             let known: Vec<String> = services.keys().map(ToString::to_string).collect();
             bail!("no service {}: expected one of {}", options.service, known.join(", "));
         };
         let records = Rc::new(RefCell::new(Records::default()));
         let attached = AttachedCapture::new(&options, &maps, &link, service, &records)?;
-        let mut capture =
-            Self { options, maps, link, service, attached, checked: Instant::now(), servers: HashMap::new(), records };
+        let mut capture = Self {
+            options,
+            maps,
+            link,
+            service,
+            attached,
+            last_check: Instant::now(),
+            servers: HashMap::new(),
+            records,
+        };
         capture.read_servers();
         Ok(capture)
     }
@@ -130,11 +138,11 @@ impl Capture {
     /// Waits for packets, at most `timeout`, and passes each to `sink`. The packets of one CPU keep their order. Fails
     /// when the load balancer was detached during the capture.
     pub fn poll(&mut self, timeout: Duration, sink: &mut dyn FnMut(CapturedPacket)) -> anyhow::Result<()> {
-        if self.checked.elapsed() >= CHECK_INTERVAL {
-            self.checked = Instant::now();
-            if self.link.program()? != self.attached.program {
+        if self.last_check.elapsed() >= CHECK_INTERVAL {
+            self.last_check = Instant::now();
+            if self.link.program_id()? != self.attached.program_id {
                 // The daemon may have replaced the connection table by one of another size.
-                self.maps = Maps::take_over(&program::active_pins(&self.options.pin_directory)?)?;
+                self.maps = Maps::take_over(&program::existing_pin_directory(&self.options.pin_directory)?)?;
                 self.attached =
                     AttachedCapture::new(&self.options, &self.maps, &self.link, self.service, &self.records)?;
             }
@@ -210,7 +218,7 @@ impl AttachedCapture {
         records: &Rc<RefCell<Records>>,
     ) -> anyhow::Result<Self> {
         let vip = options.service.socket;
-        let replaced = program_descriptor(link.program()?)?;
+        let replaced = program_descriptor(link.program_id()?)?;
         let protocol = options.service.protocol;
         let watched = CapturedService { vip, protocol, service, length: options.capture_length };
         let (variant, captured) = maps.load_capturing(replaced.as_fd(), &watched)?;
@@ -222,7 +230,7 @@ impl AttachedCapture {
             .build()
             .context("the perf buffer")?;
         link.replace(variant.as_fd()).context("replacing the program at the device")?;
-        Ok(Self { replaced, program: link.program()?, buffer, _captured: captured })
+        Ok(Self { replaced_program: replaced, program_id: link.program_id()?, buffer, _captured: captured })
     }
 }
 
@@ -230,8 +238,8 @@ impl AttachedCapture {
 impl Drop for Capture {
     fn drop(&mut self) {
         let put_back = || -> anyhow::Result<()> {
-            if self.link.program()? == self.attached.program {
-                self.link.replace(self.attached.replaced.as_fd())?;
+            if self.link.program_id()? == self.attached.program_id {
+                self.link.replace(self.attached.replaced_program.as_fd())?;
             }
             Ok(())
         };
@@ -271,6 +279,6 @@ fn program_descriptor(id: u32) -> anyhow::Result<OwnedFd> {
 /// Returns the services of the load balancer in `pin_directory`, with their configured names. Fails when no load
 /// balancer is pinned there.
 pub fn services(pin_directory: &Path) -> anyhow::Result<Vec<(ServiceAddress, String)>> {
-    let maps = Maps::take_over(&program::active_pins(pin_directory)?)?;
+    let maps = Maps::take_over(&program::existing_pin_directory(pin_directory)?)?;
     Ok(service_names(&maps))
 }

@@ -73,9 +73,9 @@ impl AtomicStorage for SharedMemory {
 
 /// Maps the memory of both maps and returns the connection table of `size` in them.
 pub(super) fn map(entries: BorrowedFd<'_>, free_stacks: BorrowedFd<'_>, size: TableSize) -> anyhow::Result<Table> {
-    let entries = MmapArray::new_slice(entries, size.entries() as usize).context("mapping the connection table")?;
+    let entries = MmapArray::new_slice(entries, size.entry_count() as usize).context("mapping the connection table")?;
     let free_stacks =
-        MmapArray::new_slice(free_stacks, size.partitions() as usize).context("mapping the free slots")?;
+        MmapArray::new_slice(free_stacks, size.partition_count() as usize).context("mapping the free slots")?;
     Ok(ConnectionTable::new(SharedMemory { entries, free_stacks, size }, size))
 }
 

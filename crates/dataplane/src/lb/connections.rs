@@ -8,7 +8,8 @@ use std::time::Duration;
 
 use coreward_intf as intf;
 use coreward_model::connection_table::{
-    Clock, Connection, ConnectionIndex, Due, OwnerNumber, TableSize, Timers, entries_per_source, source_shard,
+    ClockTicks, Connection, ConnectionIndex, ExpiryReason, OwnerNumber, TableSize, Timeouts, entries_per_source,
+    source_shard,
 };
 use coreward_model::cookie::CookieKey;
 use coreward_model::{ServerId, ServiceAddress};
@@ -18,25 +19,25 @@ use rand::rngs::SysRng;
 use super::connection_memory::{Table, count_used};
 use super::program::{self, Maps};
 use super::servers::server_entry;
-use super::services::{service_names, services_of};
+use super::services::{read_services, service_names};
 use super::{LoadBalancer, SERVER_FLAGS_SHIFT, ServiceIndex};
 use crate::mac::MacAddress;
 use crate::rcu::wait_for_programs;
 
-const CLOCK: usize = offset_of!(intf::lb_state, clock);
-const OWNERS: usize = offset_of!(intf::lb_state, owners);
+const CLOCK_OFFSET: usize = offset_of!(intf::lb_state, clock);
+const OWNERS_OFFSET: usize = offset_of!(intf::lb_state, owners);
 
 /// Initialises new maps: all slots free, the hash key `key` or a random one, no owner number.
-pub(super) fn begin(maps: &Maps, key: Option<CookieKey>) {
+pub(super) fn initialise_connections(maps: &Maps, key: Option<CookieKey>) {
     maps.connections.initialise();
     let key = key.unwrap_or_else(|| CookieKey::random(&mut UnwrapErr(SysRng)));
     maps.state.write(offset_of!(intf::lb_state, connection_key), &key.layout());
-    set_timers(maps, &Timers::default(), Clock(0));
+    set_timers(maps, &Timeouts::default(), ClockTicks(0));
     set_owner_word(maps, None);
 }
 
 /// Stores the timers by which packets may reuse entries, and the time `swept` of user space's last sweep.
-fn set_timers(maps: &Maps, timers: &Timers, swept: Clock) {
+fn set_timers(maps: &Maps, timers: &Timeouts, swept: ClockTicks) {
     maps.state.write(offset_of!(intf::lb_state, timers), &timers.layout(swept));
 }
 
@@ -46,8 +47,8 @@ fn connection_key(maps: &Maps) -> CookieKey {
 }
 
 /// Returns the counter of a source prefix's entries, which the program increments.
-fn held_by(maps: &Maps, shard: usize) -> &AtomicU64 {
-    maps.takes.word(offset_of!(intf::connection_takes, entries_by_source) + shard * size_of::<u64>())
+fn source_entry_counter(maps: &Maps, shard: usize) -> &AtomicU64 {
+    maps.connection_takes.word(offset_of!(intf::connection_takes, entries_by_source) + shard * size_of::<u64>())
 }
 
 /// Returns the number of entries in use, and corrects the count of each source prefix: an earlier process may have been
@@ -55,7 +56,8 @@ fn held_by(maps: &Maps, shard: usize) -> &AtomicU64 {
 fn recount(maps: &Maps) -> u64 {
     let key = connection_key(maps);
     let shards = 0..intf::SOURCE_SHARDS as usize;
-    let before: Vec<u64> = shards.clone().map(|shard| held_by(maps, shard).load(Ordering::Acquire)).collect();
+    let before: Vec<u64> =
+        shards.clone().map(|shard| source_entry_counter(maps, shard).load(Ordering::Acquire)).collect();
     let mut counted = vec![0; shards.len()];
     let table = &maps.connections;
     for client in table.size().indexes().filter_map(|index| table.client_address(index)) {
@@ -64,15 +66,16 @@ fn recount(maps: &Maps) -> u64 {
     for shard in shards.filter(|shard| before[*shard] != counted[*shard]) {
         // The exchange fails when the prefix's count has changed since.
         let (before, counted) = (before[shard], counted[shard]);
-        let _ = held_by(maps, shard).compare_exchange(before, counted, Ordering::AcqRel, Ordering::Relaxed);
+        let _ =
+            source_entry_counter(maps, shard).compare_exchange(before, counted, Ordering::AcqRel, Ordering::Relaxed);
     }
     counted.iter().sum()
 }
 
 /// Pushes the slots that an earlier process released but could not push. Fails without a grace period.
-pub(super) fn recover(table: &Table) -> anyhow::Result<()> {
+pub(super) fn recover_lost_slots(table: &Table) -> anyhow::Result<()> {
     let mut missing = Vec::new();
-    for partition in 0..table.size().partitions() {
+    for partition in 0..table.size().partition_count() {
         let mut on_stack = [false; intf::CONNECTIONS_PER_PARTITION as usize];
         for index in table.free_slots(partition) {
             on_stack[index.slot() as usize] = true;
@@ -102,18 +105,18 @@ pub(super) fn recover(table: &Table) -> anyhow::Result<()> {
 /// Stores the owner number. It shares a word with the clock: a packet's concurrent update of the clock may be lost.
 fn set_owner_word(maps: &Maps, owner: Option<OwnerNumber>) {
     let number = owner.map_or(intf::MAX_OWNERS, |owner| u32::from(owner.get()));
-    let clock = maps.state.load(CLOCK) as u32;
-    maps.state.store(CLOCK, u64::from(number) << 32 | u64::from(clock));
+    let clock = maps.state.load(CLOCK_OFFSET) as u32;
+    maps.state.store(CLOCK_OFFSET, u64::from(number) << 32 | u64::from(clock));
 }
 
-const _: () = assert!(CLOCK.is_multiple_of(8) && offset_of!(intf::lb_state, owner) == CLOCK + 4);
+const _: () = assert!(CLOCK_OFFSET.is_multiple_of(8) && offset_of!(intf::lb_state, owner) == CLOCK_OFFSET + 4);
 
-pub(super) fn clock(maps: &Maps) -> Clock {
-    Clock(maps.state.load(CLOCK) as u32)
+pub(super) fn clock(maps: &Maps) -> ClockTicks {
+    ClockTicks(maps.state.load(CLOCK_OFFSET) as u32)
 }
 
-fn owner_at(owner: OwnerNumber) -> usize {
-    OWNERS + usize::from(owner.get()) * size_of::<intf::server_entry>()
+fn owner_entry_offset(owner: OwnerNumber) -> usize {
+    OWNERS_OFFSET + usize::from(owner.get()) * size_of::<intf::server_entry>()
 }
 
 fn is_known(maps: &Maps, service: ServiceIndex, server: ServerId) -> bool {
@@ -123,16 +126,16 @@ fn is_known(maps: &Maps, service: ServiceIndex, server: ServerId) -> bool {
 /// Number of entries in use: the last count, and the changes since that count.
 #[derive(Debug)]
 pub(super) struct Occupancy {
-    counted: u64,
+    counted_entries: u64,
     /// Entries that packets had allocated at the last count, since the maps were created.
     allocations: u64,
-    freed: u64,
+    freed_entries: u64,
 }
 
 fn allocations(maps: &Maps) -> u64 {
     let row = |row: usize| {
         let at = offset_of!(intf::connection_takes, by_row) + row * size_of::<intf::connection_takes_row>();
-        maps.takes.load(at + offset_of!(intf::connection_takes_row, count))
+        maps.connection_takes.load(at + offset_of!(intf::connection_takes_row, count))
     };
     (0..maps.counter_rows()).map(row).sum()
 }
@@ -141,12 +144,14 @@ impl Occupancy {
     /// Counts the entries of the whole table.
     pub fn count(maps: &Maps) -> Self {
         let allocations = allocations(maps);
-        Self { counted: recount(maps), allocations, freed: 0 }
+        Self { counted_entries: recount(maps), allocations, freed_entries: 0 }
     }
 
-    fn now(&self, maps: &Maps) -> u64 {
-        let entries = u64::from(maps.connections.size().entries());
-        (self.counted + allocations(maps).saturating_sub(self.allocations)).saturating_sub(self.freed).min(entries)
+    fn entries_in_use(&self, maps: &Maps) -> u64 {
+        let entries = u64::from(maps.connections.size().entry_count());
+        (self.counted_entries + allocations(maps).saturating_sub(self.allocations))
+            .saturating_sub(self.freed_entries)
+            .min(entries)
     }
 }
 
@@ -164,7 +169,7 @@ pub struct PinnedConnections {
 impl PinnedConnections {
     /// Opens the maps in `pin_directory`. Fails when no load balancer is pinned there, or one of another version.
     pub fn open(pin_directory: &Path) -> anyhow::Result<Self> {
-        Ok(Self { maps: Maps::take_over(&program::active_pins(pin_directory)?)? })
+        Ok(Self { maps: Maps::take_over(&program::existing_pin_directory(pin_directory)?)? })
     }
 
     /// Returns the services, with their configured names.
@@ -178,13 +183,13 @@ impl PinnedConnections {
     }
 
     /// Returns the time of the packets' clock.
-    pub fn clock(&self) -> Clock {
+    pub fn clock(&self) -> ClockTicks {
         clock(&self.maps)
     }
 
     /// Returns the entries of a service's connections; none when the service does not exist.
     pub fn connections(&self, service: ServiceAddress) -> impl Iterator<Item = Connection> + '_ {
-        let index = services_of(&self.maps).get(&service).map(|service| service.index);
+        let index = read_services(&self.maps).get(&service).map(|service| service.index);
         index.into_iter().flat_map(|index| service_connections(&self.maps.connections, index))
     }
 }
@@ -209,38 +214,38 @@ impl LoadBalancer {
 
     /// Returns this load balancer's number.
     pub fn owner(&self) -> Option<OwnerNumber> {
-        OwnerNumber::try_from(self.maps.state.load(CLOCK) >> 32).ok()
+        OwnerNumber::try_from(self.maps.state.load(CLOCK_OFFSET) >> 32).ok()
     }
 
     /// Sets the MAC address of another load balancer, to which packets with an index of its table are sent. `None`:
     /// the load balancer is lost, and its packets are broadcast at a separate rate
-    /// ([`Options::broadcast`](super::Options::broadcast)).
+    /// ([`Options::broadcast_limits`](super::Options::broadcast_limits)).
     pub fn set_owner_mac(&mut self, owner: OwnerNumber, mac: Option<MacAddress>) {
         let flags = intf::SERVER_KNOWN | if mac.is_some() { intf::SERVER_RESOLVED } else { 0 };
         let word = mac.map_or(0, MacAddress::word) | u64::from(flags) << SERVER_FLAGS_SHIFT;
-        self.maps.state.store(owner_at(owner), word);
+        self.maps.state.store(owner_entry_offset(owner), word);
     }
 
     /// Returns the MAC address from [`set_owner_mac`](Self::set_owner_mac), also after a take-over.
     pub fn owner_mac(&self, owner: OwnerNumber) -> Option<MacAddress> {
-        let word = self.maps.state.load(owner_at(owner));
+        let word = self.maps.state.load(owner_entry_offset(owner));
         let resolved = (word >> SERVER_FLAGS_SHIFT) as u32 & intf::SERVER_RESOLVED != 0;
         resolved.then(|| MacAddress::from_word(word))
     }
 
     /// Removes an owner number that no connection uses. Packets with indexes of that owner are then treated as forged.
     pub fn forget_owner(&mut self, owner: OwnerNumber) {
-        self.maps.state.store(owner_at(owner), 0);
+        self.maps.state.store(owner_entry_offset(owner), 0);
     }
 
     /// Sets the packets' clock, which counts tenths of a second, from CLOCK_MONOTONIC. To be called every 100 ms.
     pub fn tick(&mut self, monotonic: Duration) {
-        let owner = self.maps.state.load(CLOCK) & !u64::from(u32::MAX);
-        self.maps.state.store(CLOCK, owner | u64::from(Clock::at(monotonic).0));
+        let owner = self.maps.state.load(CLOCK_OFFSET) & !u64::from(u32::MAX);
+        self.maps.state.store(CLOCK_OFFSET, owner | u64::from(ClockTicks::at(monotonic).0));
     }
 
     /// Returns the time of the packets' clock.
-    pub fn clock(&self) -> Clock {
+    pub fn clock(&self) -> ClockTicks {
         clock(&self.maps)
     }
 
@@ -250,15 +255,15 @@ impl LoadBalancer {
     }
 
     /// Limits the entries of one source prefix in the connection table: to be called as often as [`tick`](Self::tick).
-    pub fn guard_connection_table(&mut self) {
-        let limit = entries_per_source(self.maps.connections.size(), self.occupancy.now(&self.maps) as u32);
+    pub fn update_source_limit(&mut self) {
+        let limit = entries_per_source(self.maps.connections.size(), self.occupancy.entries_in_use(&self.maps) as u32);
         self.maps.state.store(offset_of!(intf::lb_state, entries_per_source), limit.into());
     }
 
     /// Returns the number of connections with an entry, by the last [`count_connections`](Self::count_connections) and
     /// the changes since.
     pub fn occupancy(&self) -> u64 {
-        self.occupancy.now(&self.maps)
+        self.occupancy.entries_in_use(&self.maps)
     }
 
     /// Counts the entries of the whole table, so that [`occupancy`](Self::occupancy) and the counts of source prefixes
@@ -274,19 +279,19 @@ impl LoadBalancer {
 
     /// Returns connections in the next `entries` entries of the table that may be freed, with the reason. Each call
     /// continues after the last one and wraps; a full sweep would pause the daemon. After
-    /// [`intf::CONNECTION_UNSWEPT`] without a call, packets reuse entries by the timers of the last call.
-    pub fn due_connections(&mut self, timers: &Timers, entries: u32) -> Vec<(Connection, Due)> {
-        let all = self.maps.connections.size().entries();
+    /// [`intf::CONNECTION_UNSWEPT_TICKS`] without a call, packets reuse entries by the timers of the last call.
+    pub fn due_connections(&mut self, timers: &Timeouts, entries: u32) -> Vec<(Connection, ExpiryReason)> {
+        let all = self.maps.connections.size().entry_count();
         let (table, now) = (&self.maps.connections, self.clock());
         set_timers(&self.maps, timers, now);
         let mut found = Vec::new();
-        for position in (0..entries.min(all)).map(|n| (self.next_swept + n) % all) {
+        for position in (0..entries.min(all)).map(|n| (self.next_sweep_position + n) % all) {
             let Some(connection) = table.connection(table.size().index_at(position)) else { continue };
             let service = ServiceIndex(connection.identity.service);
             let known = is_known(&self.maps, service, connection.identity.server);
-            found.extend(timers.due(&connection, known, now).map(|due| (connection, due)));
+            found.extend(timers.expiry_reason(&connection, known, now).map(|due| (connection, due)));
         }
-        self.next_swept = (self.next_swept + entries) % all;
+        self.next_sweep_position = (self.next_sweep_position + entries) % all;
         found
     }
 
@@ -311,10 +316,10 @@ impl LoadBalancer {
         let key = connection_key(&self.maps);
         for connection in &released {
             self.maps.connections.push(connection.index);
-            let held = held_by(&self.maps, source_shard(&key, connection.client.ip()));
+            let held = source_entry_counter(&self.maps, source_shard(&key, connection.client.ip()));
             let _ = held.fetch_update(Ordering::AcqRel, Ordering::Acquire, |held| held.checked_sub(1));
         }
-        self.occupancy.freed += released.len() as u64;
+        self.occupancy.freed_entries += released.len() as u64;
         Ok(released.len())
     }
 

@@ -30,13 +30,13 @@ impl Counters {
     }
 
     /// Returns the number of SYNs sent to servers by the placement rule or a connection table entry. Only
-    /// [`Counters::established`] counts the SYNs of clients without timestamps and of `beamer` services.
+    /// [`Counters::established_packets`] counts the SYNs of clients without timestamps and of `beamer` services.
     pub fn syns(&self) -> u64 {
         self.sum(&["new_connection"])
     }
 
     /// Returns the number of packets sent to servers as packets of established connections.
-    pub fn established(&self) -> u64 {
+    pub fn established_packets(&self) -> u64 {
         self.sum(&["established", "connection_table", "flow_table", "per_packet", "bucket_hash", "to_owner"])
     }
 }
@@ -48,7 +48,7 @@ impl LoadBalancer {
     }
 
     /// Returns the number of a service's new connections that were sent to servers.
-    pub fn opened(&self, service: ServiceIndex) -> u64 {
+    pub fn opened_connections(&self, service: ServiceIndex) -> u64 {
         let entry = |row: usize| row * intf::LB_COUNTERS_PER_ROW as usize + usize::from(service.0);
         let field = offset_of!(intf::lb_counters, opened);
         let of_row = |row| self.maps.counters.load(entry(row) * size_of::<intf::lb_counters>() + field);

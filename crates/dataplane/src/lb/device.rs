@@ -47,13 +47,13 @@ impl LoadBalancer {
                 found => bail!(
                     "what is pinned in {} is at the interface of index {found}, not at {interface:?} (index {index}): \
                      detach it first, or use another pin directory",
-                    self.pins.as_deref().unwrap_or(Path::new("")).display()
+                    self.lb_pin_directory.as_deref().unwrap_or(Path::new("")).display()
                 ),
             }
             self.link = None;
         }
         let attachment = self.attach_new(interface, index, mode)?;
-        if let (Some(pins), Some(link)) = (&self.pins, &self.link) {
+        if let (Some(pins), Some(link)) = (&self.lb_pin_directory, &self.link) {
             link::unpin(&pins.join("link"))?;
             link.pin(&pins.join("link"))?;
         }
@@ -105,7 +105,7 @@ impl LoadBalancer {
         self.change_variant(Variant { counters_by_cpu, ..self.variant })?;
         let link =
             XdpLink::create(self.program.as_fd(), index, attachment).map_err(|error| match error.raw_os_error() {
-                Some(libc::EBUSY | libc::EEXIST) => anyhow::anyhow!(self.describe_owner(interface, index)),
+                Some(libc::EBUSY | libc::EEXIST) => anyhow::anyhow!(self.describe_foreign_program(interface, index)),
                 _ => anyhow::Error::from(error).context(format!("{attachment:?} XDP at interface {interface:?}")),
             })?;
         self.link = Some(link);
@@ -113,14 +113,14 @@ impl LoadBalancer {
     }
 
     /// Returns the error text about a foreign program at the device: its origin and the remedy.
-    fn describe_owner(&self, interface: &str, index: u32) -> String {
-        let own = self.pins.as_deref().and_then(Path::parent);
+    fn describe_foreign_program(&self, interface: &str, index: u32) -> String {
+        let own = self.lb_pin_directory.as_deref().and_then(Path::parent);
         let others = own.map(|own| pins::other_directories(own, "lb/link")).unwrap_or_default();
         // Program ids are compared because an interface index may be one of another network namespace.
-        let xdp = device::xdp(index).unwrap_or_default();
+        let xdp = device::query_xdp_state(index).unwrap_or_default();
         let at_device = |directory: &&PathBuf| {
             let program = pinned_program(directory).ok().flatten();
-            program.is_some() && (program == xdp.native || program == xdp.generic)
+            program.is_some() && (program == xdp.native_program_id || program == xdp.generic_program_id)
         };
         match others.iter().find(at_device) {
             Some(directory) => format!(

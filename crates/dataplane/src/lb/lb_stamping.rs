@@ -8,13 +8,13 @@ use anyhow::{Context as _, ensure};
 use coreward_intf as intf;
 use coreward_model::consistency::Timestamps;
 use coreward_model::cookie::{CookieKey, FleetKeys, KeyIndex};
-use coreward_model::lb_stamping::{AGREEING, SERVER_IDS, can_name};
+use coreward_model::lb_stamping::{AGREEING, SERVER_ID_COUNT, can_name};
 use coreward_model::{ServerId, key_activation};
 use libbpf_rs::{MapCore as _, MapFlags, MapHandle};
 use zerocopy::{FromBytes as _, IntoBytes as _};
 
 use super::program::Maps;
-use super::{LbStampingClock, LoadBalancer, ServiceIndex, state_of};
+use super::{LbStampingClock, LoadBalancer, ServiceIndex, service_state_offset};
 use crate::clock::monotonic_ms;
 use crate::mac::MacAddress;
 
@@ -22,19 +22,19 @@ use crate::mac::MacAddress;
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct ServerClock {
     /// Number of latest connections in a row whose SYN-ACKs showed one clock; at most [`AGREEING`].
-    pub agreeing: u16,
+    pub agreeing_connections: u16,
     /// Number of sampled connections whose TSval grew by 1 per ms; a sample with another rate halves the number.
-    pub steady: u16,
+    pub steady_samples: u16,
     /// Whether the newest sample's TSval did not grow by 1 per ms.
     pub is_unsteady: bool,
     /// Number of new connections sent to the server.
-    pub opened: u64,
+    pub opened_connections: u64,
     /// Number of SYN-ACKs from the server that passed this load balancer.
     pub syn_acks: u64,
     /// Number of SYN-ACKs with timestamps.
     pub with_timestamps: u64,
     /// Number of replies that showed another clock than the connection before.
-    pub disagreed: u64,
+    pub disagreeing_replies: u64,
 }
 
 /// State of a server's clock, which decides whether its new connections are stamped.
@@ -74,13 +74,13 @@ const MAX_UNMEASURED_ANSWERS: u64 = 100;
 impl ServerClock {
     /// Returns the state that follows from the counts.
     pub fn state(&self) -> ClockState {
-        if self.agreeing >= AGREEING {
+        if self.agreeing_connections >= AGREEING {
             ClockState::Known
-        } else if self.steady >= AGREEING {
+        } else if self.steady_samples >= AGREEING {
             ClockState::PerConnection
         } else if self.syn_acks == 0 {
             ClockState::Unseen
-        } else if self.is_unsteady || (self.steady == 0 && self.disagreed >= MAX_UNMEASURED_ANSWERS) {
+        } else if self.is_unsteady || (self.steady_samples == 0 && self.disagreeing_replies >= MAX_UNMEASURED_ANSWERS) {
             ClockState::Differs
         } else if self.with_timestamps == 0 && self.syn_acks >= u64::from(AGREEING) {
             ClockState::NoTimestamps
@@ -95,12 +95,12 @@ impl ServerClock {
         const FALLBACK: &str = "its connections use the flow table";
         match self.state() {
             ClockState::Known | ClockState::PerConnection | ClockState::Learning => None,
-            ClockState::Unseen => (self.opened >= u64::from(AGREEING)).then(|| {
+            ClockState::Unseen => (self.opened_connections >= u64::from(AGREEING)).then(|| {
                 format!(
                     "{} new connections went to it, but none of its replies passes here: expected its route to the \
                      clients \
                      to lead through this load balancer",
-                    self.opened
+                    self.opened_connections
                 )
             }),
             ClockState::NoTimestamps => Some(format!(
@@ -116,7 +116,7 @@ impl ServerClock {
                 "{} of its {} SYN-ACKs have another clock than the one before, and no connection sent answers {} ms \
                  apart, which would show the clock, so {FALLBACK}: expected longer connections, or \
                  net.ipv4.tcp_timestamps = 2 there",
-                self.disagreed,
+                self.disagreeing_replies,
                 self.with_timestamps,
                 intf::LB_STAMPING_SAMPLE_MS
             )),
@@ -135,7 +135,7 @@ pub struct StampedPackets {
 
 /// A server id that is too large for LB-side stamping.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("server id {0}: timestamps by the load balancer need ids from 0 to {max}", max = SERVER_IDS - 1)]
+#[error("server id {0}: timestamps by the load balancer need ids from 0 to {max}", max = SERVER_ID_COUNT - 1)]
 pub struct IdTooLarge(ServerId);
 
 impl LoadBalancer {
@@ -143,7 +143,7 @@ impl LoadBalancer {
     /// not change while the service has connections.
     pub fn set_time_key(&mut self, service: ServiceIndex, key: CookieKey) {
         let key = key.layout();
-        self.maps.state.write(state_of(service) + offset_of!(intf::service_state, time_key), &key);
+        self.maps.state.write(service_state_offset(service) + offset_of!(intf::service_state, time_key), &key);
     }
 
     /// Returns the TSval from which the current key of `new` is used, by this machine's clock in ms.
@@ -166,13 +166,13 @@ impl LoadBalancer {
         let clock = |(_, known): (_, intf::lb_stamped_server)| -> anyhow::Result<_> {
             let id = ServerId::try_from(u64::from(known.server_id))?;
             let clock = ServerClock {
-                agreeing: known.agreeing,
-                steady: known.steady,
+                agreeing_connections: known.agreeing,
+                steady_samples: known.steady,
                 is_unsteady: known.unsteady != 0,
-                opened: self.traffic(id).opened,
+                opened_connections: self.traffic(id).opened,
                 syn_acks: known.syn_acks,
                 with_timestamps: known.with_timestamps,
-                disagreed: known.disagreed,
+                disagreeing_replies: known.disagreed,
             };
             Ok((id, clock))
         };
@@ -208,7 +208,7 @@ impl LoadBalancer {
             ensure!(!eligible, IdTooLarge(id));
             return Ok(());
         }
-        let left = self.lb_stamped.insert((service, id), mac).filter(|left| *left != mac);
+        let left = self.lb_stamped_macs.insert((service, id), mac).filter(|left| *left != mac);
         let map = self.maps.lb_stamped_servers();
         let known_there = match left {
             Some(left) => read(map, service, left)?.filter(|known| known.server_id == id.get()),
@@ -224,12 +224,12 @@ impl LoadBalancer {
             Some(here) => here,
             None => known_there.unwrap_or_default(),
         };
-        write(map, service, mac, &intf::lb_stamped_server { server_id: id.get(), ..known })
+        write_lb_stamped_server(map, service, mac, &intf::lb_stamped_server { server_id: id.get(), ..known })
     }
 
     /// Removes a server. If another server id has the same MAC address, the entry passes to that id.
     pub(super) fn forget_lb_stamped_server(&mut self, service: ServiceIndex, id: ServerId) -> anyhow::Result<()> {
-        let Some(mac) = self.lb_stamped.remove(&(service, id)) else { return Ok(()) };
+        let Some(mac) = self.lb_stamped_macs.remove(&(service, id)) else { return Ok(()) };
         let map = self.maps.lb_stamped_servers();
         match read(map, service, mac)? {
             Some(known) if known.server_id == id.get() => self.remove_address(map, service, mac),
@@ -238,7 +238,7 @@ impl LoadBalancer {
     }
 
     pub(super) fn forget_lb_stamped_servers(&mut self, services: &BTreeSet<ServiceIndex>) -> anyhow::Result<()> {
-        self.lb_stamped.retain(|(of, _), _| !services.contains(of));
+        self.lb_stamped_macs.retain(|(of, _), _| !services.contains(of));
         let map = self.maps.lb_stamped_servers();
         for ((of, mac), _) in lb_stamped_servers(&self.maps)? {
             if services.contains(&of) {
@@ -250,17 +250,17 @@ impl LoadBalancer {
 
     /// Removes the entry of `mac`, or gives it to another server id with that address.
     fn remove_address(&self, map: &MapHandle, service: ServiceIndex, mac: MacAddress) -> anyhow::Result<()> {
-        let other = self.lb_stamped.iter().find(|((of, _), at)| *of == service && **at == mac);
+        let other = self.lb_stamped_macs.iter().find(|((of, _), at)| *of == service && **at == mac);
         match (other, read(map, service, mac)?) {
             (Some(((_, other), _)), Some(known)) => {
-                write(map, service, mac, &intf::lb_stamped_server { server_id: other.get(), ..known })
+                write_lb_stamped_server(map, service, mac, &intf::lb_stamped_server { server_id: other.get(), ..known })
             }
             _ => map.delete(&clock_key(service, mac)).context("forgetting a server's old address"),
         }
     }
 
     fn has_address(&self, service: ServiceIndex, id: u16, mac: MacAddress) -> bool {
-        ServerId::try_from(u64::from(id)).is_ok_and(|id| self.lb_stamped.get(&(service, id)) == Some(&mac))
+        ServerId::try_from(u64::from(id)).is_ok_and(|id| self.lb_stamped_macs.get(&(service, id)) == Some(&mac))
     }
 }
 
@@ -290,7 +290,7 @@ fn read(map: &MapHandle, service: ServiceIndex, mac: MacAddress) -> anyhow::Resu
         .transpose()
 }
 
-fn write(
+fn write_lb_stamped_server(
     map: &MapHandle,
     service: ServiceIndex,
     mac: MacAddress,

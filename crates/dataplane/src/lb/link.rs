@@ -78,7 +78,7 @@ impl XdpLink {
     }
 
     /// Returns the link pinned at `path`; `None`: the pin does not exist.
-    pub fn pinned(path: &Path) -> anyhow::Result<Option<Self>> {
+    pub fn open_pinned(path: &Path) -> anyhow::Result<Option<Self>> {
         if !path.exists() {
             return Ok(None);
         }
@@ -96,7 +96,7 @@ impl XdpLink {
         }
     }
 
-    pub fn program(&self) -> anyhow::Result<u32> {
+    pub fn program_id(&self) -> anyhow::Result<u32> {
         Ok(LinkInfo::from_fd(self.0.as_fd()).context("reading the link")?.prog_id)
     }
 

@@ -8,7 +8,7 @@ use coreward_model::{ServerId, ServiceAddress};
 use super::link::XdpLink;
 use super::program::{self, Maps};
 use super::servers::{mac_in, server_entry};
-use super::services::services_of;
+use super::services::read_services;
 use super::{SERVER_FLAGS_SHIFT, Server, ServiceIndex};
 
 /// Returns the reason why [`LoadBalancer::load`](super::LoadBalancer::load) would not take over the state pinned below
@@ -24,7 +24,7 @@ pub fn pinned_problem(pin_directory: &Path) -> Option<String> {
 /// Returns the id of the program that the link pinned below `pin_directory` attaches; `None`: no link is pinned. Fails
 /// when the link cannot be read.
 pub fn pinned_program(pin_directory: &Path) -> anyhow::Result<Option<u32>> {
-    XdpLink::pinned(&pin_directory.join("lb").join("link"))?.map(|link| link.program()).transpose()
+    XdpLink::open_pinned(&pin_directory.join("lb").join("link"))?.map(|link| link.program_id()).transpose()
 }
 
 /// Read access to the servers of a load balancer in operation, without its daemon.
@@ -36,19 +36,19 @@ pub struct PinnedServers {
 impl PinnedServers {
     /// Opens the maps in `pin_directory`. Fails when no load balancer is pinned there, or one of another version.
     pub fn open(pin_directory: &Path) -> anyhow::Result<Self> {
-        Ok(Self { maps: Maps::take_over(&program::active_pins(pin_directory)?)? })
+        Ok(Self { maps: Maps::take_over(&program::existing_pin_directory(pin_directory)?)? })
     }
 
     /// Returns the index of a service; `None`: the service does not exist.
     pub fn service(&self, address: &ServiceAddress) -> Option<ServiceIndex> {
-        services_of(&self.maps).get(address).map(|service| service.index)
+        read_services(&self.maps).get(address).map(|service| service.index)
     }
 
     /// Returns a server's present entry; `None`: the server is not one of the service.
     pub fn server(&self, service: ServiceIndex, id: ServerId) -> Option<Server> {
         let word = server_entry(&self.maps, service, id);
         let flags = (word >> SERVER_FLAGS_SHIFT) as u32;
-        let server = Server { mac: mac_in(word), eligible: flags & intf::SERVER_ELIGIBLE != 0 };
+        let server = Server { mac: mac_in(word), is_eligible: flags & intf::SERVER_ELIGIBLE != 0 };
         (flags & intf::SERVER_KNOWN != 0).then_some(server)
     }
 }

@@ -12,7 +12,7 @@ use super::program::Maps;
 use super::services::{Service, features_in_use};
 use super::tables::{Family, Hashing, MemoryFull, StoredTable};
 use super::variant::{EnabledFeatures, Variant};
-use super::{LoadBalancer, ServiceIndex, state_of, tables};
+use super::{LoadBalancer, ServiceIndex, service_state_offset, tables};
 
 impl LoadBalancer {
     /// Installs a service's table by one atomic switch: every new connection is placed by the old or by the new table.
@@ -23,15 +23,19 @@ impl LoadBalancer {
     /// [`TableError`]: super::TableError
     pub fn install_table(&mut self, service: ServiceIndex, table: &PlacementTable) -> anyhow::Result<()> {
         self.install(service, Hashing::Keys(self.address_of(service).socket), table)?;
-        self.set_down(service, &table.down);
+        self.set_down(service, &table.down_servers);
         Ok(())
     }
 
     /// Returns how many connections were assigned to each of the first `count` core slots of the service's table;
     /// an empty list without a table.
-    pub fn assigned(&self, service: ServiceIndex, count: u16) -> Vec<u32> {
-        let at = self.maps.state.load(table_at(service)) as u32;
-        if at == 0 { Vec::new() } else { (0..count).map(|slot| self.maps.tables.assigned(at, slot)).collect() }
+    pub fn assigned_connections(&self, service: ServiceIndex, count: u16) -> Vec<u32> {
+        let at = self.maps.state.load(table_word_offset(service)) as u32;
+        if at == 0 {
+            Vec::new()
+        } else {
+            (0..count).map(|slot| self.maps.tables.assigned_connections(at, slot)).collect()
+        }
     }
 
     /// Replaces the rule and the candidates of a service's table by the result of `choose`. `choose` gets the table
@@ -42,30 +46,36 @@ impl LoadBalancer {
         service: ServiceIndex,
         choose: impl FnOnce(&PlacementTable) -> PlacementTable,
     ) -> anyhow::Result<()> {
-        let at = self.maps.state.load(table_at(service)) as u32;
+        let at = self.maps.state.load(table_word_offset(service)) as u32;
         let Some(table) = self.maps.tables.read(at) else { return Ok(()) };
         let chosen = choose(&table);
         if chosen.candidates.is_empty() {
             return Ok(());
         }
         let (generation, members) = (table.generation, table.members);
-        let (consistent, previous_consistent) = (table.consistent, table.previous_consistent);
-        let table = PlacementTable { generation, members, consistent, previous_consistent, ..chosen };
+        let (consistent, previous_consistent) = (table.consistent_servers, table.previous_consistent_servers);
+        let table = PlacementTable {
+            generation,
+            members,
+            consistent_servers: consistent,
+            previous_consistent_servers: previous_consistent,
+            ..chosen
+        };
         self.install(service, Hashing::UnchangedMembers, &table)
     }
 
     /// Returns whether the rule of `table` differs from the rule in force: then `install_table` may load a program.
     pub fn changes_rule(&self, service: ServiceIndex, table: &PlacementTable) -> bool {
-        self.service(service).rule() != rule_of(table)
+        self.service(service).rule() != table_rule_bit(table)
     }
 
     fn install(&mut self, service: ServiceIndex, hashing: Hashing, table: &PlacementTable) -> anyhow::Result<()> {
         tables::check(table)?;
-        let rule = rule_of(table);
-        let with_rule = EnabledFeatures { rules: rule.unwrap_or(0), ..self.variant.in_use };
-        self.change_variant(Variant { in_use: self.variant.in_use.union(with_rule), ..self.variant })?;
+        let rule = table_rule_bit(table);
+        let with_rule = EnabledFeatures { rules: rule.unwrap_or(0), ..self.variant.features };
+        self.change_variant(Variant { features: self.variant.features.union(with_rule), ..self.variant })?;
         let written = self.write_table(service, hashing, table)?;
-        self.maps.state.store(table_at(service), written.offset().into());
+        self.maps.state.store(table_word_offset(service), written.offset().into());
         let was_in_use = self.service(service).rule();
         if let Some(before) = self.service_mut(service).table.replace(written) {
             self.maps.tables.retire(before, &self.grace_periods);
@@ -75,7 +85,7 @@ impl LoadBalancer {
         }
         // The new variant lacks features that no table uses now. A packet on another CPU may still have the old table's
         // offset; that packet runs in the old program.
-        self.change_variant(Variant { in_use: features_in_use(&self.services), ..self.variant })
+        self.change_variant(Variant { features: features_in_use(&self.services), ..self.variant })
     }
 
     /// Writes the table into the memory for tables, which grows if it is full.
@@ -105,18 +115,17 @@ impl LoadBalancer {
             "placement tables need more than {} MiB in all",
             intf::MAX_PLACEMENT_MEMORY >> 20
         );
-        let map = self.maps.larger_placement_memory(bytes)?;
-        let program =
-            self.maps.with_placement_memory(
-                map,
-                bytes,
-                &self.variant,
-                self.pins.as_deref(),
-                |program| match &self.link {
-                    Some(link) => link.replace(program).context("replacing the program at the device"),
-                    None => Ok(()),
-                },
-            )?;
+        let map = self.maps.create_larger_placement_memory(bytes)?;
+        let program = self.maps.switch_placement_memory(
+            map,
+            bytes,
+            &self.variant,
+            self.lb_pin_directory.as_deref(),
+            |program| match &self.link {
+                Some(link) => link.replace(program).context("replacing the program at the device"),
+                None => Ok(()),
+            },
+        )?;
         self.program = program;
         // Programs that still run mask offsets with the old size. They must end before a table lies beyond it.
         self.grace_periods.wait(self.grace_periods.request())?;
@@ -130,24 +139,24 @@ impl LoadBalancer {
 
     /// Returns the generation of a service's table; `None`: the service has no table, or a table without members.
     pub fn table_generation(&self, service: ServiceIndex) -> Option<u64> {
-        let at = self.maps.state.load(table_at(service)) as u32;
+        let at = self.maps.state.load(table_word_offset(service)) as u32;
         tables::rule_bit(self.maps.tables.memory(), at).map(|_| self.maps.tables.generation(at))
     }
 }
 
 /// Returns the table's rule as a bit; `None`: the table has no members and places nothing.
-fn rule_of(table: &PlacementTable) -> Option<u32> {
+fn table_rule_bit(table: &PlacementTable) -> Option<u32> {
     (!table.members.is_empty()).then(|| 1 << table.rule.number())
 }
 
 /// Returns the offset of the word that holds the offset of a service's table.
-fn table_at(service: ServiceIndex) -> usize {
-    state_of(service) + offset_of!(intf::service_state, table_at)
+fn table_word_offset(service: ServiceIndex) -> usize {
+    service_state_offset(service) + offset_of!(intf::service_state, table_at)
 }
 
 /// Assigns the tables in the memory to their services; to be called once, after a take-over.
 pub(super) fn adopt_tables(maps: &mut Maps, services: &mut BTreeMap<ServiceAddress, Service>) {
-    let at = |service: &Service| maps.state.load(table_at(service.index)) as u32;
+    let at = |service: &Service| maps.state.load(table_word_offset(service.index)) as u32;
     let mut with_table: Vec<((u32, Family), &mut Service)> = services
         .iter_mut()
         .map(|(address, service)| ((at(service), Family::of(&address.socket)), service))

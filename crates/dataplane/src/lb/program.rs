@@ -30,37 +30,44 @@ const DEFAULT_FORWARDING: u32 = 1 << intf::FORWARDING_L2;
 
 /// Sizes of the maps whose size is not fixed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Sizes {
+pub(super) struct MapSizes {
     /// Number of sets of the flow table.
     pub flow_set_count: u32,
-    pub connection_table: TableSize,
+    pub connection_table_size: TableSize,
     /// Size of the memory for placement tables, in bytes: a power of two.
-    pub placement_memory: u32,
+    pub placement_memory_bytes: u32,
     /// Number of rows of counters: a power of two.
     pub counter_rows: u32,
 }
 
-impl Sizes {
+impl MapSizes {
     /// Returns the sizes for new maps: configured ones, the smallest placement memory, a row of counters per CPU.
     pub fn new(flow_table_entries: u32, connection_table: TableSize) -> anyhow::Result<Self> {
         let cpus = libbpf_rs::num_possible_cpus().context("the number of CPUs")? as u32;
         let counter_rows = cpus.next_power_of_two().min(intf::MAX_LB_COUNTER_ROWS);
         let flow_set_count = flow_table_entries.div_ceil(intf::FLOW_SET_ENTRIES);
-        Ok(Self { flow_set_count, connection_table, placement_memory: intf::MIN_PLACEMENT_MEMORY, counter_rows })
+        Ok(Self {
+            flow_set_count,
+            connection_table_size: connection_table,
+            placement_memory_bytes: intf::MIN_PLACEMENT_MEMORY,
+            counter_rows,
+        })
     }
 
-    fn set(self, maps: &mut OpenLbMaps<'_>) -> anyhow::Result<()> {
+    fn apply_to(self, maps: &mut OpenLbMaps<'_>) -> anyhow::Result<()> {
         maps.flow_table.set_max_entries(self.flow_set_count).context("the size of the flow table")?;
-        maps.connections.set_max_entries(self.connection_table.entries()).context("the connection table's size")?;
+        maps.connections
+            .set_max_entries(self.connection_table_size.entry_count())
+            .context("the connection table's size")?;
         lru::set_capacity(&mut maps.fragments, intf::MAX_FRAGMENTED_DATAGRAMS, None)?;
-        let memory = self.placement_memory + intf::PLACEMENT_MEMORY_SLACK;
+        let memory = self.placement_memory_bytes + intf::PLACEMENT_MEMORY_SLACK;
         maps.placement_memory.set_value_size(memory).context("the memory for placement tables")?;
         maps.lb_counters.set_max_entries(self.counter_rows * intf::LB_COUNTERS_PER_ROW).context("rows of counters")?;
         maps.server_traffic
             .set_max_entries(self.counter_rows * intf::SERVER_ID_COUNT)
             .context("rows of counters by server")?;
         maps.connection_stacks
-            .set_max_entries(self.connection_table.partitions())
+            .set_max_entries(self.connection_table_size.partition_count())
             .context("the number of the connection table's partitions")
     }
 }
@@ -78,13 +85,13 @@ pub(super) struct Maps {
     pub membership: MmapArray<Membership>,
     pub counters: MmapArray<[intf::lb_counters]>,
     pub tables: Tables,
-    sizes: Sizes,
+    sizes: MapSizes,
     /// Traffic to servers, by row and server id.
     pub traffic: MmapArray<[intf::server_traffic]>,
     pub connections: Table,
     pub flows: MmapArray<[intf::flow_set]>,
     /// Counts of connection table entries that packets have allocated.
-    pub takes: MmapArray<intf::connection_takes>,
+    pub connection_takes: MmapArray<intf::connection_takes>,
     /// Outer headers of encapsulated packets, by server id.
     pub tunnels: MmapArray<intf::server_tunnels>,
 }
@@ -142,7 +149,7 @@ fn maps_of<'a, 'obj>(maps: &'a mut OpenLbMaps<'obj>) -> [&'a mut OpenMapMut<'obj
 }
 
 impl Maps {
-    fn new(handles: [MapHandle; MAP_NAMES.len()], sizes: Sizes) -> anyhow::Result<Self> {
+    fn new(handles: [MapHandle; MAP_NAMES.len()], sizes: MapSizes) -> anyhow::Result<Self> {
         let [state, servers, counters, tables, traffic, connections, stacks, .., membership] = &handles;
         let rows = sizes.counter_rows as usize;
         Ok(Self {
@@ -151,13 +158,14 @@ impl Maps {
             membership: MmapArray::new(membership).context("mapping the services' servers")?,
             counters: MmapArray::new_slice(counters, rows * intf::LB_COUNTERS_PER_ROW as usize)
                 .context("mapping the counters")?,
-            tables: Tables::new(map_memory(tables, sizes.placement_memory)?, sizes.placement_memory),
+            tables: Tables::new(map_memory(tables, sizes.placement_memory_bytes)?, sizes.placement_memory_bytes),
             traffic: MmapArray::new_slice(traffic, rows * intf::SERVER_ID_COUNT as usize)
                 .context("mapping the servers' traffic")?,
-            connections: connection_memory::map(connections.as_fd(), stacks.as_fd(), sizes.connection_table)?,
+            connections: connection_memory::map(connections.as_fd(), stacks.as_fd(), sizes.connection_table_size)?,
             flows: MmapArray::new_slice(&handles[map_position(FLOW_TABLE)], sizes.flow_set_count as usize)
                 .context("mapping the flow table")?,
-            takes: MmapArray::new(&handles[map_position(TAKES)]).context("mapping the connection table's takes")?,
+            connection_takes: MmapArray::new(&handles[map_position(TAKES)])
+                .context("mapping the connection table's takes")?,
             tunnels: MmapArray::new(&handles[map_position(TUNNELS)]).context("mapping the servers' outer addresses")?,
             sizes,
             handles,
@@ -165,10 +173,10 @@ impl Maps {
     }
 
     /// Creates empty maps, and loads the program that uses these maps.
-    pub fn create(variant: &Variant, sizes: Sizes) -> anyhow::Result<(Self, OwnedFd)> {
+    pub fn create(variant: &Variant, sizes: MapSizes) -> anyhow::Result<(Self, OwnedFd)> {
         let mut storage = MaybeUninit::uninit();
         let mut skeleton = open(&mut storage, variant, &sizes)?;
-        sizes.set(&mut skeleton.maps)?;
+        sizes.apply_to(&mut skeleton.maps)?;
         let loaded = skeleton.load().context("loading lb.bpf.c into the kernel")?;
         let maps = &loaded.maps;
         let handles = [
@@ -256,7 +264,7 @@ impl Maps {
         let mut storage = MaybeUninit::uninit();
         let mut skeleton = LbSkelBuilder::default().open(&mut storage).context("opening lb.bpf.o")?;
         let sizes = pinned_sizes(directory).with_context(|| recovery_hint(directory))?;
-        sizes.set(&mut skeleton.maps)?;
+        sizes.apply_to(&mut skeleton.maps)?;
         let expected = maps_of(&mut skeleton.maps);
         let mut handles = Vec::new();
         for (name, expected) in MAP_NAMES.iter().zip(expected) {
@@ -276,7 +284,7 @@ impl Maps {
 
     /// Gives the connection table in `directory` its requested size; the flow table keeps its size. Fails when the
     /// connection table needs another size but has entries in use.
-    pub fn resize(&mut self, directory: &Path, requested: Sizes) -> anyhow::Result<()> {
+    pub fn resize(&mut self, directory: &Path, requested: MapSizes) -> anyhow::Result<()> {
         if self.sizes.flow_set_count != requested.flow_set_count {
             let entries = |sets: u32| sets * intf::FLOW_SET_ENTRIES;
             tracing::warn!(
@@ -287,7 +295,7 @@ impl Maps {
                 "the pinned flow table keeps its size: to apply `flow_table`, run `coreward lb --detach` first"
             );
         }
-        let (found, requested) = (self.connections.size(), requested.connection_table);
+        let (found, requested) = (self.connections.size(), requested.connection_table_size);
         if found == requested {
             return Ok(());
         }
@@ -298,14 +306,14 @@ impl Maps {
              or \
              detach first (forwarding stops)",
             directory.display(),
-            found.entries(),
-            requested.entries()
+            found.entry_count(),
+            requested.entry_count()
         );
-        self.replace_array::<intf::connection>(directory, CONNECTIONS, requested.entries())?;
-        self.replace_array::<intf::connection_stack>(directory, CONNECTION_STACKS, requested.partitions())?;
+        self.replace_array::<intf::connection>(directory, CONNECTIONS, requested.entry_count())?;
+        self.replace_array::<intf::connection_stack>(directory, CONNECTION_STACKS, requested.partition_count())?;
         let [entries, stacks] = [CONNECTIONS, CONNECTION_STACKS].map(|name| self.descriptor(name));
         self.connections = connection_memory::map(entries, stacks, requested)?;
-        self.sizes.connection_table = requested;
+        self.sizes.connection_table_size = requested;
         self.connections.initialise();
         Ok(())
     }
@@ -319,11 +327,11 @@ impl Maps {
     }
 
     pub fn placement_memory_bytes(&self) -> u32 {
-        self.sizes.placement_memory
+        self.sizes.placement_memory_bytes
     }
 
     /// Creates a memory of `bytes` bytes for placement tables, with a copy of the present contents.
-    pub fn larger_placement_memory(&self, bytes: u32) -> anyhow::Result<MapHandle> {
+    pub fn create_larger_placement_memory(&self, bytes: u32) -> anyhow::Result<MapHandle> {
         let map = new_array(PLACEMENT_MEMORY, bytes + intf::PLACEMENT_MEMORY_SLACK, 1)?;
         self.tables.memory().copy_to(&map_memory(&map, bytes)?);
         Ok(map)
@@ -331,7 +339,7 @@ impl Maps {
 
     /// Loads the program against the memory `map`, attaches the program by `switch`, and returns it. After an error the
     /// former memory stays in use.
-    pub fn with_placement_memory(
+    pub fn switch_placement_memory(
         &mut self,
         map: MapHandle,
         bytes: u32,
@@ -341,7 +349,7 @@ impl Maps {
     ) -> anyhow::Result<OwnedFd> {
         let memory = map_memory(&map, bytes)?;
         let before = (std::mem::replace(&mut self.handles[map_position(PLACEMENT_MEMORY)], map), self.sizes);
-        self.sizes.placement_memory = bytes;
+        self.sizes.placement_memory_bytes = bytes;
         let switched = self.load(variant).and_then(|program| switch(program.as_fd()).map(|()| program));
         let program = match switched {
             Ok(program) => program,
@@ -430,7 +438,7 @@ fn map_position(name: &str) -> usize {
 
 /// Returns the sizes of the maps pinned in `directory`. Fails when a map is missing, or the connection table has an
 /// invalid size.
-fn pinned_sizes(directory: &Path) -> anyhow::Result<Sizes> {
+fn pinned_sizes(directory: &Path) -> anyhow::Result<MapSizes> {
     let entries = |name: &str| {
         let path = directory.join(name);
         Ok::<_, anyhow::Error>(
@@ -440,10 +448,10 @@ fn pinned_sizes(directory: &Path) -> anyhow::Result<Sizes> {
     let connection_table = TableSize::try_from(u64::from(entries(CONNECTIONS)?))?;
     let memory = directory.join(PLACEMENT_MEMORY);
     let memory = MapHandle::from_pinned_path(&memory).with_context(|| memory.display().to_string())?.value_size();
-    Ok(Sizes {
+    Ok(MapSizes {
         flow_set_count: entries(FLOW_TABLE)?,
-        connection_table,
-        placement_memory: memory.saturating_sub(intf::PLACEMENT_MEMORY_SLACK),
+        connection_table_size: connection_table,
+        placement_memory_bytes: memory.saturating_sub(intf::PLACEMENT_MEMORY_SLACK),
         counter_rows: entries(COUNTERS)? / intf::LB_COUNTERS_PER_ROW,
     })
 }
@@ -509,36 +517,36 @@ pub(super) fn any_pinned(directory: &Path) -> bool {
 fn open<'obj>(
     storage: &'obj mut MaybeUninit<libbpf_rs::OpenObject>,
     variant: &Variant,
-    sizes: &Sizes,
+    sizes: &MapSizes,
 ) -> anyhow::Result<OpenLbSkel<'obj>> {
     let mut skeleton = LbSkelBuilder::default().open(storage).context("opening lb.bpf.o")?;
     let constants = skeleton.maps.rodata_data.as_deref_mut().context("lb.bpf.o has no constants")?;
-    constants.rules_in_use = bits_or_default(variant.in_use.rules, DEFAULT_RULES);
-    constants.modes_in_use = bits_or_default(variant.in_use.modes, DEFAULT_MODES);
-    constants.timestamps_off_in_use = variant.in_use.timestamps_off;
-    constants.timestamps_lb_in_use = variant.in_use.timestamps_lb;
-    constants.other_balancer_in_use = variant.in_use.other_balancer;
+    constants.rules_in_use = bits_or_default(variant.features.rules, DEFAULT_RULES);
+    constants.modes_in_use = bits_or_default(variant.features.modes, DEFAULT_MODES);
+    constants.timestamps_off_in_use = variant.features.timestamps_off;
+    constants.timestamps_lb_in_use = variant.features.timestamps_lb;
+    constants.other_balancer_in_use = variant.features.other_balancer;
     constants.lb_stamping_by_ticks = variant.lb_stamping_clock == LbStampingClock::Ticks;
     constants.packets_read_clock = variant.packets_read_clock;
-    constants.udp_in_use = variant.in_use.udp;
-    constants.ipv6_in_use = variant.in_use.ipv6;
-    constants.forwarding_in_use = bits_or_default(variant.in_use.forwarding, DEFAULT_FORWARDING);
-    constants.traffic_in_use = variant.traffic;
+    constants.udp_in_use = variant.features.udp;
+    constants.ipv6_in_use = variant.features.ipv6;
+    constants.forwarding_in_use = bits_or_default(variant.features.forwarding, DEFAULT_FORWARDING);
+    constants.traffic_in_use = variant.counts_traffic;
     constants.vlans_in_use = variant.vlans.is_used();
     constants.steps_in_use = constants.vlans_in_use;
     constants.vip_vlan = variant.vlans.vip.get();
     constants.counters_by_cpu = variant.counters_by_cpu;
-    constants.connection_partition_mask = sizes.connection_table.partitions() - 1;
-    constants.placement_memory_mask = sizes.placement_memory - 1;
+    constants.connection_partition_mask = sizes.connection_table_size.partition_count() - 1;
+    constants.placement_memory_mask = sizes.placement_memory_bytes - 1;
     constants.counter_row_mask = sizes.counter_rows - 1;
-    constants.flow_set_count = sizes.flow_set_count;
-    for (reason, rates) in variant.broadcast.into_iter().enumerate() {
+    constants.flow_sets = sizes.flow_set_count;
+    for (reason, rates) in variant.broadcast_limits.into_iter().enumerate() {
         let source = &mut constants.broadcast_per_source[reason];
-        (source.interval_ns, source.burst_ns) = bucket(rates.per_source);
+        (source.interval_ns, source.burst_ns) = token_bucket_times(rates.per_source);
         let service = &mut constants.broadcast_per_service[reason];
-        (service.interval_ns, service.burst_ns) = bucket(rates.per_service);
+        (service.interval_ns, service.burst_ns) = token_bucket_times(rates.per_service);
         let all = &mut constants.broadcast_total[reason];
-        (all.interval_ns, all.burst_ns) = bucket(rates.total);
+        (all.interval_ns, all.burst_ns) = token_bucket_times(rates.total);
     }
     Ok(skeleton)
 }
@@ -548,14 +556,14 @@ fn bits_or_default(bits: u32, default: u32) -> u32 {
 }
 
 /// Returns the fields of `struct token_bucket` in `bpf/lb/broadcast.h`: ns per token, and the burst in ns.
-fn bucket(rate: PacketRate) -> (u64, u64) {
+fn token_bucket_times(rate: PacketRate) -> (u64, u64) {
     let interval = 1_000_000_000 / u64::from(rate.per_second.max(1));
     (interval, interval * u64::from(rate.burst.max(1) - 1))
 }
 
 /// Returns the load balancer's directory below the configured directory, and creates it if it is missing. Fails when
 /// the directory is not on a BPF file system.
-pub(super) fn pin_directory(configured: &Path) -> anyhow::Result<PathBuf> {
+pub(super) fn create_pin_directory(configured: &Path) -> anyhow::Result<PathBuf> {
     let directory = configured.join("lb");
     fs::create_dir_all(&directory).with_context(|| directory.display().to_string())?;
     ensure_bpf_file_system(configured)?;
@@ -563,7 +571,7 @@ pub(super) fn pin_directory(configured: &Path) -> anyhow::Result<PathBuf> {
 }
 
 /// Returns the directory with a load balancer's pinned maps, and creates nothing. Fails when no map is pinned there.
-pub(super) fn active_pins(configured: &Path) -> anyhow::Result<PathBuf> {
+pub(super) fn existing_pin_directory(configured: &Path) -> anyhow::Result<PathBuf> {
     let directory = configured.join("lb");
     ensure!(
         any_pinned(&directory),

@@ -10,11 +10,11 @@ use coreward_model::lb::ServerTraffic;
 use super::program::Maps;
 use super::services::service_name;
 use super::variant::Variant;
-use super::{LoadBalancer, SERVER_FLAGS_SHIFT, Server, ServiceIndex, entry_at};
+use super::{LoadBalancer, SERVER_FLAGS_SHIFT, Server, ServiceIndex, entry_offset};
 use crate::mac::MacAddress;
 
 /// Server flags that the configuration sets.
-const CONFIGURED: u32 = intf::SERVER_KNOWN | intf::SERVER_ELIGIBLE;
+const CONFIGURED_FLAGS: u32 = intf::SERVER_KNOWN | intf::SERVER_ELIGIBLE;
 
 /// Returns the MAC address in a `struct server_entry`; `None`: the address is not resolved.
 pub(super) fn mac_in(entry: u64) -> Option<MacAddress> {
@@ -23,7 +23,7 @@ pub(super) fn mac_in(entry: u64) -> Option<MacAddress> {
 }
 
 /// Returns the offset of the word with the flags of a service's server, and the position of the flags' lowest bit.
-fn member_at(service: ServiceIndex, id: u16) -> (usize, u32) {
+fn member_flags_position(service: ServiceIndex, id: u16) -> (usize, u32) {
     let word = usize::from(service.0) * intf::MEMBERSHIP_WORDS as usize
         + usize::from(id) / intf::SERVER_MEMBERS_PER_WORD as usize;
     let shift = u32::from(id) % intf::SERVER_MEMBERS_PER_WORD * intf::SERVER_MEMBER_BITS;
@@ -32,16 +32,16 @@ fn member_at(service: ServiceIndex, id: u16) -> (usize, u32) {
 
 /// Returns the entry of a service's server, as server_at() of `bpf/lb/placement.h` does for packets.
 pub(super) fn server_entry(maps: &Maps, service: ServiceIndex, id: ServerId) -> u64 {
-    let (word, shift) = member_at(service, id.get());
+    let (word, shift) = member_flags_position(service, id.get());
     let flags = maps.membership.load(word) >> shift & u64::from(intf::SERVER_MEMBER_MASK);
-    maps.servers.load(entry_at::<intf::server_entry>(id.get())) | flags << SERVER_FLAGS_SHIFT
+    maps.servers.load(entry_offset::<intf::server_entry>(id.get())) | flags << SERVER_FLAGS_SHIFT
 }
 
 pub(super) fn members(maps: &Maps, service: ServiceIndex) -> Vec<ServerId> {
-    with_flag(maps, service, intf::SERVER_KNOWN)
+    servers_with_flag(maps, service, intf::SERVER_KNOWN)
 }
 
-pub(super) fn with_flag(maps: &Maps, service: ServiceIndex, flag: u32) -> Vec<ServerId> {
+pub(super) fn servers_with_flag(maps: &Maps, service: ServiceIndex, flag: u32) -> Vec<ServerId> {
     let first = usize::from(service.0) * intf::MEMBERSHIP_WORDS as usize;
     let mut ids = Vec::new();
     for position in 0..intf::MEMBERSHIP_WORDS as usize {
@@ -56,8 +56,8 @@ pub(super) fn with_flag(maps: &Maps, service: ServiceIndex, flag: u32) -> Vec<Se
 
 impl LoadBalancer {
     /// Sets the flags in `mask` of a service's server, without an atomic operation: only this process writes flags.
-    fn set_member(&mut self, service: ServiceIndex, id: ServerId, mask: u32, flags: u32) {
-        let (at, shift) = member_at(service, id.get());
+    fn set_member_flags(&mut self, service: ServiceIndex, id: ServerId, mask: u32, flags: u32) {
+        let (at, shift) = member_flags_position(service, id.get());
         let word = self.maps.membership.load(at);
         let new = word & !(u64::from(mask) << shift) | u64::from(flags) << shift;
         if new != word {
@@ -68,17 +68,18 @@ impl LoadBalancer {
     /// Marks the servers in `down`, a list from the service's placement table, as down, and all others as up.
     pub(super) fn set_down(&mut self, service: ServiceIndex, down: &[ServerId]) {
         let down: BTreeSet<ServerId> = down.iter().copied().collect();
-        for up in with_flag(&self.maps, service, intf::SERVER_DOWN).into_iter().filter(|id| !down.contains(id)) {
-            self.set_member(service, up, intf::SERVER_DOWN, 0);
+        for up in servers_with_flag(&self.maps, service, intf::SERVER_DOWN).into_iter().filter(|id| !down.contains(id))
+        {
+            self.set_member_flags(service, up, intf::SERVER_DOWN, 0);
         }
-        down.into_iter().for_each(|id| self.set_member(service, id, intf::SERVER_DOWN, intf::SERVER_DOWN));
+        down.into_iter().for_each(|id| self.set_member_flags(service, id, intf::SERVER_DOWN, intf::SERVER_DOWN));
     }
 
     /// Adds or changes a server. Its MAC address is the same for all services.
     pub fn set_server(&mut self, service: ServiceIndex, id: ServerId, server: Server) {
-        let flags = intf::SERVER_KNOWN | if server.eligible { intf::SERVER_ELIGIBLE } else { 0 };
+        let flags = intf::SERVER_KNOWN | if server.is_eligible { intf::SERVER_ELIGIBLE } else { 0 };
         let resolved = |mac: MacAddress| mac.word() | u64::from(intf::SERVER_RESOLVED) << SERVER_FLAGS_SHIFT;
-        if let Err(error) = self.move_lb_stamped_server(service, id, server.mac, server.eligible) {
+        if let Err(error) = self.move_lb_stamped_server(service, id, server.mac, server.is_eligible) {
             tracing::warn!(
                 event = "server-not-stamped",
                 service = service_name(&self.maps, service),
@@ -87,14 +88,14 @@ impl LoadBalancer {
                 "the load balancer cannot stamp replies of the server, whose service has `timestamps = \"lb\"`"
             );
         }
-        self.maps.servers.store(entry_at::<intf::server_entry>(id.get()), server.mac.map_or(0, resolved));
-        self.set_member(service, id, CONFIGURED, flags);
+        self.maps.servers.store(entry_offset::<intf::server_entry>(id.get()), server.mac.map_or(0, resolved));
+        self.set_member_flags(service, id, CONFIGURED_FLAGS, flags);
     }
 
     /// Sets whether this load balancer's health checks found a server down. UDP flows then leave the server, which gets
     /// new connections as long as it is eligible.
     pub fn set_masked(&mut self, service: ServiceIndex, id: ServerId, is_masked: bool) {
-        self.set_member(service, id, intf::SERVER_MASKED, if is_masked { intf::SERVER_MASKED } else { 0 });
+        self.set_member_flags(service, id, intf::SERVER_MASKED, if is_masked { intf::SERVER_MASKED } else { 0 });
     }
 
     /// Removes a server. Packets of its connections are then broadcast at a limited rate.
@@ -108,7 +109,7 @@ impl LoadBalancer {
                 "the load balancer cannot forget the MAC address of a removed server with LB-side stamping"
             );
         }
-        self.set_member(service, id, intf::SERVER_MEMBER_MASK, 0);
+        self.set_member_flags(service, id, intf::SERVER_MEMBER_MASK, 0);
     }
 
     /// Returns the servers of a service, sorted by id; after a take-over the previous process's servers.
@@ -125,13 +126,13 @@ impl LoadBalancer {
     pub fn server(&self, service: ServiceIndex, id: ServerId) -> Option<Server> {
         let word = server_entry(&self.maps, service, id);
         let flags = (word >> SERVER_FLAGS_SHIFT) as u32;
-        let server = Server { mac: mac_in(word), eligible: flags & intf::SERVER_ELIGIBLE != 0 };
+        let server = Server { mac: mac_in(word), is_eligible: flags & intf::SERVER_ELIGIBLE != 0 };
         (flags & intf::SERVER_KNOWN != 0).then_some(server)
     }
 
     /// Sets whether packets and bytes are counted by server (default: no), which costs each packet two additions.
     pub fn count_traffic(&mut self, is_enabled: bool) -> anyhow::Result<()> {
-        self.change_variant(Variant { traffic: is_enabled, ..self.variant })
+        self.change_variant(Variant { counts_traffic: is_enabled, ..self.variant })
     }
 
     /// Returns the traffic to a server, for all services.

@@ -8,14 +8,14 @@ use coreward_intf as intf;
 use coreward_model::ServiceAddress;
 use coreward_model::consistency::{Consistency, ServiceMode, Timestamps};
 use coreward_model::forwarding::Forwarding;
-use coreward_model::tuple::{Protocol, address_of};
+use coreward_model::tuple::{Protocol, address_from_words};
 use libbpf_rs::{MapCore as _, MapFlags};
 use zerocopy::FromBytes as _;
 
 use super::program::Maps;
 use super::tables::StoredTable;
 use super::variant::{EnabledFeatures, Variant};
-use super::{LoadBalancer, ServiceIndex, state_of};
+use super::{LoadBalancer, ServiceIndex, service_state_offset};
 use crate::service_slots;
 
 #[derive(Debug)]
@@ -57,7 +57,7 @@ pub enum ModeError {
     NeedsL2(ServiceAddress),
 }
 
-fn check(address: &ServiceAddress, mode: &ServiceMode) -> Result<(), ModeError> {
+fn check_mode(address: &ServiceAddress, mode: &ServiceMode) -> Result<(), ModeError> {
     let any_protocol = matches!(mode.consistency, Consistency::None | Consistency::HashTable);
     if address.protocol == Protocol::Udp && !any_protocol {
         return Err(ModeError::NeedsTcp(*address, mode.consistency));
@@ -76,12 +76,12 @@ fn check(address: &ServiceAddress, mode: &ServiceMode) -> Result<(), ModeError> 
 }
 
 /// Returns the number in a service's slot: the index and the mode, in the layout of `bpf/include/intf.h`.
-fn number(index: ServiceIndex, mode: ServiceMode) -> u32 {
+fn slot_number(index: ServiceIndex, mode: ServiceMode) -> u32 {
     u32::from(index.0) | mode.slot_bits()
 }
 
 /// Returns the index and the mode in a slot's number, with the default forwarding; `None`: the slot has no service.
-fn parse_number(number: u32) -> Option<(ServiceIndex, ServiceMode)> {
+fn parse_slot_number(number: u32) -> Option<(ServiceIndex, ServiceMode)> {
     let index = (number & intf::SERVICE_INDEX_MASK) as u16;
     let mode = ServiceMode::from_slot_bits(number & !intf::SERVICE_INDEX_MASK)?;
     (u32::from(index) < intf::MAX_SERVICES).then_some((ServiceIndex(index), mode))
@@ -110,13 +110,13 @@ impl LoadBalancer {
     pub fn set_services(&mut self, services: &[(ServiceAddress, ServiceMode)]) -> anyhow::Result<Vec<ServiceIndex>> {
         let unnumbered: Vec<_> = services.iter().map(|(address, _)| (*address, 0)).collect();
         service_slots::lb_directory(&unnumbered)?;
-        services.iter().try_for_each(|(address, mode)| check(address, mode))?;
+        services.iter().try_for_each(|(address, mode)| check_mode(address, mode))?;
         let modes: BTreeMap<_, _> = services.iter().copied().collect();
 
         // The program must support a mode before the first service with it.
         let new_modes = modes.iter().map(|(address, mode)| (*address, Service::new(ServiceIndex(0), *mode)));
         let needed = features_in_use(&new_modes.collect());
-        self.change_variant(Variant { in_use: self.variant.in_use.union(needed), ..self.variant })?;
+        self.change_variant(Variant { features: self.variant.features.union(needed), ..self.variant })?;
 
         let before = self.addresses_with_numbers();
         let stateful = self.stateful_slots();
@@ -139,7 +139,7 @@ impl LoadBalancer {
         let still = self.stateful_slots();
         let not_any_more: Vec<_> = stateful.into_iter().filter(|index| !still.contains(index)).collect();
         if !not_any_more.is_empty() {
-            self.grace_periods.wait(self.directory_retired_at)?;
+            self.grace_periods.wait(self.directory_grace_ticket)?;
             self.forget_connections(&not_any_more)?;
         }
         // Packets may still find a removed index: a later fragment gets it from the first fragment's map entry.
@@ -147,19 +147,19 @@ impl LoadBalancer {
         let new: Vec<_> = services.iter().filter(|(address, _)| !self.services.contains_key(address)).collect();
         if !new.is_empty() {
             // Programs that still use a removed service must have ended before its index is reused.
-            self.grace_periods.wait(self.directory_retired_at)?;
+            self.grace_periods.wait(self.directory_grace_ticket)?;
             let mut indexes = BTreeSet::new();
             for (address, mode) in new {
                 let index = self.allocate_slot(*address);
                 self.services.insert(*address, Service::new(index, *mode));
                 indexes.insert(index);
             }
-            self.clear(&indexes)?;
+            self.clear_services(&indexes)?;
             let new = self.services.values().filter(|service| indexes.contains(&service.index));
             new.for_each(|service| set_forwarding(&self.maps, service));
             self.switch_directory()?;
         }
-        self.change_variant(Variant { in_use: features_in_use(&self.services), ..self.variant })?;
+        self.change_variant(Variant { features: features_in_use(&self.services), ..self.variant })?;
         Ok(services.iter().map(|(address, _)| self.services[address].index).collect())
     }
 
@@ -169,7 +169,7 @@ impl LoadBalancer {
         let mut bytes: ServiceName = [0; intf::SERVICE_NAME_BYTES as usize];
         let end = (0..=bytes.len().min(name.len())).rev().find(|end| name.is_char_boundary(*end)).unwrap_or(0);
         bytes[..end].copy_from_slice(&name.as_bytes()[..end]);
-        self.maps.state.write(name_of(service), &bytes);
+        self.maps.state.write(service_name_offset(service), &bytes);
     }
 
     fn allocate_slot(&mut self, address: ServiceAddress) -> ServiceIndex {
@@ -185,12 +185,12 @@ impl LoadBalancer {
     }
 
     fn addresses_with_numbers(&self) -> Vec<(ServiceAddress, u32)> {
-        self.services.iter().map(|(address, service)| (*address, number(service.index, service.mode))).collect()
+        self.services.iter().map(|(address, service)| (*address, slot_number(service.index, service.mode))).collect()
     }
 
     /// Writes the services into the idle half of the directory, and activates that half.
     fn switch_directory(&mut self) -> anyhow::Result<()> {
-        self.grace_periods.wait(self.directory_retired_at)?;
+        self.grace_periods.wait(self.directory_grace_ticket)?;
         let directory = service_slots::lb_directory(&self.addresses_with_numbers())?;
         let active = DIRECTORIES_OFFSET + offset_of!(intf::lb_service_directories, active);
         let idle = self.maps.state.load(active) ^ 1;
@@ -198,16 +198,16 @@ impl LoadBalancer {
             offset_of!(intf::lb_service_directories, half) + idle as usize * size_of::<intf::lb_service_directory>();
         self.maps.state.write(DIRECTORIES_OFFSET + half, &*directory);
         self.maps.state.store(active, idle);
-        self.directory_retired_at = self.grace_periods.request();
+        self.directory_grace_ticket = self.grace_periods.request();
         Ok(())
     }
 
     /// Clears servers, tables and connections of these indexes.
-    fn clear(&mut self, indexes: &BTreeSet<ServiceIndex>) -> anyhow::Result<()> {
+    fn clear_services(&mut self, indexes: &BTreeSet<ServiceIndex>) -> anyhow::Result<()> {
         self.forget_lb_stamped_servers(indexes)?;
         for index in indexes {
             self.forget_servers(*index);
-            self.maps.state.write(state_of(*index), &intf::service_state::default());
+            self.maps.state.write(service_state_offset(*index), &intf::service_state::default());
         }
         self.forget_flows(indexes);
         self.forget_fragments(indexes)?;
@@ -260,46 +260,46 @@ impl LoadBalancer {
     }
 }
 
-fn forwarding_at(service: ServiceIndex) -> usize {
-    state_of(service) + offset_of!(intf::service_state, forwarding)
+fn forwarding_offset(service: ServiceIndex) -> usize {
+    service_state_offset(service) + offset_of!(intf::service_state, forwarding)
 }
 
 fn set_forwarding(maps: &Maps, service: &Service) {
-    maps.state.store(forwarding_at(service.index), service.mode.forwarding.number().into());
+    maps.state.store(forwarding_offset(service.index), service.mode.forwarding.number().into());
 }
 
 fn forwarding_of(maps: &Maps, service: ServiceIndex) -> Forwarding {
-    let number = maps.state.load(forwarding_at(service));
+    let number = maps.state.load(forwarding_offset(service));
     Forwarding::ALL.get(number as usize).copied().unwrap_or_default()
 }
 
 type ServiceName = [u8; intf::SERVICE_NAME_BYTES as usize];
 
-fn name_of(service: ServiceIndex) -> usize {
+fn service_name_offset(service: ServiceIndex) -> usize {
     offset_of!(intf::lb_state, service_names) + usize::from(service.0) * size_of::<ServiceName>()
 }
 
 /// Returns the services in maps taken over, with their configured names.
 pub(super) fn service_names(maps: &Maps) -> Vec<(ServiceAddress, String)> {
     let named = |(address, service): (ServiceAddress, Service)| (address, service_name(maps, service.index));
-    services_of(maps).into_iter().map(named).collect()
+    read_services(maps).into_iter().map(named).collect()
 }
 
 /// Returns a service's name; empty if none was set.
 pub(super) fn service_name(maps: &Maps, service: ServiceIndex) -> String {
-    let bytes = maps.state.read::<ServiceName>(name_of(service));
+    let bytes = maps.state.read::<ServiceName>(service_name_offset(service));
     String::from_utf8_lossy(&bytes[..]).trim_end_matches('\0').to_owned()
 }
 
 const DIRECTORIES_OFFSET: usize = offset_of!(intf::lb_state, directories);
 
-pub(super) fn services_of(maps: &Maps) -> BTreeMap<ServiceAddress, Service> {
+pub(super) fn read_services(maps: &Maps) -> BTreeMap<ServiceAddress, Service> {
     let directories = maps.state.read::<intf::lb_service_directories>(DIRECTORIES_OFFSET);
     let named = directories.half[usize::from(directories.active & 1 != 0)].slots.iter().filter_map(|slot| {
         let protocol = Protocol::ALL.into_iter().find(|protocol| protocol.number() == slot.key.protocol)?;
-        let (index, mode) = parse_number(slot.number)?;
+        let (index, mode) = parse_slot_number(slot.number)?;
         let mode = ServiceMode { forwarding: forwarding_of(maps, index), ..mode };
-        let vip = address_of(slot.key.address);
+        let vip = address_from_words(slot.key.address);
         let address = ServiceAddress { socket: (vip, u16::from_be(slot.key.port)).into(), protocol };
         Some((address, index, mode))
     });

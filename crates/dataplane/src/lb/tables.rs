@@ -13,7 +13,7 @@ use coreward_model::ServerId;
 use coreward_model::placement::{BucketCount, CoreSlotIndex, Member, PlacementTable, Rule};
 use coreward_model::rss::{InputTransform, RssKey};
 
-use super::buddy_allocator::{Block, Blocks};
+use super::buddy_allocator::{Block, BuddyAllocator};
 use crate::mmap_array::MmapArray;
 use crate::rcu::{GracePeriods, GraceTicket};
 
@@ -22,16 +22,16 @@ use crate::rcu::{GracePeriods, GraceTicket};
 pub enum TableError {
     /// Too many groups, or none.
     #[error("a table of {0} groups: expected 1 to {max}", max = intf::MAX_RSS_GROUPS)]
-    Groups(usize),
+    InvalidGroupCount(usize),
     /// Too many candidates for one bucket.
     #[error("{0} candidates per bucket: expected at most {max}", max = intf::MAX_CANDIDATES)]
-    CandidatesPerBucket(u32),
+    TooManyPerBucket(u32),
     /// The number of candidates is not groups x buckets x candidates per bucket, or exceeds the limit.
     #[error(
         "{found} candidates: expected {expected} (groups x buckets x candidates per bucket), at most {max}",
         max = intf::MAX_TABLE_CANDIDATES
     )]
-    Candidates {
+    WrongCandidateCount {
         /// Number of candidates in the table.
         found: usize,
         /// Number of candidates that follows from the table's parameters.
@@ -42,10 +42,10 @@ pub enum TableError {
     NoCandidates(&'static str),
     /// More core slots than the limit.
     #[error("{0} core slots: expected at most {max}", max = intf::MAX_CORE_SLOTS)]
-    CoreSlots(usize),
+    TooManyCoreSlots(usize),
     /// A candidate with a core slot that does not exist.
     #[error("core slot {slot} of {count}")]
-    CoreSlot {
+    UnknownCoreSlot {
         /// Slot of the candidate.
         slot: u16,
         /// Number of core slots of the table.
@@ -53,10 +53,10 @@ pub enum TableError {
     },
     /// More members than the limit.
     #[error("{0} members: expected at most {max}", max = intf::MAX_MEMBERS)]
-    Members(usize),
+    TooManyMembers(usize),
     /// The number of consistent choices is not that of buckets. (A table without members may have none.)
     #[error("{found} consistent choices for {buckets} buckets")]
-    Consistent {
+    WrongConsistentCount {
         /// Number of consistent choices in the table.
         found: usize,
         /// Number of buckets.
@@ -68,14 +68,14 @@ pub enum TableError {
 pub(super) fn check(table: &PlacementTable) -> Result<(), TableError> {
     let (groups, buckets, per_bucket) = (table.groups.len(), table.bucket_count.get(), table.candidates_per_bucket);
     if groups == 0 || groups > intf::MAX_RSS_GROUPS as usize {
-        return Err(TableError::Groups(groups));
+        return Err(TableError::InvalidGroupCount(groups));
     }
     if per_bucket > intf::MAX_CANDIDATES {
-        return Err(TableError::CandidatesPerBucket(per_bucket));
+        return Err(TableError::TooManyPerBucket(per_bucket));
     }
     let expected = groups * buckets as usize * per_bucket as usize;
     if table.candidates.len() != expected || expected > intf::MAX_TABLE_CANDIDATES as usize {
-        return Err(TableError::Candidates { found: table.candidates.len(), expected });
+        return Err(TableError::WrongCandidateCount { found: table.candidates.len(), expected });
     }
     let looks_at_candidates = matches!(table.rule, Rule::Table | Rule::LeastAssigned);
     if looks_at_candidates && expected == 0 && !table.members.is_empty() {
@@ -83,21 +83,21 @@ pub(super) fn check(table: &PlacementTable) -> Result<(), TableError> {
     }
     let slots = table.core_slots.len();
     if slots > intf::MAX_CORE_SLOTS as usize {
-        return Err(TableError::CoreSlots(slots));
+        return Err(TableError::TooManyCoreSlots(slots));
     }
     if let Some(stray) = table.candidates.iter().find(|candidate| usize::from(candidate.core_slot) >= slots) {
-        return Err(TableError::CoreSlot { slot: stray.core_slot, count: slots });
+        return Err(TableError::UnknownCoreSlot { slot: stray.core_slot, count: slots });
     }
     if table.members.len() > intf::MAX_MEMBERS as usize {
-        return Err(TableError::Members(table.members.len()));
+        return Err(TableError::TooManyMembers(table.members.len()));
     }
-    let consistent = table.consistent.len();
+    let consistent = table.consistent_servers.len();
     if consistent != buckets as usize && !(table.members.is_empty() && consistent == 0) {
-        return Err(TableError::Consistent { found: consistent, buckets });
+        return Err(TableError::WrongConsistentCount { found: consistent, buckets });
     }
-    let before = table.previous_consistent.len();
+    let before = table.previous_consistent_servers.len();
     if before != 0 && before != consistent {
-        return Err(TableError::Consistent { found: before, buckets });
+        return Err(TableError::WrongConsistentCount { found: before, buckets });
     }
     Ok(())
 }
@@ -111,8 +111,8 @@ pub(super) struct MemoryFull;
 pub(super) struct StoredTable {
     block: Block,
     /// Blocks with the Toeplitz tables of the groups' RSS keys.
-    sources: Vec<Block>,
-    counted: CoreSlotIndex,
+    toeplitz_blocks: Vec<Block>,
+    core_slot_index: CoreSlotIndex,
     /// Bit of the table's rule; `None`: the table has no members.
     pub rule: Option<u32>,
 }
@@ -135,7 +135,7 @@ pub(super) enum Hashing {
 
 /// Key of Toeplitz tables: the RSS key, the address family, and the VIP if the NIC combines source and destination
 /// before hashing.
-type SourceKey = (RssKey, Family, Option<SocketAddr>);
+type ToeplitzKey = (RssKey, Family, Option<SocketAddr>);
 
 /// Address family of a service, which decides the size of its source tables.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -160,20 +160,20 @@ impl Family {
 
 /// Toeplitz tables of one RSS key in the memory.
 #[derive(Debug, Default)]
-struct Source {
+struct SharedToeplitzTables {
     /// Key of the tables; `None`: unknown after a take-over.
-    key: Option<SourceKey>,
+    key: Option<ToeplitzKey>,
     /// Number of placement tables that use these Toeplitz tables.
-    users: usize,
+    reference_count: usize,
 }
 
 /// Memory of the placement tables of all services.
 #[derive(Debug)]
 pub(super) struct Tables {
     memory: MmapArray<[u64]>,
-    blocks: Blocks,
-    sources: HashMap<Block, Source>,
-    by_key: HashMap<SourceKey, Block>,
+    blocks: BuddyAllocator,
+    sources: HashMap<Block, SharedToeplitzTables>,
+    by_key: HashMap<ToeplitzKey, Block>,
     /// Tables that programs may still read, the oldest first.
     retired: VecDeque<(GraceTicket, StoredTable)>,
 }
@@ -220,7 +220,7 @@ impl Layout {
 impl Tables {
     /// Returns a memory of `bytes` bytes without tables.
     pub fn new(memory: MmapArray<[u64]>, bytes: u32) -> Self {
-        let blocks = Blocks::new(bytes, []);
+        let blocks = BuddyAllocator::new(bytes, []);
         Self { memory, blocks, sources: HashMap::new(), by_key: HashMap::new(), retired: VecDeque::new() }
     }
 
@@ -239,15 +239,18 @@ impl Tables {
             *sources.entry(*source).or_default() += 1;
         }
         let used = tables.iter().map(|(at, bytes, _)| (*at, *bytes));
-        self.blocks = Blocks::new(bytes, used.chain(sources.keys().map(|block| (block.offset, block.bytes()))));
+        self.blocks = BuddyAllocator::new(bytes, used.chain(sources.keys().map(|block| (block.offset, block.bytes()))));
         let written = tables.iter().map(|(at, bytes, sources)| StoredTable {
             block: Block::aligned(*at, *bytes),
-            sources: sources.clone(),
-            counted: CoreSlotIndex::default(),
+            toeplitz_blocks: sources.clone(),
+            core_slot_index: CoreSlotIndex::default(),
             rule: rule_bit(&self.memory, *at),
         });
         let written = written.collect();
-        self.sources = sources.into_iter().map(|(block, users)| (block, Source { key: None, users })).collect();
+        self.sources = sources
+            .into_iter()
+            .map(|(block, users)| (block, SharedToeplitzTables { key: None, reference_count: users }))
+            .collect();
         written
     }
 
@@ -281,24 +284,24 @@ impl Tables {
         Some(PlacementTable {
             generation: header.generation,
             members: members.into_iter().filter_map(member).collect(),
-            consistent: ids(header.consistent_at).into_iter().filter_map(id).collect(),
-            previous_consistent: ids(header.previous_consistent_offset).into_iter().map(id).collect(),
-            down: Vec::new(),
+            consistent_servers: ids(header.consistent_at).into_iter().filter_map(id).collect(),
+            previous_consistent_servers: ids(header.previous_consistent_offset).into_iter().map(id).collect(),
+            down_servers: Vec::new(),
             ..PlacementTable::empty(buckets)
         })
     }
 
     /// Returns the initial counts of assigned connections in `next`. A core whose load is not newer keeps its count. A
     /// core with a newer load starts at 0, because the load includes earlier assignments (docs/policies.md).
-    fn counts(&self, before: Option<&StoredTable>, next: &PlacementTable) -> Vec<u32> {
+    fn initial_assigned_counts(&self, before: Option<&StoredTable>, next: &PlacementTable) -> Vec<u32> {
         let Some(before) = before else { return vec![0; next.core_slots.len()] };
-        before.counted.initial_counts(next, |slot| self.assigned(before.offset(), slot))
+        before.core_slot_index.initial_counts(next, |slot| self.assigned_connections(before.offset(), slot))
     }
 
     /// Returns how many connections were assigned to a core slot of the table at `at`.
-    pub fn assigned(&self, at: u32, slot: u16) -> u32 {
-        let assigned_offset = self.memory.half(field!(at, assigned_offset)).load(Ordering::Relaxed) as usize;
-        self.memory.half(assigned_offset + usize::from(slot) * size_of::<u32>()).load(Ordering::Relaxed)
+    pub fn assigned_connections(&self, at: u32, slot: u16) -> u32 {
+        let assigned_offset = self.memory.word32(field!(at, assigned_offset)).load(Ordering::Relaxed) as usize;
+        self.memory.word32(assigned_offset + usize::from(slot) * size_of::<u32>()).load(Ordering::Relaxed)
     }
 
     /// Writes a table that [`check`] has accepted. `before`: the service's present table.
@@ -311,13 +314,13 @@ impl Tables {
     ) -> Result<StoredTable, MemoryFull> {
         self.reclaim(grace_periods);
         let mut layout = Layout { bytes: HEADER_BYTES.next_multiple_of(8) };
-        let consistent = layout.reserve::<u16>(table.consistent.len());
-        let previous_consistent = layout.reserve::<u16>(table.consistent.len());
+        let consistent = layout.reserve::<u16>(table.consistent_servers.len());
+        let previous_consistent = layout.reserve::<u16>(table.consistent_servers.len());
         let candidates = layout.reserve::<intf::candidate>(table.candidates.len());
         let members = layout.reserve::<intf::member>(table.members.len());
         let assigned = layout.reserve::<u32>(table.core_slots.len());
         let block = self.blocks.allocate(layout.bytes).ok_or(MemoryFull)?;
-        let Ok(hashes) = self.hashes(before, hashing, table) else {
+        let Ok(hashes) = self.acquire_group_hashes(before, hashing, table) else {
             self.blocks.free(block);
             return Err(MemoryFull);
         };
@@ -342,12 +345,12 @@ impl Tables {
             header.toeplitz_destination[group] = *destination;
             header.toeplitz_source_offset[group] = source.offset;
         }
-        let counts = self.counts(before, table);
+        let counts = self.initial_assigned_counts(before, table);
         self.memory.write(block.offset as usize, &header);
         self.write_lists(&header, table, counts);
         let rule = (!table.members.is_empty()).then(|| 1 << table.rule.number());
         let sources = hashes.into_iter().map(|(source, _)| source).collect();
-        Ok(StoredTable { block, sources, counted: CoreSlotIndex::of(table), rule })
+        Ok(StoredTable { block, toeplitz_blocks: sources, core_slot_index: CoreSlotIndex::of(table), rule })
     }
 
     fn write_lists(&self, header: &intf::placement_table, table: &PlacementTable, mut counts: Vec<u32>) {
@@ -357,10 +360,10 @@ impl Tables {
             ids.resize(ids.len().next_multiple_of(4), 0);
             ids
         };
-        let consistent = ids(&mut table.consistent.iter().map(|server| server.get()));
+        let consistent = ids(&mut table.consistent_servers.iter().map(|server| server.get()));
         self.memory.write(header.consistent_at as usize, consistent.as_slice());
         let nobody = intf::NO_SERVER as u16;
-        let before = match table.previous_consistent.as_slice() {
+        let before = match table.previous_consistent_servers.as_slice() {
             [] => vec![nobody; consistent.len()],
             before => ids(&mut before.iter().map(|before| before.map_or(nobody, |server| server.get()))),
         };
@@ -382,7 +385,7 @@ impl Tables {
     }
 
     /// Returns for each group the Toeplitz tables of sources, and the destination's share of the hash.
-    fn hashes(
+    fn acquire_group_hashes(
         &mut self,
         before: Option<&StoredTable>,
         hashing: Hashing,
@@ -393,14 +396,14 @@ impl Tables {
             (Hashing::UnchangedMembers, None) => return Ok(Vec::new()),
             (Hashing::UnchangedMembers, Some(before)) => {
                 let header = self.memory.read::<intf::placement_table>(before.offset() as usize);
-                let first = before.sources.first().map(|source| (*source, header.toeplitz_destination[0]));
-                first.iter().for_each(|(source, _)| self.sources.entry(*source).or_default().users += 1);
+                let first = before.toeplitz_blocks.first().map(|source| (*source, header.toeplitz_destination[0]));
+                first.iter().for_each(|(source, _)| self.sources.entry(*source).or_default().reference_count += 1);
                 return Ok(first.into_iter().collect());
             }
         };
         let mut hashes: Vec<(Block, u32)> = Vec::new();
         for key in &table.groups {
-            let Ok(source) = self.source(key, vip) else {
+            let Ok(source) = self.acquire_toeplitz_block(key, vip) else {
                 self.release_sources(&hashes.into_iter().map(|(source, _)| source).collect::<Vec<_>>());
                 return Err(MemoryFull);
             };
@@ -411,28 +414,28 @@ impl Tables {
 
     /// Returns the Toeplitz tables of a key. Placement tables with the same key share them; if the key has an input
     /// transform, only placement tables of the same VIP do.
-    fn source(&mut self, key: &RssKey, vip: SocketAddr) -> Result<Block, MemoryFull> {
+    fn acquire_toeplitz_block(&mut self, key: &RssKey, vip: SocketAddr) -> Result<Block, MemoryFull> {
         let family = Family::of(&vip);
-        let source_key = (key.clone(), family, (key.input() != InputTransform::None).then_some(vip));
+        let source_key = (key.clone(), family, (key.input_transform() != InputTransform::None).then_some(vip));
         let block = match self.by_key.get(&source_key) {
             Some(block) => *block,
             None => {
                 let block = self.blocks.allocate(family.source_bytes()).ok_or(MemoryFull)?;
                 self.memory.write(block.offset as usize, key.source_tables(vip).as_slice());
                 self.by_key.insert(source_key.clone(), block);
-                self.sources.insert(block, Source { key: Some(source_key), users: 0 });
+                self.sources.insert(block, SharedToeplitzTables { key: Some(source_key), reference_count: 0 });
                 block
             }
         };
-        self.sources.entry(block).or_default().users += 1;
+        self.sources.entry(block).or_default().reference_count += 1;
         Ok(block)
     }
 
     fn release_sources(&mut self, sources: &[Block]) {
         for block in sources {
             let Some(source) = self.sources.get_mut(block) else { continue };
-            source.users -= 1;
-            if source.users == 0 {
+            source.reference_count -= 1;
+            if source.reference_count == 0 {
                 if let Some(key) = self.sources.remove(block).and_then(|source| source.key) {
                     self.by_key.remove(&key);
                 }
@@ -451,7 +454,7 @@ impl Tables {
         while self.retired.front().is_some_and(|(moment, _)| grace_periods.has_passed(*moment)) {
             let Some((_, table)) = self.retired.pop_front() else { return };
             self.blocks.free(table.block);
-            self.release_sources(&table.sources);
+            self.release_sources(&table.toeplitz_blocks);
         }
     }
 

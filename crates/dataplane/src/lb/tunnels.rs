@@ -6,7 +6,7 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use coreward_intf as intf;
 use coreward_model::ServerId;
 
-use super::{LoadBalancer, entry_at};
+use super::{LoadBalancer, entry_offset};
 
 /// Outer header of packets that are encapsulated for a server.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -30,7 +30,7 @@ impl LoadBalancer {
     /// Sets a server's outer header for services that encapsulate. Such services drop packets to a server without an
     /// outer header. A change of an IPv6 address waits for a grace period; fails when the kernel offers none.
     pub fn set_tunnel(&mut self, id: ServerId, tunnel: Tunnel) -> anyhow::Result<()> {
-        let at = offset_of!(intf::server_tunnels, entry) + entry_at::<intf::server_tunnel>(id.get());
+        let at = offset_of!(intf::server_tunnels, entry) + entry_offset::<intf::server_tunnel>(id.get());
         let (address, family) = match tunnel.address {
             IpAddr::V4(address) => (u32::from_ne_bytes(address.octets()), intf::ADDRESS_FAMILY_IPV4),
             IpAddr::V6(address) => {
@@ -47,7 +47,7 @@ impl LoadBalancer {
     /// Writes an IPv6 destination. Because the address has two words, no program may read it during the change.
     /// `entry_at`: offset of the server's entry.
     fn set_tunnel_address_ipv6(&mut self, id: ServerId, entry_at: usize, address: Ipv6Addr) -> anyhow::Result<()> {
-        let at = offset_of!(intf::server_tunnels, address_ipv6) + super::entry_at::<[u64; 2]>(id.get());
+        let at = offset_of!(intf::server_tunnels, address_ipv6) + super::entry_offset::<[u64; 2]>(id.get());
         let words = words_of(address);
         if *self.maps.tunnels.read::<[u64; 2]>(at) == words {
             return Ok(());

@@ -2,7 +2,7 @@
 
 use coreward_model::vlan::Vlan;
 
-use super::{Broadcast, LbStampingClock};
+use super::{BroadcastLimits, LbStampingClock};
 
 /// Features that the services and their tables need. The program is compiled without all other features.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -44,12 +44,12 @@ impl EnabledFeatures {
 /// Constants of the loaded program. A change of a constant loads the program again.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Variant {
-    pub in_use: EnabledFeatures,
+    pub features: EnabledFeatures,
     /// Whether packets and bytes are counted by server.
-    pub traffic: bool,
+    pub counts_traffic: bool,
     /// Whether each CPU has a row of counters (for generic XDP), and not each receive queue.
     pub counters_by_cpu: bool,
-    pub broadcast: Broadcast,
+    pub broadcast_limits: BroadcastLimits,
     pub lb_stamping_clock: LbStampingClock,
     /// Whether packets read the kernel's clock to age entries of the connection table.
     pub packets_read_clock: bool,
@@ -62,11 +62,11 @@ pub(super) struct VlansInUse {
     /// VLAN of the VIPs.
     pub vip: Vlan,
     /// Whether any server is in a VLAN.
-    pub servers: bool,
+    pub has_server_vlan: bool,
 }
 
 impl VlansInUse {
     pub fn is_used(self) -> bool {
-        self.servers || self.vip.is_tagged()
+        self.has_server_vlan || self.vip.is_tagged()
     }
 }

@@ -2,7 +2,7 @@
 
 use std::net::Ipv6Addr;
 
-use super::filter::{EQUALS, LOAD_BYTE, LOAD_HALF, RETURN, step};
+use super::filter::{EQUALS, LOAD_BYTE, LOAD_HALF, RETURN, instruction};
 use crate::mac::MacAddress;
 
 pub const ETHERTYPE_IPV6: u16 = 0x86dd;
@@ -24,15 +24,15 @@ const OPTION_TARGET_ADDRESS: u8 = 2;
 
 /// Filter that passes only solicitations and advertisements. Otherwise the kernel would copy all IPv6 packets.
 pub const SOCKET_FILTER: [libc::sock_filter; 9] = [
-    step(LOAD_HALF, 0, 0, 12),
-    step(EQUALS, 0, 6, ETHERTYPE_IPV6 as u32),
-    step(LOAD_BYTE, 0, 0, IP as u32 + 6),
-    step(EQUALS, 0, 4, NEXT_HEADER_ICMPV6 as u32),
-    step(LOAD_BYTE, 0, 0, ICMP as u32),
-    step(EQUALS, 1, 0, SOLICITATION as u32),
-    step(EQUALS, 0, 1, ADVERTISEMENT as u32),
-    step(RETURN, 0, 0, u32::MAX),
-    step(RETURN, 0, 0, 0),
+    instruction(LOAD_HALF, 0, 0, 12),
+    instruction(EQUALS, 0, 6, ETHERTYPE_IPV6 as u32),
+    instruction(LOAD_BYTE, 0, 0, IP as u32 + 6),
+    instruction(EQUALS, 0, 4, NEXT_HEADER_ICMPV6 as u32),
+    instruction(LOAD_BYTE, 0, 0, ICMP as u32),
+    instruction(EQUALS, 1, 0, SOLICITATION as u32),
+    instruction(EQUALS, 0, 1, ADVERTISEMENT as u32),
+    instruction(RETURN, 0, 0, u32::MAX),
+    instruction(RETURN, 0, 0, 0),
 ];
 
 /// Returns the solicitation of `target`, sent to `mac`; `None`: to the target's multicast group. Without an own address
@@ -82,7 +82,7 @@ fn checksum(frame: &[u8]) -> u16 {
 
 /// Returns the sender of a solicitation, or the target of an advertisement, with its MAC address. `None`: the frame is
 /// neither, is invalid, or has no MAC address.
-pub fn sender(frame: &[u8]) -> Option<(Ipv6Addr, MacAddress)> {
+pub fn parse_sender(frame: &[u8]) -> Option<(Ipv6Addr, MacAddress)> {
     if frame.len() < OPTIONS || frame[12..14] != ETHERTYPE_IPV6.to_be_bytes() {
         return None;
     }
@@ -137,12 +137,12 @@ mod tests {
         let frame = solicitation(TARGET_ADDRESS, None, MAC, OWN_ADDRESS);
         assert_eq!(frame[..6], [0x33, 0x33, 0xff, 1, 2, 3]);
         assert_eq!(frame[IP + 24..ICMP], "ff02::1:ff01:203".parse::<Ipv6Addr>().unwrap().octets());
-        assert_eq!(sender(&frame), Some((OWN_ADDRESS, MAC)));
+        assert_eq!(parse_sender(&frame), Some((OWN_ADDRESS, MAC)));
         let other = MacAddress([2, 0, 0, 0, 0, 9]);
         let unicast = solicitation(TARGET_ADDRESS, Some(other), MAC, OWN_ADDRESS);
         assert_eq!((&unicast[..6], &unicast[IP + 24..ICMP]), (&other.0[..], &TARGET_ADDRESS.octets()[..]));
         for length in 0..FRAME_BYTES {
-            assert_eq!(sender(&frame[..length]), None, "{length} bytes");
+            assert_eq!(parse_sender(&frame[..length]), None, "{length} bytes");
         }
     }
 
@@ -152,26 +152,26 @@ mod tests {
         assert_eq!(frame.len(), OPTIONS, "RFC 4861, Sect. 4.3: no source link-layer address option");
         assert_eq!(frame[..6], [0x33, 0x33, 0xff, 1, 2, 3]);
         assert_eq!(frame[IP + 24..ICMP], "ff02::1:ff01:203".parse::<Ipv6Addr>().unwrap().octets());
-        assert_eq!((checksum(&frame), sender(&frame)), (0, None));
+        assert_eq!((checksum(&frame), parse_sender(&frame)), (0, None));
     }
 
     #[test]
     fn advertisement_names_its_target() {
         let mut frame = solicitation(TARGET_ADDRESS, None, MAC, OWN_ADDRESS);
         frame[ICMP] = ADVERTISEMENT;
-        assert_eq!(sender(&with_checksum(frame.clone())), None, "the option is of a solicitation");
+        assert_eq!(parse_sender(&with_checksum(frame.clone())), None, "the option is of a solicitation");
         frame[OPTIONS] = OPTION_TARGET_ADDRESS;
         let frame = with_checksum(frame);
-        assert_eq!(sender(&frame), Some((TARGET_ADDRESS, MAC)));
+        assert_eq!(parse_sender(&frame), Some((TARGET_ADDRESS, MAC)));
         // Ethernet pads short frames.
-        assert_eq!(sender(&[&frame[..], &[7; 9]].concat()), Some((TARGET_ADDRESS, MAC)));
+        assert_eq!(parse_sender(&[&frame[..], &[7; 9]].concat()), Some((TARGET_ADDRESS, MAC)));
         for (at, value) in [(IP + 7, 254), (ICMP + 1, 1), (OPTIONS + 1, 0), (OPTIONS + 2, 1)] {
             let mut invalid = frame.clone();
             invalid[at] = value;
-            assert_eq!(sender(&with_checksum(invalid)), None, "byte {at}");
+            assert_eq!(parse_sender(&with_checksum(invalid)), None, "byte {at}");
         }
         let mut damaged = frame;
         damaged[TARGET] ^= 1;
-        assert_eq!(sender(&damaged), None);
+        assert_eq!(parse_sender(&damaged), None);
     }
 }

@@ -38,7 +38,7 @@ const BUFFER: usize = 32 << 10;
 /// Returns the number of TCP connections at each of `services`, in the same order. Connections count from half-open to
 /// the last FIN, without TIME-WAIT. A call takes about 1 us of CPU for every socket at these ports, and less for each
 /// other socket. Fails when the kernel has no sock_diag(7) for TCP, or does not answer.
-pub fn connections_of(services: &[SocketAddr]) -> anyhow::Result<Vec<u32>> {
+pub fn connection_counts(services: &[SocketAddr]) -> anyhow::Result<Vec<u32>> {
     let mut counts = vec![0; services.len()];
     if services.is_empty() {
         return Ok(counts);
@@ -206,8 +206,8 @@ mod tests {
         // On a busy machine the loopback device delivers packets with a delay.
         let counts = |expected: [u32; 2], what: &str| {
             let end = Instant::now() + Duration::from_secs(30);
-            while connections_of(&[address, of_both]).unwrap() != expected {
-                assert!(Instant::now() < end, "{what}: {:?}", connections_of(&[address, of_both]));
+            while connection_counts(&[address, of_both]).unwrap() != expected {
+                assert!(Instant::now() < end, "{what}: {:?}", connection_counts(&[address, of_both]));
                 std::thread::sleep(Duration::from_millis(1));
             }
         };
@@ -217,8 +217,8 @@ mod tests {
         let _waiting = TcpStream::connect(address).unwrap();
         let _of_both = pair(&other, of_both);
         counts([301, 1], "all of them");
-        assert_eq!(connections_of(&[of_both]).unwrap(), [1], "one port");
-        assert_eq!(connections_of(&[]).unwrap(), [0; 0]);
+        assert_eq!(connection_counts(&[of_both]).unwrap(), [1], "one port");
+        assert_eq!(connection_counts(&[]).unwrap(), [0; 0]);
         // Half-closed by the server: FIN-WAIT-2, still receiving from the client.
         let (mut client, server) = pairs.pop().unwrap();
         server.shutdown(Shutdown::Write).unwrap();

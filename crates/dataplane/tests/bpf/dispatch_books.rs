@@ -201,9 +201,9 @@ fn stalled_worker_is_disabled_until_it_responds() {
             env.send(&client, b"a");
             let waits = env.outstanding().iter().position(|count| *count > 0).unwrap() as u32;
             poll_times(&mut env, 3);
-            assert!(env.counts(waits).eligible);
+            assert!(env.counts(waits).is_eligible);
             poll_times(&mut env, 1);
-            assert!(!env.counts(waits).eligible && env.counts(1 - waits).eligible);
+            assert!(!env.counts(waits).is_eligible && env.counts(1 - waits).is_eligible);
             (0..5).for_each(|_| env.send(&client, b"b"));
             assert_eq!(env.counts(1 - waits).outstanding, 5, "{policy:?}: {:?}", env.outstanding());
             // Both workers are stalled: requests are dispatched nevertheless.
@@ -213,7 +213,7 @@ fn stalled_worker_is_disabled_until_it_responds() {
             // The first stalled worker responds to a request of its queue.
             let read = env.read(7);
             env.answer(read.iter().find(|read| read.slot == waits).unwrap());
-            assert!(env.counts(waits).eligible, "{policy:?}");
+            assert!(env.counts(waits).is_eligible, "{policy:?}");
         });
     }
 }
@@ -233,10 +233,10 @@ fn dead_worker_loses_no_request_and_its_slot_is_reused() {
             env.read(60 - lost as usize);
             assert!(env.poll(&TIMEOUTS));
             let dead = env.counts(1);
-            assert_eq!((dead.outstanding, dead.abandoned, dead.eligible), (0, lost, false), "{policy:?}");
+            assert_eq!((dead.outstanding, dead.abandoned, dead.is_eligible), (0, lost, false), "{policy:?}");
             assert!(!env.poll(&TIMEOUTS), "it dies once");
             assert_eq!(env.add_worker(), 1);
-            assert!(env.counts(1).eligible);
+            assert!(env.counts(1).is_eligible);
             (0..60).for_each(|_| env.send(&client(), b"c"));
             let read = env.read(60);
             assert!(read.iter().any(|read| read.slot == 1), "{policy:?}");
@@ -312,7 +312,7 @@ fn service_times_are_observed_by_type() {
     skip_if!(missing_bpf_rights());
     in_namespace(|| {
         let mut options = options(Policy::LightestQueue);
-        options.learn = true;
+        options.observes_service_times = true;
         options.types =
             vec![dispatch::RequestType { value: *b"slow\0\0\0\0", mask: [255, 255, 255, 255, 0, 0, 0, 0], class: 0 }];
         let env = TestEnv::new(1, &options);

@@ -6,8 +6,8 @@ use std::time::Duration;
 use coreward_dataplane::dispatch::{Policy, RequestId, RequestType};
 use coreward_intf as intf;
 use coreward_model::dispatch::{
-    ClassBoundedShortestQueue, ClassBounds, Dispatcher, Header, JoinLightestQueue, JoinShortestQueue, RoundRobinCore,
-    Weight,
+    ClassBoundedShortestQueue, ClassBounds, DispatchHeader, Dispatcher, JoinLightestQueue, JoinShortestQueue,
+    RoundRobinCore, Weight,
 };
 use coreward_model::rss::seeded_rng;
 use rand::Rng as _;
@@ -22,11 +22,11 @@ const TIMES: [Duration; 3] = [Duration::from_micros(10), Duration::from_micros(3
 /// slower than requests until many requests are outstanding, then faster.
 fn assert_equals_model(env: &TestEnv, model: &mut impl Dispatcher, clients: &[UdpSocket]) {
     let mut rng = seeded_rng(7, 1);
-    let mut under_way: Vec<(ReceivedDatagram, Header)> = Vec::new();
+    let mut under_way: Vec<(ReceivedDatagram, DispatchHeader)> = Vec::new();
     for id in 0..REQUEST_COUNT {
         let class = rng.next_u32() as u8 % 3;
         let expected = Weight::new(TIMES[usize::from(class)]).as_ns();
-        let header = Header { service: class.min(1), expected, hash: 0, flow_hash: 0 };
+        let header = DispatchHeader { service: class.min(1), expected_service_time: expected, hash: 0, flow_hash: 0 };
         let from = &clients[rng.next_u32() as usize % clients.len()];
         env.send(from, &[&id.to_le_bytes()[..], b"type", &[class]].concat());
         let read = env.read_one();
@@ -36,7 +36,7 @@ fn assert_equals_model(env: &TestEnv, model: &mut impl Dispatcher, clients: &[Ud
         while !under_way.is_empty() && rng.next_u32() % 16 < if busy { 9 } else { 6 } {
             let (read, header) = under_way.swap_remove(rng.next_u32() as usize % under_way.len());
             env.answer(&read);
-            model.completed(read.slot as u16, &header);
+            model.record_completion(read.slot as u16, &header);
         }
     }
     assert_eq!(env.outstanding().iter().sum::<u32>() as usize, under_way.len());

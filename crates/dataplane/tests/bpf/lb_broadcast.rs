@@ -101,7 +101,8 @@ fn rate(burst: u32) -> PacketRate {
 fn one_source_leaves_tokens_to_the_others() {
     skip_if!(missing_bpf_rights());
     let rates = BroadcastRates { per_source: rate(10), per_service: rate(100), total: rate(1000) };
-    let balancer = balancer(1, Options { broadcast: [rates; intf::LIMITED_KIND_COUNT as usize], ..Options::default() });
+    let balancer =
+        balancer(1, Options { broadcast_limits: [rates; intf::LIMITED_KIND_COUNT as usize], ..Options::default() });
     let mut rng = seeded_rng(124, 0);
     let junk = (0..1000u16).map(|port| reset((FORGED, port)));
     let sent = junk.filter(|frame| is_broadcast(&balancer, frame)).count();
@@ -117,7 +118,7 @@ fn all_services_together_are_bounded() {
     skip_if!(missing_bpf_rights());
     let rates = BroadcastRates { per_source: rate(100), per_service: rate(100), total: rate(300) };
     let balancer =
-        balancer(40, Options { broadcast: [rates; intf::LIMITED_KIND_COUNT as usize], ..Options::default() });
+        balancer(40, Options { broadcast_limits: [rates; intf::LIMITED_KIND_COUNT as usize], ..Options::default() });
     let mut rng = seeded_rng(125, 0);
     let sent = (0..2000u16)
         .filter(|n| {

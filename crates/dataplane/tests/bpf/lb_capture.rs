@@ -14,7 +14,7 @@ use coreward_model::rss::seeded_rng;
 use coreward_model::{FourTuple, ServiceAddress};
 
 use crate::support::balancer::{CLIENT, VIP, id, random_table, service};
-use crate::support::network::{PinDirectory, VethPair, mac_address, on_one_cpu};
+use crate::support::network::{PinDirectory, VethPair, mac_address, pin_to_one_cpu};
 use crate::support::packet_socket::PacketSocket;
 use crate::support::tunnel::{client, vip};
 use crate::support::{self, Family, RST, SYN, Tcp, aligned_timestamp, missing_bpf_rights, skip_if};
@@ -67,7 +67,7 @@ fn interrupt(wait: impl FnOnce()) {
 fn capture_has_every_unchanged_packet_and_its_decision() {
     skip_if!(missing_bpf_rights());
     // One CPU keeps the order of the packets.
-    on_one_cpu();
+    pin_to_one_cpu();
     let (pair, pins) = (VethPair::new(), PinDirectory::new());
     let options = Options { pin_directory: Some(pins.path()), ..Options::default() };
     let mut lb = LoadBalancer::load(options).unwrap();
@@ -78,7 +78,7 @@ fn capture_has_every_unchanged_packet_and_its_decision() {
     lb.set_service_name(indexes[0], "web");
     lb.set_keys(&keys());
     for index in &indexes {
-        lb.set_server(*index, id(7), Server { mac: Some(SERVER_MAC), eligible: true });
+        lb.set_server(*index, id(7), Server { mac: Some(SERVER_MAC), is_eligible: true });
         lb.install_table(*index, &random_table(Rule::Table, 1, 1, &[id(7)], &mut seeded_rng(1, 0))).unwrap();
     }
     let named: Vec<(ServiceAddress, String)> = capture::services(&pins.path()).unwrap();
@@ -156,7 +156,7 @@ fn ipv6_packets_of_the_service_are_captured() {
     let (watched, other) = (vip(Family::Ipv6), SocketAddr::new(vip(Family::Ipv6).ip(), 81));
     let services = [watched, other].map(|vip| (service(vip), ServiceMode::default()));
     for index in lb.set_services(&services).unwrap() {
-        lb.set_server(index, id(7), Server { mac: Some(SERVER_MAC), eligible: true });
+        lb.set_server(index, id(7), Server { mac: Some(SERVER_MAC), is_eligible: true });
         lb.install_table(index, &random_table(Rule::Table, 1, 1, &[id(7)], &mut seeded_rng(1, 0))).unwrap();
     }
     let options = capture::Options { pin_directory: pins.path(), service: service(watched), capture_length: 200 };

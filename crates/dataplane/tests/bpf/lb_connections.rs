@@ -8,7 +8,9 @@ use std::time::Duration;
 use coreward_dataplane::lb::{BroadcastRates, Options, PacketRate, Server};
 use coreward_dataplane::mac::MacAddress;
 use coreward_intf as intf;
-use coreward_model::connection_table::{Clock, Due, TableSize, Timers, cookie_number, owner_and_slot, syn_tsecr};
+use coreward_model::connection_table::{
+    ClockTicks, ExpiryReason, TableSize, Timeouts, cookie_number, owner_and_slot, syn_tsecr,
+};
 use coreward_model::consistency::ServiceMode;
 use coreward_model::cookie::{self, Cookie};
 use coreward_model::placement::Rule;
@@ -30,7 +32,7 @@ fn new_connection_takes_an_entry_that_later_packets_find() {
     let mut rng = seeded_rng(101, 0);
     let (mut balancer, ids) = balancer(4096, &mut rng);
     balancer.lb.tick(Duration::from_millis(12_345));
-    let opened: Vec<_> = (0..500).map(|_| balancer.opened(client(&mut rng))).collect();
+    let opened: Vec<_> = (0..500).map(|_| balancer.open_with_entry(client(&mut rng))).collect();
     let servers: BTreeSet<_> = opened.iter().map(|opened| opened.server).collect();
     assert_eq!(servers, ids.iter().copied().collect(), "the rule is obeyed");
     for opened in &opened {
@@ -41,7 +43,7 @@ fn new_connection_takes_an_entry_that_later_packets_find() {
         let size = TableSize::try_from(4096).unwrap();
         assert_eq!((entry.index.partition(), entry.identity.tag), (hash.partition(size), hash.tag()));
         assert_eq!((entry.packets, entry.bytes), (1, syn(opened.client).len() as u64));
-        assert_eq!((entry.opened, entry.last_seen, entry.closing), (Clock(123), Clock(123), false));
+        assert_eq!((entry.opened_at, entry.last_seen, entry.is_closing), (ClockTicks(123), ClockTicks(123), false));
     }
     let indexes: BTreeSet<_> = opened.iter().map(|opened| balancer.entry(opened.client).unwrap().index).collect();
     assert_eq!(indexes.len(), opened.len());
@@ -69,7 +71,7 @@ fn new_connection_takes_an_entry_that_later_packets_find() {
         let entry = balancer.entry(opened.client).unwrap();
         let bytes = syn(opened.client).len() + slow_path.len() + established(&balancer, opened.client, 0).len();
         assert_eq!((entry.packets, entry.bytes), (3, bytes as u64));
-        assert_eq!((entry.opened, entry.last_seen), (Clock(123), Clock(200)));
+        assert_eq!((entry.opened_at, entry.last_seen), (ClockTicks(123), ClockTicks(200)));
     }
     // FIN and RST mark an entry as closing; a SYN removes the mark.
     for (opened, flags) in opened.iter().zip([ACK | FIN, ACK | RST].into_iter().cycle()) {
@@ -80,9 +82,9 @@ fn new_connection_takes_an_entry_that_later_packets_find() {
             balancer.expect_sent_to(0, &frame, opened.server, "connection_table");
         }
         assert_eq!(closed(), before + 1, "sent again it closes nothing");
-        assert!(balancer.entry(opened.client).unwrap().closing);
+        assert!(balancer.entry(opened.client).unwrap().is_closing);
         assert_eq!(balancer.open(opened.client).1, Some(opened.number));
-        assert!(!balancer.entry(opened.client).unwrap().closing);
+        assert!(!balancer.entry(opened.client).unwrap().is_closing);
     }
     assert_eq!(balancer.events(0, "connection_unknown"), 0);
 }
@@ -108,7 +110,7 @@ fn server_learns_the_index_at_any_option_offset() {
             let tcp = Tcp { flags: SYN, options, ip_options: ip_options.clone(), ..Tcp::new(client, VIP) };
             tcp.frame_with_sequence(77, 0)
         };
-        let (verdict, forwarded) = balancer.counted(&with(tsecr), Some(0), "new_connection");
+        let (verdict, forwarded) = balancer.run_expecting_counter(&with(tsecr), Some(0), "new_connection");
         let entry = balancer.entry(client).expect("it got an entry");
         let mut expected = with(syn_tsecr(own_number(), entry.index.slot()));
         expected[..6].copy_from_slice(&balancer.macs[&(0, entry.identity.server)].0);
@@ -126,17 +128,17 @@ fn retransmitted_syn_gets_its_entry_while_its_server_is_eligible() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(103, 0);
     let (mut balancer, _) = balancer(4096, &mut rng);
-    let first = balancer.opened(client(&mut rng));
+    let first = balancer.open_with_entry(client(&mut rng));
     for _ in 0..50 {
-        balancer.opened(client(&mut rng));
+        balancer.open_with_entry(client(&mut rng));
     }
     balancer.lb.tick(Duration::from_secs(3));
     assert_eq!(balancer.open(first.client), (first.server, Some(first.number)));
     let entry = balancer.entry(first.client).unwrap();
-    assert_eq!((entry.packets, entry.last_seen), (1, Clock(30)), "it is still half-open");
+    assert_eq!((entry.packets, entry.last_seen), (1, ClockTicks(30)), "it is still half-open");
     assert_eq!(balancer.lb.connections_in_use(), 51);
 
-    let draining = Server { mac: Some(balancer.macs[&(0, first.server)]), eligible: false };
+    let draining = Server { mac: Some(balancer.macs[&(0, first.server)]), is_eligible: false };
     balancer.lb.set_server(balancer.services[0], first.server, draining);
     let (server, number) = balancer.open(first.client);
     assert_ne!(server, first.server);
@@ -149,14 +151,14 @@ fn connection_holds_one_entry_while_few_others_of_its_hash_open() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(117, 0);
     let (balancer, _) = balancer(4096, &mut rng);
-    let first = balancer.opened(client(&mut rng));
+    let first = balancer.open_with_entry(client(&mut rng));
     let set = balancer.hash(first.client).recent_set();
     for round in 1..=20 {
         let mut others = Vec::new();
         while others.len() < intf::RECENT_WAYS as usize - 1 {
             let other = client(&mut rng);
             if balancer.hash(other).recent_set() == set {
-                others.push(balancer.opened(other));
+                others.push(balancer.open_with_entry(other));
             }
         }
         for again in others.iter().chain([&first]) {
@@ -171,8 +173,9 @@ fn cookie_of_another_connection_is_unknown() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(104, 0);
     let options = Options {
-        connection_table: TableSize::try_from(1024).unwrap(),
-        broadcast: [BroadcastRates::uniform(PacketRate { per_second: 1, burst: 3 }); intf::LIMITED_KIND_COUNT as usize],
+        connection_table_size: TableSize::try_from(1024).unwrap(),
+        broadcast_limits: [BroadcastRates::uniform(PacketRate { per_second: 1, burst: 3 });
+            intf::LIMITED_KIND_COUNT as usize],
         ..Options::default()
     };
     let other_vip = (Ipv4Addr::new(10, 200, 0, 1), 443);
@@ -182,7 +185,7 @@ fn cookie_of_another_connection_is_unknown() {
     let table = random_table(Rule::RoundRobin, 1, 1, &ids, &mut rng);
     balancer.install(0, &table);
     balancer.lb.set_owner(Some(own_number()));
-    let opened = balancer.opened(client(&mut rng));
+    let opened = balancer.open_with_entry(client(&mut rng));
     let mut unknown = 0;
     let mut expect_unknown = |balancer: &Balancer, frame: &[u8]| {
         balancer.expect_broadcast_or(0, frame, Identification::Unchanged, "drop_unknown_cookie");
@@ -199,7 +202,7 @@ fn cookie_of_another_connection_is_unknown() {
         expect_unknown(&balancer, &packet(&balancer.keys, opened.client, number, ACK | FIN).frame());
     }
     let entry = balancer.entry(opened.client).unwrap();
-    assert_eq!((entry.packets, entry.closing), (1, false), "nothing of that was counted for it");
+    assert_eq!((entry.packets, entry.is_closing), (1, false), "nothing of that was counted for it");
     // The same client at the other service is another connection.
     let tsecr =
         cookie::stamp(&balancer.keys, &support::TIME_KEY, &tuple(opened.client), Cookie::TableIndex(opened.number), 5);
@@ -211,7 +214,7 @@ fn cookie_of_another_connection_is_unknown() {
 
     // Packets to an unresolved server are dropped; packets to a removed server are broadcast.
     let index = balancer.services[0];
-    balancer.lb.set_server(index, opened.server, Server { mac: None, eligible: true });
+    balancer.lb.set_server(index, opened.server, Server { mac: None, is_eligible: true });
     let frame = established(&balancer, opened.client, opened.number);
     balancer.expect(&frame, XDP_DROP, 0, "drop_server_unresolved");
     balancer.lb.remove_server(index, opened.server);
@@ -226,7 +229,7 @@ fn index_of_another_table_goes_to_its_owner_or_is_broadcast() {
     let mut broadcast =
         [BroadcastRates::uniform(PacketRate { per_second: 1, burst: 1 }); intf::LIMITED_KIND_COUNT as usize];
     broadcast[intf::LIMITED_OWNER_LOST as usize] = BroadcastRates::uniform(PacketRate { per_second: 1, burst: 40 });
-    let options = Options { broadcast, ..Options::default() };
+    let options = Options { broadcast_limits: broadcast, ..Options::default() };
     let mut balancer = Balancer::with_limits(&[(service(VIP), STATEFUL)], options, &mut rng);
     balancer.lb.set_owner(Some(own_number()));
     let (alive, lost, never) = (owner(9), owner(0), owner(15));
@@ -273,14 +276,14 @@ fn connections_without_an_owner_number_are_stateless() {
     balancer.lb.tick(Duration::from_secs(9));
     assert_eq!(balancer.lb.owner(), Some(own_number()));
     balancer.lb.set_owner(None);
-    assert_eq!((balancer.lb.owner(), balancer.lb.clock()), (None, Clock(90)));
+    assert_eq!((balancer.lb.owner(), balancer.lb.clock()), (None, ClockTicks(90)));
     for _ in 0..20 {
         let client = client(&mut rng);
         let (server, number) = balancer.open(client);
         assert_eq!(number, None);
         // A TSecr that only a load balancer may write is not accepted from a client.
         let forged = syn_with_tsecr(client, syn_tsecr(own_number(), 3)).frame();
-        let (_, forwarded) = balancer.counted(&forged, Some(0), "new_connection");
+        let (_, forwarded) = balancer.run_expecting_counter(&forged, Some(0), "new_connection");
         assert_eq!((tsecr_of(&forwarded), tcp_sum(&forwarded)), (0, 0xffff));
         let tsecr = cookie::stamp(&balancer.keys, &support::TIME_KEY, &tuple(client), Cookie::Server(server), 5);
         let frame = Tcp { options: aligned_timestamp(1, tsecr), ..Tcp::new(client, VIP) }.frame();
@@ -290,7 +293,7 @@ fn connections_without_an_owner_number_are_stateless() {
     // A connection without timestamps gets no entry either.
     balancer.lb.set_owner(Some(own_number()));
     let plain = Tcp { flags: SYN, ..Tcp::new(client(&mut rng), VIP) }.frame();
-    balancer.counted(&plain, Some(0), "bucket_hash");
+    balancer.run_expecting_counter(&plain, Some(0), "bucket_hash");
     assert_eq!(balancer.lb.connections_in_use(), 0);
     assert!(ids.len() > 1);
 }
@@ -300,7 +303,7 @@ fn syn_flood_fills_the_table_and_keeps_established_connections() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(107, 0);
     let (mut balancer, _) = balancer(2048, &mut rng);
-    let real: Vec<_> = (0..700).map(|_| balancer.opened(client(&mut rng))).collect();
+    let real: Vec<_> = (0..700).map(|_| balancer.open_with_entry(client(&mut rng))).collect();
     real.iter().for_each(|opened| balancer.expect_by_index(opened));
     let before: BTreeMap<_, _> =
         real.iter().map(|opened| (opened.client, balancer.entry(opened.client).unwrap().identity)).collect();
@@ -328,18 +331,18 @@ fn syn_flood_fills_the_table_and_keeps_established_connections() {
 
     // After ten seconds the flood's entries are due, without a query to an agent.
     balancer.lb.tick(Duration::from_millis(9_900));
-    assert_eq!(balancer.lb.due_connections(&Timers::default(), 2048), []);
+    assert_eq!(balancer.lb.due_connections(&Timeouts::default(), 2048), []);
     balancer.lb.tick(Duration::from_secs(10));
     let mut freed = 0;
     for _ in 0..2 {
-        let due = balancer.lb.due_connections(&Timers::default(), 1024);
-        assert!(due.iter().all(|(connection, due)| *due == Due::HalfOpen && connection.packets == 1));
+        let due = balancer.lb.due_connections(&Timeouts::default(), 1024);
+        assert!(due.iter().all(|(connection, due)| *due == ExpiryReason::HalfOpen && connection.packets == 1));
         let connections: Vec<_> = due.into_iter().map(|(connection, _)| connection).collect();
         freed += balancer.lb.free_connections(&connections).unwrap();
     }
     assert_eq!((freed, balancer.lb.connections_in_use()), (2048 - 700, 700));
     real.iter().for_each(|opened| balancer.expect_by_index(opened));
-    balancer.opened(client(&mut rng));
+    balancer.open_with_entry(client(&mut rng));
 }
 
 #[test]
@@ -347,7 +350,7 @@ fn entry_is_freed_once_and_only_if_unchanged() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(108, 0);
     let (mut balancer, _) = balancer(1024, &mut rng);
-    let opened: Vec<_> = (0..1024).map(|_| balancer.opened(client(&mut rng))).collect();
+    let opened: Vec<_> = (0..1024).map(|_| balancer.open_with_entry(client(&mut rng))).collect();
     let (first, second) = (opened[0], opened[1]);
     let seen = [first, second].map(|opened| balancer.entry(opened.client).unwrap());
     // The second connection has a packet after its entry was read.
@@ -360,7 +363,7 @@ fn entry_is_freed_once_and_only_if_unchanged() {
     assert_eq!(balancer.events(0, "connection_unknown"), 1);
 
     // The next connection gets the only free slot, with the next generation.
-    let next = balancer.opened(client(&mut rng));
+    let next = balancer.open_with_entry(client(&mut rng));
     let entry = balancer.entry(next.client).unwrap();
     assert_eq!((entry.index, entry.identity.generation), (seen[0].index, seen[0].identity.generation + 1));
     balancer.expect_broadcast_or(0, &frame, Identification::Unchanged, "drop_unknown_cookie");
@@ -375,18 +378,21 @@ fn entries_are_due_by_their_timers_or_when_their_server_is_gone() {
     let mut rng = seeded_rng(109, 0);
     let (mut balancer, _) = balancer(4096, &mut rng);
     balancer.lb.tick(Duration::ZERO);
-    let [half_open, closing, idle] = [(); 3].map(|()| balancer.opened(client(&mut rng)));
+    let [half_open, closing, idle] = [(); 3].map(|()| balancer.open_with_entry(client(&mut rng)));
     balancer.expect_by_index(&idle);
     let fin = packet(&balancer.keys, closing.client, closing.number, ACK | FIN).frame();
     balancer.expect_sent_to(0, &fin, closing.server, "connection_table");
-    let due = |balancer: &mut Balancer, seconds| -> BTreeMap<_, Due> {
+    let due = |balancer: &mut Balancer, seconds| -> BTreeMap<_, ExpiryReason> {
         balancer.lb.tick(Duration::from_secs(seconds));
-        let due = balancer.lb.due_connections(&Timers::default(), 4096);
+        let due = balancer.lb.due_connections(&Timeouts::default(), 4096);
         due.iter().map(|(connection, due)| (ipv4_client(connection), *due)).collect()
     };
-    let set = |connections: &[_]| connections.iter().copied().collect::<BTreeMap<_, Due>>();
-    let (half_open, closing, idle_due) =
-        ((half_open.client, Due::HalfOpen), (closing.client, Due::Closing), (idle.client, Due::Idle));
+    let set = |connections: &[_]| connections.iter().copied().collect::<BTreeMap<_, ExpiryReason>>();
+    let (half_open, closing, idle_due) = (
+        (half_open.client, ExpiryReason::HalfOpen),
+        (closing.client, ExpiryReason::Closing),
+        (idle.client, ExpiryReason::Idle),
+    );
     assert_eq!(due(&mut balancer, 9), set(&[]));
     assert_eq!(due(&mut balancer, 10), set(&[half_open]));
     assert_eq!(due(&mut balancer, 60), set(&[half_open, closing]));
@@ -394,7 +400,7 @@ fn entries_are_due_by_their_timers_or_when_their_server_is_gone() {
     balancer.expect_by_index(&idle);
     assert_eq!(due(&mut balancer, 300), set(&[half_open, closing]));
     balancer.lb.remove_server(balancer.services[0], idle.server);
-    assert_eq!(due(&mut balancer, 300)[&idle.client], Due::ServerGone);
+    assert_eq!(due(&mut balancer, 300)[&idle.client], ExpiryReason::ServerGone);
 }
 
 #[test]
@@ -404,7 +410,7 @@ fn removed_service_leaves_no_entries() {
     for after in [vec![], vec![(service(VIP), ServiceMode::default())]] {
         let (mut balancer, _) = balancer(1024, &mut rng);
         for _ in 0..100 {
-            balancer.opened(client(&mut rng));
+            balancer.open_with_entry(client(&mut rng));
         }
         assert_eq!(balancer.lb.connections_in_use(), 100);
         balancer.lb.set_services(&[(service(VIP), STATEFUL)]).unwrap();

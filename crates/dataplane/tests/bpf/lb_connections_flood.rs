@@ -3,7 +3,7 @@
 use std::net::Ipv4Addr;
 use std::time::Duration;
 
-use coreward_model::connection_table::{Connection, Timers, source_shard};
+use coreward_model::connection_table::{Connection, Timeouts, source_shard};
 use coreward_model::rss::seeded_rng;
 use rand::Rng as _;
 
@@ -27,7 +27,7 @@ fn flood_of_one_prefix_leaves_entries_to_others_and_is_freed_on_time() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(131, 0);
     let (mut balancer, _) = balancer(ENTRY_COUNT.into(), &mut rng);
-    let (timers, prefix) = (Timers::default(), Ipv4Addr::new(192, 0, 2, 0));
+    let (timers, prefix) = (Timeouts::default(), Ipv4Addr::new(192, 0, 2, 0));
     let key = balancer.lb.connection_key();
     let shard = |address: Ipv4Addr| source_shard(&key, address.into());
     let (mut now, mut refused) = (Duration::from_secs(1000), 0);
@@ -74,7 +74,7 @@ fn flood_of_one_prefix_leaves_entries_to_others_and_is_freed_on_time() {
 fn held_by_prefix(addresses: u32, per_beat: u32, beats: u32, is_slow: bool) -> f64 {
     let mut rng = seeded_rng(132, 0);
     let (mut balancer, _) = balancer(ENTRY_COUNT.into(), &mut rng);
-    let timers = Timers::default();
+    let timers = Timeouts::default();
     let mut now = Duration::from_secs(1000);
     for tick in 0..beats {
         now += TICK;

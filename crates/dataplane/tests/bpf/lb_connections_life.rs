@@ -12,7 +12,7 @@ use coreward_dataplane::mac::MacAddress;
 use coreward_dataplane::test_run;
 use coreward_intf as intf;
 use coreward_model::ServerId;
-use coreward_model::connection_table::{Clock, Connection, TableSize};
+use coreward_model::connection_table::{ClockTicks, Connection, TableSize};
 use coreward_model::cookie::CookieKey;
 use coreward_model::placement::Rule;
 use coreward_model::rss::{seeded_rng, uniform_below};
@@ -119,7 +119,7 @@ fn concurrent_cpus_and_user_space_neither_lose_nor_duplicate_slots() {
 
 fn options(pins: &PinDirectory, entries: u64) -> Options {
     let connection_table = TableSize::try_from(entries).unwrap();
-    Options { pin_directory: Some(pins.path()), connection_table, ..Options::default() }
+    Options { pin_directory: Some(pins.path()), connection_table_size: connection_table, ..Options::default() }
 }
 
 fn syn_to_own_mac(client: (Ipv4Addr, u16)) -> Vec<u8> {
@@ -148,7 +148,7 @@ fn next_process_recovers_slots_and_resizes_an_empty_table() {
     let index = lb.set_services(&[(service(VIP), STATEFUL)]).unwrap()[0];
     let servers = [id(7), id(8)];
     for server in servers {
-        lb.set_server(index, server, Server { mac: Some(MacAddress([2, 0, 0, 0, 0, 9])), eligible: true });
+        lb.set_server(index, server, Server { mac: Some(MacAddress([2, 0, 0, 0, 0, 9])), is_eligible: true });
     }
     let table = support::balancer::random_table(Rule::Table, 1, 1, &servers, &mut rng);
     lb.install_table(index, &table).unwrap();
@@ -171,13 +171,13 @@ fn next_process_recovers_slots_and_resizes_an_empty_table() {
     }
     let mut lb = start(2048).unwrap();
     assert!(lb.is_taken_over());
-    assert_eq!((lb.owner(), lb.clock(), lb.connection_key() == key), (Some(own_number()), Clock(600), true));
+    assert_eq!((lb.owner(), lb.clock(), lb.connection_key() == key), (Some(own_number()), ClockTicks(600), true));
     assert_eq!(lb.connections(index).collect::<Vec<_>>(), before[10..]);
     // A reader of the pins gets the same connections.
     let pinned = PinnedConnections::open(&pins.path()).unwrap();
     assert_eq!(pinned.connections(service(VIP)).collect::<Vec<_>>(), before[10..]);
     assert_eq!(pinned.connections(service((VIP.0, 81))).next(), None);
-    assert_eq!((pinned.clock(), pinned.size().entries()), (Clock(600), 2048));
+    assert_eq!((pinned.clock(), pinned.size().entry_count()), (ClockTicks(600), 2048));
     let more = (0..20_000).filter(|number| open(&mut lb, client_of(1, *number)).is_some()).count();
     assert_eq!(more, 2048 - 90, "every slot is free or in use");
     drop(lb);
@@ -193,7 +193,7 @@ fn next_process_recovers_slots_and_resizes_an_empty_table() {
     for entries in [8192, 1024] {
         let mut lb = start(entries).unwrap();
         assert!(lb.is_taken_over());
-        assert_eq!(u64::from(lb.connection_table_size().entries()), entries);
+        assert_eq!(u64::from(lb.connection_table_size().entry_count()), entries);
         let taken = (0..40_000).filter(|number| open(&mut lb, client_of(2, *number)).is_some()).count();
         assert_eq!(taken as u64, entries);
         let all: Vec<_> = lb.connections(index).collect();
@@ -207,14 +207,14 @@ fn rebooted(before: &Balancer, ids: &[ServerId], rng: &mut impl Rng) -> Balancer
     let connection_key = Some(CookieKey { k0: rng.next_u64(), k1: rng.next_u64() });
     let mut after = Balancer::with(
         &[(service(VIP), STATEFUL)],
-        Options { connection_table: before.lb.connection_table_size(), connection_key, ..Options::default() },
+        Options { connection_table_size: before.lb.connection_table_size(), connection_key, ..Options::default() },
         rng,
     );
     after.lb.set_keys(&before.keys);
     after.keys = before.keys;
     for server in ids {
         let mac = before.macs[&(0, *server)];
-        after.lb.set_server(after.services[0], *server, Server { mac: Some(mac), eligible: true });
+        after.lb.set_server(after.services[0], *server, Server { mac: Some(mac), is_eligible: true });
         after.macs.insert((0, *server), mac);
     }
     let table = support::balancer::random_table(Rule::RoundRobin, 2, 1, ids, rng);
@@ -234,7 +234,7 @@ fn connections_from_before_a_reboot_are_broadcast_and_reach_no_wrong_server() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(122, 0);
     let (before, ids) = balancer(ENTRY_COUNT, &mut rng);
-    let old: Vec<_> = (0..3000).map(|_| before.opened(client(&mut rng))).collect();
+    let old: Vec<_> = (0..3000).map(|_| before.open_with_entry(client(&mut rng))).collect();
     let expect_broadcast = |after: &Balancer, came_from: Option<MacAddress>| {
         for opened in &old {
             let mut frame = established(after, opened.client, opened.number);

@@ -4,7 +4,7 @@ use std::net::Ipv4Addr;
 use std::time::{Duration, Instant};
 
 use coreward_dataplane::lb::Options;
-use coreward_model::connection_table::{Clock, Connection, TableSize, Timers};
+use coreward_model::connection_table::{ClockTicks, Connection, TableSize, Timeouts};
 use coreward_model::placement::Rule;
 use coreward_model::rss::seeded_rng;
 use rand::Rng;
@@ -56,7 +56,7 @@ fn new_connection_reuses_an_expired_entry_without_a_sweeper() {
     let refused = balancer.events(0, "connection_table_full");
     balancer.lb.tick(start + Duration::from_millis(9900));
     assert_eq!(entries_of(&balancer, 100, &mut rng).len(), 0, "a SYN may be sent again until then");
-    balancer.lb.tick(start + Timers::default().half_open);
+    balancer.lb.tick(start + Timeouts::default().half_open);
     let new = entries_of(&balancer, 200, &mut rng);
     assert_eq!(new.len(), 200);
     assert_eq!(
@@ -76,7 +76,7 @@ fn new_connection_reuses_an_expired_entry_without_a_sweeper() {
 fn open_connections_lose_entries_only_without_a_sweeper() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(142, 0);
-    let (start, timers) = (Duration::from_secs(1000), Timers::default());
+    let (start, timers) = (Duration::from_secs(1000), Timeouts::default());
     let (mut balancer, opened) = full_table(start, &mut rng);
     let (closing, open) = opened.split_at(opened.len() / 2);
     open.iter().for_each(|opened| balancer.expect_by_index(opened));
@@ -119,14 +119,14 @@ fn reuse_counts_the_entry_for_its_new_source() {
     }
     assert_eq!(balancer.lb.connections_in_use(), ENTRY_COUNT as usize, "one prefix holds all: no limit is set yet");
     balancer.lb.guard_connection_table();
-    balancer.lb.tick(start + Timers::default().half_open);
+    balancer.lb.tick(start + Timeouts::default().half_open);
     assert_eq!(balancer.open(flood(20_000)).1, None);
     assert_eq!(balancer.events(0, "connection_source_limited"), 1, "a full table gives each prefix one entry");
     let is_flood = |connection: &Connection| ipv4_client(connection).0.octets()[..3] == [192, 0, 2];
     while balancer.lb.connections(balancer.services[0]).any(|held| is_flood(&held)) {
         balancer.open(client(&mut rng));
     }
-    balancer.lb.tick(start + 2 * Timers::default().half_open);
+    balancer.lb.tick(start + 2 * Timeouts::default().half_open);
     assert!(balancer.open(flood(20_001)).1.is_some(), "the prefix holds none");
     assert_eq!(balancer.open(flood(20_002)).1, None, "it holds one");
     assert_eq!((balancer.lb.occupancy(), balancer.lb.connections_in_use()), (ENTRY_COUNT, ENTRY_COUNT as usize));
@@ -137,7 +137,7 @@ fn packets_read_the_clock_without_a_daemon() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(144, 0);
     let options = Options {
-        connection_table: TableSize::try_from(1024).unwrap(),
+        connection_table_size: TableSize::try_from(1024).unwrap(),
         packets_read_clock: true,
         ..Options::default()
     };
@@ -145,9 +145,9 @@ fn packets_read_the_clock_without_a_daemon() {
     let ids = balancer.replace_servers(0, 3, &mut rng);
     balancer.install(0, &random_table(Rule::RoundRobin, 1, 1, &ids, &mut rng));
     balancer.lb.set_owner(Some(own_number()));
-    let (opened, began) = (balancer.opened(client(&mut rng)), Instant::now());
+    let (opened, began) = (balancer.open_with_entry(client(&mut rng)), Instant::now());
     let first = balancer.lb.clock();
-    assert_ne!(first, Clock(0), "the SYN read the clock");
+    assert_ne!(first, ClockTicks(0), "the SYN read the clock");
     while began.elapsed() < Duration::from_secs(1) {
         balancer.expect_by_index(&opened);
     }

@@ -33,12 +33,12 @@ fn counters_of_a_reused_service_slot_start_at_zero() {
     }
     let (index, total) = (balancer.services[0], balancer.lb.total_counters());
     assert_eq!(balancer.lb.counters(index).packets[intf::LB_COUNTER_NEW_CONNECTION as usize], 10);
-    assert_eq!(balancer.lb.opened(index), 10);
+    assert_eq!(balancer.lb.opened_connections(index), 10);
 
     let mut replace = |vip| balancer.lb.set_services(&[(service(vip), ServiceMode::default())]).unwrap()[0];
     assert_eq!(replace(OTHER_VIP), index, "the place is used again");
     assert_eq!(balancer.lb.counters(index), Counters::default());
-    assert_eq!(balancer.lb.opened(index), 0);
+    assert_eq!(balancer.lb.opened_connections(index), 0);
     assert_eq!(balancer.lb.total_counters(), total, "what removed services counted stays in the total");
 }
 
@@ -80,14 +80,15 @@ fn no_count_of_connections_is_lost_between_two_cpus() {
     let syn = Tcp { flags: SYN, options: aligned_timestamp(1, 0), ..Tcp::new(client, VIP) }.frame();
     run_on_two_cpus(&mut balancer, servers[0], syn, TIMES);
     let expected = 2 * u64::from(TIMES);
-    let (opened, traffic) = (balancer.lb.opened(balancer.services[0]), balancer.lb.traffic(servers[0]));
+    let (opened, traffic) = (balancer.lb.opened_connections(balancer.services[0]), balancer.lb.traffic(servers[0]));
 
     let others = balancer.replace_servers(1, 1, &mut rng);
     let table = random_table(Rule::LeastAssigned, 1, 1, &others, &mut rng);
     balancer.install(1, &table);
     // Each datagram is placed by the rule, also further datagrams of the same flow.
     run_on_two_cpus(&mut balancer, others[0], Udp::new(client, VIP).frame(), TIMES);
-    let assigned: u32 = balancer.lb.assigned(balancer.services[1], table.core_slots.len() as u16).iter().sum();
+    let assigned: u32 =
+        balancer.lb.assigned_connections(balancer.services[1], table.core_slots.len() as u16).iter().sum();
     println!("of {expected}: opened {opened}, at the server {}, assigned {assigned}", traffic.opened);
     assert_eq!([opened, traffic.opened, assigned.into()], [expected; 3]);
 }

@@ -39,7 +39,7 @@ fn new_connections_go_to_the_models_server() {
             let table = random_table(rule, generation, groups, &ids, &mut rng);
             let mut state = PlacementState::for_table(&table);
             // The counter of round robin continues from table to table.
-            state.round_robin = balancer.turns;
+            state.round_robin_counter = balancer.turns;
             balancer.install(0, &table);
             for _ in 0..450 {
                 let client = client(&mut rng);
@@ -49,7 +49,7 @@ fn new_connections_go_to_the_models_server() {
                 let chosen = table.choose(&mut state, &tuple(client)).expect("there are members");
                 balancer.expect_sent_to(0, &syn(client), chosen, "new_connection");
             }
-            balancer.turns = state.round_robin;
+            balancer.turns = state.round_robin_counter;
         }
     }
 }
@@ -86,7 +86,7 @@ fn connection_without_timestamps_stays_at_the_consistent_choice() {
     // Packets to an unresolved server are dropped, because no other server has the connection.
     let client = client(&mut rng);
     let chosen = table_of(&balancer).choose_consistent(&tuple(client)).unwrap();
-    balancer.lb.set_server(balancer.services[0], chosen, Server { mac: None, eligible: true });
+    balancer.lb.set_server(balancer.services[0], chosen, Server { mac: None, is_eligible: true });
     let frame = Tcp::new(client, VIP).frame();
     balancer.expect(&frame, XDP_DROP, 0, "drop_server_unresolved");
 }
@@ -139,7 +139,7 @@ fn random_tsecr_values_are_treated_as_in_the_model() {
     let ids = balancer.replace_servers(0, 4096, &mut rng);
     let unresolved: HashSet<ServerId> = ids.iter().copied().step_by(2).collect();
     for server in &unresolved {
-        balancer.lb.set_server(balancer.services[0], *server, Server { mac: None, eligible: true });
+        balancer.lb.set_server(balancer.services[0], *server, Server { mac: None, is_eligible: true });
     }
     let known: HashSet<ServerId> = ids.iter().copied().collect();
     let mut seen = [0; 3];
@@ -147,7 +147,7 @@ fn random_tsecr_values_are_treated_as_in_the_model() {
         let client = client(&mut rng);
         let tsecr = rng.next_u32();
         let frame = Tcp { options: aligned_timestamp(1, tsecr), ..Tcp::new(client, VIP) }.frame();
-        match cookie::recognise(&balancer.keys, &tuple(client), tsecr) {
+        match cookie::decode_cookie(&balancer.keys, &tuple(client), tsecr) {
             Cookie::Server(server) if unresolved.contains(&server) => {
                 seen[0] += 1;
                 balancer.expect(&frame, XDP_DROP, 0, "drop_server_unresolved");
@@ -208,10 +208,10 @@ fn ineligible_server_is_replaced_for_new_connections() {
     for (position, server) in ids.iter().enumerate().filter(|(_, server)| !able.contains(server)) {
         match position % 3 {
             0 => balancer.lb.remove_server(service, *server),
-            1 => balancer.lb.set_server(service, *server, Server { mac: None, eligible: true }),
+            1 => balancer.lb.set_server(service, *server, Server { mac: None, is_eligible: true }),
             _ => {
                 let mac = Some(balancer.macs[&(0, *server)]);
-                balancer.lb.set_server(service, *server, Server { mac, eligible: false });
+                balancer.lb.set_server(service, *server, Server { mac, is_eligible: false });
             }
         }
     }
@@ -228,7 +228,7 @@ fn ineligible_server_is_replaced_for_new_connections() {
         assert_eq!(reached.len(), 2, "{rule:?}");
     }
     for server in able {
-        balancer.lb.set_server(service, server, Server { mac: None, eligible: true });
+        balancer.lb.set_server(service, server, Server { mac: None, is_eligible: true });
     }
     balancer.expect(&syn(client(&mut rng)), XDP_DROP, 0, "drop_no_eligible_server");
 }
@@ -244,8 +244,8 @@ fn new_connection_without_table_or_members_is_dropped() {
     let ids = balancer.replace_servers(0, 4, &mut rng);
     let mut table = random_table(Rule::LeastAssigned, 1, 1, &ids, &mut rng);
     table.members.clear();
-    table.consistent.clear();
-    table.previous_consistent.clear();
+    table.consistent_servers.clear();
+    table.previous_consistent_servers.clear();
     balancer.install(0, &table);
     balancer.expect(&syn(from), XDP_DROP, 0, "drop_no_eligible_server");
     assert_eq!(balancer.lb.table_generation(balancer.services[0]), None);
@@ -295,7 +295,7 @@ fn broadcast_is_limited_per_service_and_recovers() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(10, 0);
     let rates = BroadcastRates::uniform(PacketRate { per_second: 20, burst: 8 });
-    let options = Options { broadcast: [rates; intf::LIMITED_KIND_COUNT as usize], ..Options::default() };
+    let options = Options { broadcast_limits: [rates; intf::LIMITED_KIND_COUNT as usize], ..Options::default() };
     let services = [(service(VIP), ServiceMode::default())];
     let mut balancer = Balancer::with_limits(&services, options, &mut rng);
     let reset = Tcp { flags: RST, ..Tcp::new(client(&mut rng), VIP) }.frame();
@@ -324,6 +324,6 @@ fn changed_mac_address_is_used_for_the_next_packet() {
     balancer.expect_sent_to(0, &frame, server, "established");
     let mac = MacAddress([0x02, 1, 2, 3, 4, 5]);
     balancer.macs.insert((0, server), mac);
-    balancer.lb.set_server(balancer.services[0], server, Server { mac: Some(mac), eligible: false });
+    balancer.lb.set_server(balancer.services[0], server, Server { mac: Some(mac), is_eligible: false });
     balancer.expect_sent_to(0, &frame, server, "established");
 }

@@ -32,7 +32,7 @@ fn udp(vip: (Ipv4Addr, u16)) -> (ServiceAddress, ServiceMode) {
 
 fn set_eligible(balancer: &mut Balancer, id: ServerId, eligible: bool) {
     let mac = Some(balancer.macs[&(0, id)]);
-    balancer.lb.set_server(balancer.services[0], id, Server { mac, eligible });
+    balancer.lb.set_server(balancer.services[0], id, Server { mac, is_eligible: eligible });
 }
 
 fn drain(balancer: &mut Balancer, id: ServerId) {
@@ -57,7 +57,7 @@ fn syn_leaves_a_server_that_takes_no_new_connections() {
         let ids = balancer.replace_servers(0, 6, &mut rng);
         // Random tables are drawn until every server has a bucket.
         let table = std::iter::repeat_with(|| random_table(Rule::Table, 1, 1, &ids, &mut rng))
-            .find(|table| ids.iter().all(|id| table.consistent.contains(id)))
+            .find(|table| ids.iter().all(|id| table.consistent_servers.contains(id)))
             .unwrap();
         balancer.install(0, &table);
         let frames: Vec<_> = (0..400)
@@ -76,7 +76,7 @@ fn syn_leaves_a_server_that_takes_no_new_connections() {
         let mut refusing = vec![balancer.macs[&(0, ids[0])]];
         if new_table {
             let table = random_table(Rule::Table, 2, 1, &ids[2..], &mut rng);
-            balancer.install(0, &PlacementTable { down: vec![ids[1]], ..table });
+            balancer.install(0, &PlacementTable { down_servers: vec![ids[1]], ..table });
             refusing.push(balancer.macs[&(0, ids[1])]);
         }
         assert!(refusing.iter().all(|mac| before.contains(mac)));
@@ -103,7 +103,7 @@ fn with_lb_stamping(rng: &mut impl Rng) -> Balancer {
     for (number, id) in (1..).zip(&ids) {
         let mac = MacAddress([2, 0, 0, 0, 1, number]);
         balancer.macs.insert((0, *id), mac);
-        balancer.lb.set_server(balancer.services[0], *id, Server { mac: Some(mac), eligible: true });
+        balancer.lb.set_server(balancer.services[0], *id, Server { mac: Some(mac), is_eligible: true });
     }
     balancer.install(0, &random_table(Rule::RoundRobin, 1, 1, &ids, rng));
     balancer
@@ -234,7 +234,7 @@ fn udp_flow_leaves_a_down_server_and_stays_at_a_draining_one() {
     let (draining, down) = (balancer.macs[&(0, ids[0])], balancer.macs[&(0, ids[1])]);
     drain(&mut balancer, ids[0]);
     let table = random_table(Rule::RoundRobin, 2, 1, &ids[2..], &mut rng);
-    balancer.install(0, &PlacementTable { down: vec![ids[1]], ..table });
+    balancer.install(0, &PlacementTable { down_servers: vec![ids[1]], ..table });
     let after: Vec<_> = frames.iter().map(|frame| balancer.destination(frame)).collect();
     for (before, after) in before.iter().zip(&after) {
         if *before == down {
@@ -254,9 +254,9 @@ fn udp_flow_leaves_a_down_server_and_stays_at_a_draining_one() {
     // When all servers count as down, flows stay at their servers.
     let mut nobody = random_table(Rule::RoundRobin, 4, 1, &ids[1..], &mut rng);
     nobody.members.clear();
-    nobody.consistent.clear();
-    nobody.previous_consistent.clear();
-    nobody.down = ids[1..].to_vec();
+    nobody.consistent_servers.clear();
+    nobody.previous_consistent_servers.clear();
+    nobody.down_servers = ids[1..].to_vec();
     balancer.install(0, &nobody);
     assert_eq!(frames.iter().map(|frame| balancer.destination(frame)).collect::<Vec<_>>(), after);
 }
@@ -269,17 +269,17 @@ fn udp_flow_expires() {
     let ids = balancer.replace_servers(0, 5, &mut rng);
     balancer.install(0, &random_table(Rule::RoundRobin, 1, 1, &ids, &mut rng));
     let frame = Udp::new(client(&mut rng), DNS).frame();
-    let idle = Duration::from_millis(100 * u64::from(intf::FLOW_IDLE_UDP));
+    let idle = Duration::from_millis(100 * u64::from(intf::FLOW_IDLE_UDP_TICKS));
     let mut now = Duration::from_secs(1000);
     balancer.lb.tick(now);
-    balancer.counted(&frame, Some(0), "new_connection");
+    balancer.run_expecting_counter(&frame, Some(0), "new_connection");
     for _ in 0..3 {
         now += idle;
         balancer.lb.tick(now);
-        balancer.counted(&frame, Some(0), "flow_table");
+        balancer.run_expecting_counter(&frame, Some(0), "flow_table");
     }
     balancer.lb.tick(now + idle + Duration::from_millis(100));
-    balancer.counted(&frame, Some(0), "new_connection");
+    balancer.run_expecting_counter(&frame, Some(0), "new_connection");
 }
 
 /// Floods that would fill the table ten times go to four services, one after the other. A fifth service has 1,000
@@ -311,8 +311,9 @@ fn flood_on_one_service_moves_no_udp_flow_of_another() {
     let mut sets: HashMap<u64, u32> = HashMap::new();
     let mut has_room = |client: (Ipv4Addr, u16)| {
         let hash = ConnectionHash::new(&key, dns, client.into());
-        let in_set =
-            sets.entry((u64::from(hash.low()) * u64::from(ENTRY_COUNT / intf::FLOW_SET_ENTRIES)) >> 32).or_default();
+        let in_set = sets
+            .entry((u64::from(hash.low_half()) * u64::from(ENTRY_COUNT / intf::FLOW_SET_ENTRIES)) >> 32)
+            .or_default();
         *in_set += 1;
         *in_set <= 2
     };
@@ -348,7 +349,7 @@ fn client_may_answer_the_stamped_or_the_unstamped_syn_ack() {
     let reply = |client, server: MacAddress, flags, tsval, counter| {
         let mut frame = Tcp { flags, options: timestamp(tsval, 7), ..Tcp::new(WEB, client) }.frame();
         frame[6..12].copy_from_slice(&server.0);
-        let (verdict, packet) = balancer.counted(&frame, Some(0), counter);
+        let (verdict, packet) = balancer.run_expecting_counter(&frame, Some(0), counter);
         assert_eq!(verdict, XDP_PASS);
         word(&packet, timestamp_offset(&packet).unwrap())
     };
@@ -361,7 +362,7 @@ fn client_may_answer_the_stamped_or_the_unstamped_syn_ack() {
         let client = client(&mut rng);
         let to_server = |tsecr, server: MacAddress, counter| {
             let frame = Tcp { options: timestamp(7, tsecr), ..Tcp::new(client, WEB) }.frame();
-            let (verdict, packet) = balancer.counted(&frame, Some(0), counter);
+            let (verdict, packet) = balancer.run_expecting_counter(&frame, Some(0), counter);
             assert_eq!((verdict, &packet[..6]), (XDP_TX, &server.0[..]), "round {round}");
         };
         let cookie = reply(client, stamped, SYN | ACK, known, "reply_stamped");

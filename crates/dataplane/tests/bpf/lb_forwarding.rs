@@ -65,13 +65,13 @@ fn flow(family: Family) -> u16 {
     flow_port(client(family).ip(), [a, b, c, d])
 }
 
-fn word(bytes: &[u8], at: usize) -> u16 {
+fn read_u16(bytes: &[u8], at: usize) -> u16 {
     u16::from_be_bytes([bytes[at], bytes[at + 1]])
 }
 
 fn check_outer_ipv4(outer: &[u8], form: TunnelForm, server: ServerId, class: u8) {
     assert_eq!(ones_complement_sum(&outer[..20]), 0xffff, "checksum of the outer header");
-    assert_eq!((outer[0], outer[1], usize::from(word(outer, 2))), (0x45, class, outer.len()));
+    assert_eq!((outer[0], outer[1], usize::from(read_u16(outer, 2))), (0x45, class, outer.len()));
     assert_eq!(outer[4..10], [0, 0, 0x40, 0, 64, form.protocol()], "identification 0, DF, TTL 64");
     let addresses = [octets(own_address(form.outer)), octets(server_address(form.outer, server))];
     assert_eq!(outer[12..20], addresses.concat());
@@ -80,13 +80,13 @@ fn check_outer_ipv4(outer: &[u8], form: TunnelForm, server: ServerId, class: u8)
 fn check_outer_ipv6(outer: &[u8], form: TunnelForm, server: ServerId, class: u8) {
     let [a, b] = flow(form.inner).to_be_bytes();
     assert_eq!(outer[..4], [0x60 | class >> 4, class << 4, a, b]);
-    assert_eq!((usize::from(word(outer, 4)), outer[6], outer[7]), (outer.len() - 40, form.protocol(), 64));
+    assert_eq!((usize::from(read_u16(outer, 4)), outer[6], outer[7]), (outer.len() - 40, form.protocol(), 64));
     let addresses = [octets(own_address(form.outer)), octets(server_address(form.outer, server))];
     assert_eq!(outer[8..40], addresses.concat());
 }
 
 /// Checks the outer header of `packet`, and returns the inner packet.
-fn inner(packet: &[u8], form: TunnelForm, server: ServerId, class: u8) -> Vec<u8> {
+fn strip_outer_header(packet: &[u8], form: TunnelForm, server: ServerId, class: u8) -> Vec<u8> {
     let outer = &packet[ETHERNET..];
     match form.outer {
         Family::Ipv4 => check_outer_ipv4(outer, form, server, class),
@@ -95,7 +95,10 @@ fn inner(packet: &[u8], form: TunnelForm, server: ServerId, class: u8) -> Vec<u8
     if form.forwarding == Forwarding::Gue {
         let header = &outer[ip_header(form.outer)..];
         let expected = (flow(form.inner), 6080, header.len(), 0);
-        assert_eq!((word(header, 0), word(header, 2), usize::from(word(header, 4)), word(header, 6)), expected);
+        assert_eq!(
+            (read_u16(header, 0), read_u16(header, 2), usize::from(read_u16(header, 4)), read_u16(header, 6)),
+            expected
+        );
     }
     outer[form.overhead()..].to_vec()
 }
@@ -113,11 +116,11 @@ fn packets_to_servers_get_an_outer_header_and_are_otherwise_unchanged() {
         let mut frame = syn(form.inner).frame();
         // DSCP 46 and ECT(0).
         set_traffic_class(&mut frame, 0xba);
-        let (verdict, packet) = balancer.counted(&frame, Some(0), "new_connection");
+        let (verdict, packet) = balancer.run_expecting_counter(&frame, Some(0), "new_connection");
         assert_eq!(verdict, XDP_TX, "{form:?}");
         assert_eq!(packet[..6], balancer.macs[&(0, server)].0);
         assert_eq!(packet[6..14], [&OWN_MAC.0[..], &ethertype(form.outer)].concat());
-        assert_eq!(inner(&packet, form, server, 0xba), frame[ETHERNET..], "{form:?}");
+        assert_eq!(strip_outer_header(&packet, form, server, 0xba), frame[ETHERNET..], "{form:?}");
     }
 }
 
@@ -131,9 +134,9 @@ fn established_packets_of_the_fast_path_get_the_same_outer_header() {
         let cookie = cookie::stamp(&balancer.keys, &TIME_KEY, &tuple, Cookie::Server(server), 9);
         let frame =
             Tcp { options: aligned_timestamp(7, cookie), ..Tcp::between(client(form.inner), vip(form.inner)) }.frame();
-        let (verdict, packet) = balancer.counted(&frame, Some(0), "established");
+        let (verdict, packet) = balancer.run_expecting_counter(&frame, Some(0), "established");
         assert_eq!(verdict, XDP_TX, "{form:?}");
-        assert_eq!(inner(&packet, form, server, 0), frame[ETHERNET..], "{form:?}");
+        assert_eq!(strip_outer_header(&packet, form, server, 0), frame[ETHERNET..], "{form:?}");
     }
 }
 
@@ -144,7 +147,7 @@ fn source_port_is_that_of_the_flow_or_of_the_server() {
         let (mut balancer, table) = balancer(form);
         let server = chosen(form.inner, &table);
         let source_port =
-            |balancer: &Balancer| word(&balancer.run(&syn(form.inner).frame()).1, ETHERNET + ip_header(form.outer));
+            |balancer: &Balancer| read_u16(&balancer.run(&syn(form.inner).frame()).1, ETHERNET + ip_header(form.outer));
         assert_eq!(source_port(&balancer), flow(form.inner));
         set_tunnel(&mut balancer, form.outer, server, Some(50_123));
         assert_eq!(source_port(&balancer), 50_123);
@@ -162,7 +165,7 @@ fn server_with_another_address_gets_its_packets_there() {
         let tunnel = Tunnel { address: server_address(outer, other), source_port: None };
         balancer.lb.set_tunnel(server, tunnel).unwrap();
         let packet = balancer.run(&syn(form.inner).frame()).1;
-        inner(&packet, TunnelForm { outer, ..form }, other, 0);
+        strip_outer_header(&packet, TunnelForm { outer, ..form }, other, 0);
     }
 }
 
@@ -202,9 +205,9 @@ fn packet_too_long_to_encapsulate_is_answered_with_the_mtu() {
     for form in TunnelForm::all() {
         let (balancer, _) = balancer(form);
         let mtu = MTU - form.overhead();
-        assert_eq!(balancer.counted(&syn_of(form.inner, mtu), Some(0), "new_connection").0, XDP_TX);
+        assert_eq!(balancer.run_expecting_counter(&syn_of(form.inner, mtu), Some(0), "new_connection").0, XDP_TX);
         let frame = syn_of(form.inner, mtu + 1);
-        let (verdict, packet) = balancer.counted(&frame, Some(0), "drop_fragmentation_needed");
+        let (verdict, packet) = balancer.run_expecting_counter(&frame, Some(0), "drop_fragmentation_needed");
         assert_eq!(verdict, XDP_TX, "{form:?}");
         let [high, low] = (mtu as u16).to_be_bytes();
         assert_eq!(error_to(&packet, &frame, form.inner)[4..8], [0, 0, high, low]);
@@ -216,9 +219,9 @@ fn ipv6_packet_of_1280_bytes_gets_no_error() {
     skip_if!(missing_bpf_rights());
     let form = TunnelForm { forwarding: Forwarding::Gue, inner: Family::Ipv6, outer: Family::Ipv6 };
     let (balancer, _) = balancer_with(form, mode(form), 1300);
-    assert_eq!(balancer.counted(&syn_of(form.inner, 1280), Some(0), "drop_exceeds_mtu").0, XDP_DROP);
+    assert_eq!(balancer.run_expecting_counter(&syn_of(form.inner, 1280), Some(0), "drop_exceeds_mtu").0, XDP_DROP);
     let frame = syn_of(form.inner, 1281);
-    let (_, packet) = balancer.counted(&frame, Some(0), "drop_fragmentation_needed");
+    let (_, packet) = balancer.run_expecting_counter(&frame, Some(0), "drop_fragmentation_needed");
     assert_eq!(error_to(&packet, &frame, form.inner)[4..8], 1280u32.to_be_bytes());
 }
 
@@ -235,7 +238,7 @@ fn source_other_than_a_host_gets_no_error() {
         for source in sources {
             let mut frame = syn_of(inner, MTU);
             frame[at..at + source.len()].copy_from_slice(&source);
-            assert_eq!(balancer.counted(&frame, Some(0), "drop_exceeds_mtu").0, XDP_DROP, "{source:?}");
+            assert_eq!(balancer.run_expecting_counter(&frame, Some(0), "drop_exceeds_mtu").0, XDP_DROP, "{source:?}");
         }
     }
 }
@@ -245,7 +248,7 @@ fn errors_to_a_flood_of_long_packets_are_limited() {
     skip_if!(missing_bpf_rights());
     for inner in Family::BOTH {
         let rates = BroadcastRates::uniform(PacketRate { per_second: 1, burst: 8 });
-        let options = Options { broadcast: [rates; intf::LIMITED_KIND_COUNT as usize], ..Options::default() };
+        let options = Options { broadcast_limits: [rates; intf::LIMITED_KIND_COUNT as usize], ..Options::default() };
         let form = TunnelForm { forwarding: Forwarding::Ipip, inner, outer: Family::Ipv4 };
         let mut rng = seeded_rng(34, 0);
         let balancer = Balancer::with_limits(&[(service(vip(inner)), mode(form))], options, &mut rng);
@@ -253,7 +256,7 @@ fn errors_to_a_flood_of_long_packets_are_limited() {
         let frame = syn_of(inner, MTU);
         let answered = (0..100).filter(|_| balancer.run(&frame).0 == XDP_TX).count();
         assert!((8..=11).contains(&answered), "{answered}");
-        balancer.counted(&frame, Some(0), "drop_exceeds_mtu");
+        balancer.run_expecting_counter(&frame, Some(0), "drop_exceeds_mtu");
     }
 }
 
@@ -265,7 +268,7 @@ fn nothing_is_broadcast_to_servers_behind_routers() {
             let mode = ServiceMode { consistency, ..mode(form) };
             let (balancer, _) = balancer_with(form, mode, MTU);
             let reset = Tcp { flags: RST, options: vec![], ..syn(form.inner) }.frame();
-            let (verdict, _) = balancer.counted(&reset, Some(0), "drop_not_broadcast");
+            let (verdict, _) = balancer.run_expecting_counter(&reset, Some(0), "drop_not_broadcast");
             assert_eq!(verdict, XDP_DROP);
         }
     }
@@ -293,7 +296,7 @@ fn services_of_all_kinds_share_a_program_and_servers() {
     let mut balancer = Balancer::with(&services, Options::default(), &mut rng);
     balancer.lb.set_outer(OWN_ADDRESSES, MTU as u32);
     let server = id(7);
-    let known = coreward_dataplane::lb::Server { mac: Some(OWN_MAC), eligible: true };
+    let known = coreward_dataplane::lb::Server { mac: Some(OWN_MAC), is_eligible: true };
     set_tunnel(&mut balancer, Family::Ipv6, server, None);
     for (place, kind) in kinds.into_iter().enumerate() {
         balancer.lb.set_server(balancer.services[place], server, known);

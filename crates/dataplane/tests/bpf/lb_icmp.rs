@@ -80,7 +80,7 @@ fn quoted_timestamp_names_the_server() {
     balancer.expect_sent_to(0, &frame, ids[3], "icmp_error");
     balancer.expect_sent_to(0, &error(3, &quoted[..20 + 32]), ids[3], "icmp_error");
 
-    balancer.lb.set_server(balancer.services[0], ids[3], Server { mac: None, eligible: true });
+    balancer.lb.set_server(balancer.services[0], ids[3], Server { mac: None, is_eligible: true });
     balancer.expect(&error(3, &quoted), XDP_DROP, 0, "drop_server_unresolved");
     balancer.lb.remove_server(balancer.services[0], ids[3]);
     balancer.expect_broadcast_or(0, &error(3, &quoted), UNCHANGED, "drop_broadcast_rate_limited");
@@ -104,7 +104,7 @@ fn quotes_without_a_cookie_follow_the_flow_table_or_are_broadcast() {
     }
     // After a packet of the connection, the flow table has its server.
     let chosen = balancer.newest_table.as_ref().unwrap().choose_consistent(&tuple()).unwrap();
-    balancer.counted(&Tcp { flags: ACK, ..Tcp::new(CLIENT, VIP) }.frame(), Some(0), "bucket_hash");
+    balancer.run_expecting_counter(&Tcp { flags: ACK, ..Tcp::new(CLIENT, VIP) }.frame(), Some(0), "bucket_hash");
     for quoted in &quotes {
         balancer.expect_sent_to(0, &error(3, quoted), chosen, "icmp_error");
     }
@@ -121,7 +121,7 @@ fn random_quoted_timestamps_reach_a_known_server_or_are_broadcast() {
     for _ in 0..500 {
         let value = rng.next_u32();
         let frame = error(3, &answer(aligned_timestamp(value, 7), vec![]));
-        match cookie::recognise(&balancer.keys, &tuple(), value) {
+        match cookie::decode_cookie(&balancer.keys, &tuple(), value) {
             Cookie::Server(server) if ids.contains(&server) => {
                 seen[0] += 1;
                 balancer.expect_sent_to(0, &frame, server, "icmp_error");

@@ -71,14 +71,14 @@ fn ipv6_new_connections_go_to_the_models_server() {
             let ids = balancer.replace_servers(0, 30, &mut rng);
             let table = random_table(rule, generation as u64 + 1, groups, &ids, &mut rng);
             let mut state = PlacementState::for_table(&table);
-            state.round_robin = balancer.turns;
+            state.round_robin_counter = balancer.turns;
             balancer.install(0, &table);
             for _ in 0..200 {
                 let client = client(&mut rng);
                 let chosen = table.choose(&mut state, &tuple(client)).expect("there are members");
                 balancer.expect_sent_to(0, &syn(client), chosen, "new_connection");
             }
-            balancer.turns = state.round_robin;
+            balancer.turns = state.round_robin_counter;
         }
     }
 }
@@ -226,20 +226,20 @@ fn icmpv6_errors_reach_the_server_that_the_quoted_timestamp_names() {
 fn ipv6_stateful_connections_find_their_entry() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(69, 0);
-    let options = Options { connection_table: TableSize::try_from(4096).unwrap(), ..Options::default() };
+    let options = Options { connection_table_size: TableSize::try_from(4096).unwrap(), ..Options::default() };
     let mut balancer = Balancer::with(&[(service(VIP), STATEFUL)], options, &mut rng);
     let ids = balancer.replace_servers(0, 9, &mut rng);
     balancer.install(0, &random_table(Rule::RoundRobin, 1, 1, &ids, &mut rng));
     balancer.lb.set_owner(Some(own_number()));
     for _ in 0..300 {
         let client = client(&mut rng);
-        let (_, sent) = balancer.counted(&syn(client), Some(0), "new_connection");
+        let (_, sent) = balancer.run_expecting_counter(&syn(client), Some(0), "new_connection");
         let number = number_of(&sent).expect("an entry");
         let mut found = balancer.lb.connections(balancer.services[0]).filter(|entry| entry.client == client.into());
         let server = found.next().expect("an entry of that client").identity.server;
         drop(found);
         // The retransmitted SYN, and packets on the fast and the slow path.
-        let (_, again) = balancer.counted(&syn(client), Some(0), "new_connection");
+        let (_, again) = balancer.run_expecting_counter(&syn(client), Some(0), "new_connection");
         assert_eq!((&sent[..6], number_of(&again)), (&balancer.macs[&(0, server)].0[..], Some(number)));
         let stamped = Cookie::TableIndex(number);
         let tsecr = cookie::stamp(&balancer.keys, &support::TIME_KEY, &tuple(client), stamped, 4711);
@@ -256,7 +256,7 @@ fn ipv6_stateful_connections_find_their_entry() {
 fn ipv6_prefix_holds_a_quarter_of_the_table_at_most() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(70, 0);
-    let options = Options { connection_table: TableSize::try_from(4096).unwrap(), ..Options::default() };
+    let options = Options { connection_table_size: TableSize::try_from(4096).unwrap(), ..Options::default() };
     let mut balancer = Balancer::with(&[(service(VIP), STATEFUL)], options, &mut rng);
     let ids = balancer.replace_servers(0, 9, &mut rng);
     balancer.install(0, &random_table(Rule::RoundRobin, 1, 1, &ids, &mut rng));
@@ -267,7 +267,7 @@ fn ipv6_prefix_holds_a_quarter_of_the_table_at_most() {
     }
     assert_eq!(balancer.lb.connections_in_use(), 1024, "a quarter of the table");
     assert_eq!(balancer.events(0, "connection_source_limited"), 2000 - 1024);
-    balancer.counted(&syn((Ipv6Addr::from(0x2001_0db9 << 96), 1024)), Some(0), "new_connection");
+    balancer.run_expecting_counter(&syn((Ipv6Addr::from(0x2001_0db9 << 96), 1024)), Some(0), "new_connection");
     assert_eq!(balancer.lb.connections_in_use(), 1025);
 }
 
@@ -284,7 +284,7 @@ fn migrating_ipv6_service_forwards_unknown_packets() {
         let mut balancer = Balancer::with(&[(service(VIP), mode)], Options::default(), &mut rng);
         let ids = balancer.replace_servers(0, 5, &mut rng);
         let mac = MacAddress([2, 0, 0, 0, 0, 0x77]);
-        balancer.lb.set_server(balancer.services[0], other, Server { mac: Some(mac), eligible: false });
+        balancer.lb.set_server(balancer.services[0], other, Server { mac: Some(mac), is_eligible: false });
         balancer.macs.insert((0, other), mac);
         let table = random_table(Rule::Table, 1, 1, &ids, &mut rng);
         let mut state = PlacementState::for_table(&table);

@@ -6,7 +6,7 @@ use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use coreward_dataplane::lb::{Attachment, COUNTERS, LoadBalancer, Options, Server, ServiceIndex, XdpMode};
+use coreward_dataplane::lb::{Attachment, COUNTER_COUNT, LoadBalancer, Options, Server, ServiceIndex, XdpMode};
 use coreward_dataplane::mac::MacAddress;
 use coreward_dataplane::test_run;
 use coreward_intf as intf;
@@ -43,7 +43,7 @@ fn one_server_table(generation: u64, rule: Rule) -> PlacementTable {
 fn fill(lb: &mut LoadBalancer) -> ServiceIndex {
     let index = lb.set_services(&[(service(VIP), ServiceMode::default())]).unwrap()[0];
     lb.set_keys(&keys());
-    lb.set_server(index, server(), Server { mac: Some(SERVER_MAC), eligible: true });
+    lb.set_server(index, server(), Server { mac: Some(SERVER_MAC), is_eligible: true });
     lb.install_table(index, &one_server_table(1, Rule::Table)).unwrap();
     index
 }
@@ -128,7 +128,7 @@ fn new_process_takes_over_while_packets_pass() {
                 "round {round}: counts continue before services are configured"
             );
             assert_eq!(lb.services().collect::<Vec<_>>(), [(service(VIP), index)]);
-            let kept = Server { mac: Some(SERVER_MAC), eligible: true };
+            let kept = Server { mac: Some(SERVER_MAC), is_eligible: true };
             assert_eq!(lb.servers(index), [(server(), kept)]);
             assert_eq!(lb.table_generation(index), Some(round + 1));
             // Another rule than the one taken over replaces the program at the device once more.
@@ -174,8 +174,8 @@ fn modes_and_flows_are_taken_over() {
         for frame in &frames {
             assert_eq!(test_run::run(lb.program(), frame, 1).unwrap().verdict, 3);
         }
-        let grown = |(before, after): (&[u64; COUNTERS], &[u64; COUNTERS])| {
-            let position = (0..COUNTERS).find(|counter| after[*counter] > before[*counter]).unwrap();
+        let grown = |(before, after): (&[u64; COUNTER_COUNT], &[u64; COUNTER_COUNT])| {
+            let position = (0..COUNTER_COUNT).find(|counter| after[*counter] > before[*counter]).unwrap();
             intf::LB_COUNTER_NAMES[position]
         };
         before.iter().zip(&counts()).map(grown).collect::<Vec<_>>()
@@ -184,7 +184,7 @@ fn modes_and_flows_are_taken_over() {
     let mut lb = start(1 << 14);
     let indexes = lb.set_services(&services).unwrap();
     for index in &indexes {
-        lb.set_server(*index, server(), Server { mac: Some(SERVER_MAC), eligible: true });
+        lb.set_server(*index, server(), Server { mac: Some(SERVER_MAC), is_eligible: true });
         lb.install_table(*index, &one_server_table(1, Rule::Table)).unwrap();
     }
     assert_eq!(outcomes(&lb, &indexes), ["bucket_hash", "new_connection"]);

@@ -88,10 +88,10 @@ fn hash_table_stores_the_rules_choice() {
     }
     // An unresolved server keeps its connections; the connections of a removed server are placed by the rule.
     let (client, chosen) = connections[0];
-    balancer.lb.set_server(balancer.services[0], chosen, Server { mac: None, eligible: true });
+    balancer.lb.set_server(balancer.services[0], chosen, Server { mac: None, is_eligible: true });
     balancer.expect(&packet(client, ACK, 1), XDP_DROP, 0, "drop_server_unresolved");
     balancer.lb.remove_server(balancer.services[0], chosen);
-    let (verdict, _) = balancer.counted(&packet(client, ACK, 1), Some(0), "per_packet");
+    let (verdict, _) = balancer.run_expecting_counter(&packet(client, ACK, 1), Some(0), "per_packet");
     assert_eq!(verdict, XDP_TX);
 }
 
@@ -122,7 +122,7 @@ fn beamer_syn_leaves_a_bucket_whose_server_takes_no_new_connections() {
     let mut rng = seeded_rng(50, 0);
     for (name, is_down) in [("drains", false), ("is down by the load balancer's own checks", true)] {
         let (mut balancer, ids, table) = balancer(mode(Consistency::Beamer), Rule::LeastAssigned, &mut rng);
-        let left = table.consistent[0];
+        let left = table.consistent_servers[0];
         let place = balancer.services[0];
         let clients: Vec<_> = std::iter::repeat_with(|| client(&mut rng))
             .filter(|client| table.choose_consistent(&tuple(*client)) == Some(left))
@@ -136,7 +136,7 @@ fn beamer_syn_leaves_a_bucket_whose_server_takes_no_new_connections() {
             (to, u16::from_be_bytes([frame[18], frame[19]]))
         };
         let mac = Some(balancer.macs[&(0, left)]);
-        balancer.lb.set_server(place, left, Server { mac, eligible: false });
+        balancer.lb.set_server(place, left, Server { mac, is_eligible: false });
         balancer.lb.set_masked(place, left, is_down);
         // An established connection stays at the server of its bucket.
         let (open, clients) = clients.split_last().unwrap();
@@ -150,7 +150,7 @@ fn beamer_syn_leaves_a_bucket_whose_server_takes_no_new_connections() {
         }
         assert_eq!(sent(&balancer, *open, RST).0, left, "{name}");
         // The server takes new connections again. Connections that were opened at other servers stay there.
-        balancer.lb.set_server(place, left, Server { mac, eligible: true });
+        balancer.lb.set_server(place, left, Server { mac, is_eligible: true });
         balancer.lb.set_masked(place, left, false);
         for (client, opened) in clients.iter().zip(&opened) {
             assert_eq!(sent(&balancer, *client, ACK), *opened, "{name}, and returned");
@@ -209,7 +209,7 @@ fn flow_of_a_removed_server_follows_the_bucket() {
     let of = |table: &PlacementTable| Identification::Before(previous_server(table, &tuple(from)));
     balancer.expect_sent(0, &frame, ids[0], of(&table), "bucket_hash");
     balancer.expect_sent(0, &frame, ids[0], of(&table), "flow_table");
-    balancer.lb.set_server(balancer.services[0], ids[0], Server { mac: None, eligible: false });
+    balancer.lb.set_server(balancer.services[0], ids[0], Server { mac: None, is_eligible: false });
     balancer.expect(&frame, XDP_DROP, 0, "drop_server_unresolved");
     balancer.lb.remove_server(balancer.services[0], ids[0]);
     balancer.expect(&frame, XDP_DROP, 0, "drop_no_eligible_server");
@@ -288,7 +288,7 @@ fn traffic_is_counted_by_server() {
     assert_eq!(counted, ServerTraffic { opened: 2, closed: 4, packets: 4, bytes });
     // Broadcast and dropped packets count for no server.
     balancer.run(&packet(client(&mut rng), RST, 0));
-    balancer.lb.set_server(balancer.services[0], server, Server { mac: None, eligible: true });
+    balancer.lb.set_server(balancer.services[0], server, Server { mac: None, is_eligible: true });
     balancer.expect(&with_cookie(ACK), XDP_DROP, 0, "drop_server_unresolved");
     let all: Vec<u64> = ids.iter().map(|id| balancer.lb.traffic(*id).packets).collect();
     assert_eq!(all.iter().sum::<u64>(), 4, "{all:?}");
@@ -382,6 +382,6 @@ fn invalid_modes_are_rejected_and_change_nothing() {
         refused((service(VIP), by_load_balancer)),
         "service 10.200.0.1:80/tcp: timestamps by the load balancer need consistency \"stateless\" and TCP"
     );
-    let (verdict, _) = balancer.counted(&packet(client(&mut rng), ACK, 1), Some(0), "bucket_hash");
+    let (verdict, _) = balancer.run_expecting_counter(&packet(client(&mut rng), ACK, 1), Some(0), "bucket_hash");
     assert_eq!(verdict, XDP_TX);
 }

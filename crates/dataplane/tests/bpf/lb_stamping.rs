@@ -1,7 +1,7 @@
 //! Tests of `timestamps = "lb"` with the kernels' TCP: servers have no coreward program, and their replies pass the
 //! load balancer.
 
-use std::io::{ReceivedDatagram as _, Write as _};
+use std::io::{Read as _, Write as _};
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::time::{Duration, Instant};
 
@@ -13,7 +13,7 @@ use coreward_model::placement::Rule;
 use coreward_model::rss::seeded_rng;
 
 use crate::support::balancer::{id, random_table, service};
-use crate::support::network::{PinDirectory, Segment, VIP, mac_address, on_one_cpu};
+use crate::support::network::{PinDirectory, Segment, VIP, mac_address, pin_to_one_cpu};
 use crate::support::{missing_bpf_rights, skip_if};
 
 const PORT: u16 = 80;
@@ -45,7 +45,7 @@ impl TestEnv {
         let ids: Vec<_> = (0..SERVER_COUNT).map(|number| id(u64::from(number) + 5)).collect();
         for (server, host) in ids.iter().zip(&segment.servers) {
             let mac = host.run_inside(|| mac_address("eth0"));
-            lb.set_server(index, *server, Server { mac: Some(mac), eligible: true });
+            lb.set_server(index, *server, Server { mac: Some(mac), is_eligible: true });
         }
         // Round robin gives every server the same number of connections.
         lb.install_table(index, &random_table(Rule::RoundRobin, 1, 1, &ids, &mut seeded_rng(3, 0))).unwrap();
@@ -106,7 +106,7 @@ fn exchange(client: &mut TcpStream, server: &mut TcpStream) {
 #[test]
 fn servers_with_one_clock_are_stamped_and_keep_connections() {
     skip_if!(missing_bpf_rights());
-    on_one_cpu();
+    pin_to_one_cpu();
     let env = TestEnv::new();
     // Until the servers' clocks are known, connections are not stamped, and have entries in the flow table.
     let mut plain: Vec<_> = (0..SERVER_COUNT).map(|_| env.connection()).collect();
@@ -132,7 +132,7 @@ fn servers_with_one_clock_are_stamped_and_keep_connections() {
 #[test]
 fn servers_with_a_clock_per_connection_are_stamped_and_keep_connections() {
     skip_if!(missing_bpf_rights());
-    on_one_cpu();
+    pin_to_one_cpu();
     let env = TestEnv::new();
     for host in &env.segment.servers {
         host.set_sysctl("ipv4/tcp_timestamps", "1");
@@ -154,7 +154,7 @@ fn servers_with_a_clock_per_connection_are_stamped_and_keep_connections() {
     assert!(env.count(intf::LB_COUNTER_FLOW_TABLE) <= by_flow + plain.len() as u64);
     assert!(env.count(intf::LB_COUNTER_REPLY_STAMPED) > 100 && env.count(intf::LB_COUNTER_ESTABLISHED) > 100);
     for clock in env.clocks() {
-        assert!(clock.disagreed > 0 && clock.problem().is_none(), "{clock:?}");
+        assert!(clock.disagreeing_replies > 0 && clock.problem().is_none(), "{clock:?}");
     }
     change_keys_and_close(env, stamped.into_iter().chain(plain).collect());
 }

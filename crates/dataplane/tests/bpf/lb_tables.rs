@@ -47,9 +47,9 @@ fn table(
         assignment_cost: 0,
         core_slots: servers.iter().map(|server| Core { server: *server, core: 0 }).collect(),
         members: servers.iter().map(|server| Member { server: *server, load: 0 }).collect(),
-        consistent: rendezvous(servers, bucket_count),
-        previous_consistent: Vec::new(),
-        down: Vec::new(),
+        consistent_servers: rendezvous(servers, bucket_count),
+        previous_consistent_servers: Vec::new(),
+        down_servers: Vec::new(),
         core_slot_ages: Vec::new(),
     }
 }
@@ -123,7 +123,7 @@ fn every_decision_belongs_to_one_table_while_tables_are_switched() {
 /// Returns a table that prefers the first servers: each server has as many open connections as its position in `ids`.
 fn least(ids: &[ServerId], buckets: BucketCount) -> PlacementTable {
     let server = |(open, id): (usize, &ServerId)| PoolServer { open_connections: open as u32, ..PoolServer::new(*id) };
-    LeastByMetric::new(3).candidates(&Pool::new(ids.iter().enumerate().map(server).collect(), 1), buckets)
+    LeastByMetric::new(3).candidate_table(&Pool::new(ids.iter().enumerate().map(server).collect(), 1), buckets)
 }
 
 #[test]

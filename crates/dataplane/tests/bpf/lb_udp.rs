@@ -63,7 +63,7 @@ fn datagrams_follow_their_flow() {
     // Flows stay when other servers drain: datagrams with IP options, without payload, and with padding.
     for draining in &ids[2..] {
         let mac = Some(balancer.macs[&(0, *draining)]);
-        balancer.lb.set_server(balancer.services[0], *draining, Server { mac, eligible: false });
+        balancer.lb.set_server(balancer.services[0], *draining, Server { mac, is_eligible: false });
     }
     balancer.install(0, &random_table(Rule::Table, 2, 1, &ids[..2], &mut rng));
     for (client, chosen) in &flows {
@@ -85,9 +85,9 @@ fn datagrams_follow_their_flow() {
     let (client, chosen) = flows[0];
     balancer.lb.remove_server(balancer.services[0], chosen);
     let frame = Udp::new(client, VIP).frame();
-    let (verdict, _) = balancer.counted(&frame, Some(0), "new_connection");
+    let (verdict, _) = balancer.run_expecting_counter(&frame, Some(0), "new_connection");
     assert_eq!(verdict, XDP_TX);
-    balancer.counted(&frame, Some(0), "flow_table");
+    balancer.run_expecting_counter(&frame, Some(0), "flow_table");
 }
 
 #[test]
@@ -101,14 +101,14 @@ fn flow_leaves_a_server_that_health_checks_find_down() {
     balancer.expect_sent_to(0, &frame, chosen, "new_connection");
     // A flow stays at a draining server, but leaves a masked server even if the table still has that server.
     let mac = Some(balancer.macs[&(0, chosen)]);
-    balancer.lb.set_server(balancer.services[0], chosen, Server { mac, eligible: false });
+    balancer.lb.set_server(balancer.services[0], chosen, Server { mac, is_eligible: false });
     balancer.expect_sent_to(0, &frame, chosen, "flow_table");
     balancer.lb.set_masked(balancer.services[0], chosen, true);
     let to_another = |id: &&ServerId| balancer.macs[&(0, **id)] != balancer.macs[&(0, chosen)];
-    let (verdict, sent) = balancer.counted(&frame, Some(0), "new_connection");
+    let (verdict, sent) = balancer.run_expecting_counter(&frame, Some(0), "new_connection");
     assert_eq!(verdict, XDP_TX);
     assert!(ids.iter().filter(to_another).any(|id| sent[..6] == balancer.macs[&(0, *id)].0), "it went to {chosen}");
-    balancer.counted(&frame, Some(0), "flow_table");
+    balancer.run_expecting_counter(&frame, Some(0), "flow_table");
 }
 
 #[test]
@@ -160,7 +160,7 @@ fn malformed_datagrams_are_dropped_with_a_reason() {
         let mut frame = frame.clone();
         frame[UDP + 4..UDP + 6].copy_from_slice(&printed.to_be_bytes());
         if (8..=length).contains(&printed) {
-            balancer.counted(&frame, Some(0), "per_packet");
+            balancer.run_expecting_counter(&frame, Some(0), "per_packet");
         } else {
             balancer.expect(&frame, XDP_DROP, 0, "drop_malformed_udp");
         }
@@ -228,7 +228,7 @@ fn fragments_follow_the_first_one() {
         balancer.expect_without_service(&frames[1], XDP_DROP, "drop_fragment");
         let chosen = table.choose(&mut state, &tuple((*datagram.source.ip(), datagram.source.port()))).unwrap();
         balancer.expect_sent_to(0, &frames[0], chosen, name);
-        balancer.lb.set_server(balancer.services[0], chosen, Server { mac: None, eligible: true });
+        balancer.lb.set_server(balancer.services[0], chosen, Server { mac: None, is_eligible: true });
         balancer.expect(&frames[1], XDP_DROP, 0, "drop_server_unresolved");
         balancer.lb.remove_server(balancer.services[0], chosen);
         balancer.expect_without_service(&frames[2], XDP_DROP, "drop_fragment");
@@ -274,15 +274,15 @@ fn fragments_of_a_removed_service_are_dropped() {
     let mut rng = seeded_rng(67, 0);
     let (mut balancer, _, _) = balancer(Consistency::HashTable, Rule::Table, &mut rng);
     let frames = fragments(&Udp { identification: 7, ..Udp::new(client(&mut rng), VIP) }, 3);
-    balancer.counted(&frames[0], Some(0), "new_connection");
-    balancer.counted(&frames[1], Some(0), "fragment");
+    balancer.run_expecting_counter(&frames[0], Some(0), "new_connection");
+    balancer.run_expecting_counter(&frames[1], Some(0), "fragment");
     // Another service of the VIP gets the removed service's index, and another server the removed server's id.
     let other = ServiceAddress { protocol: Protocol::Udp, ..service((VIP.0, 5353)) };
     balancer.services = balancer.lb.set_services(&[(other, ServiceMode::default_for(Protocol::Udp))]).unwrap();
     for id in 0..coreward_intf::SERVER_ID_COUNT {
         let mac = Some(coreward_dataplane::mac::MacAddress([2, 0, 0, 0, 0, 7]));
         let id = ServerId::try_from(u64::from(id)).unwrap();
-        balancer.lb.set_server(balancer.services[0], id, Server { mac, eligible: true });
+        balancer.lb.set_server(balancer.services[0], id, Server { mac, is_eligible: true });
     }
     balancer.expect_without_service(&frames[2], XDP_DROP, "drop_fragment");
 }

@@ -22,7 +22,7 @@ const PRIORITY: u16 = 0xa000;
 const MTU: usize = 600;
 
 fn vlan(id: u16) -> Vlan {
-    Vlan::from_word(id.into()).unwrap()
+    Vlan::from_id(id.into()).unwrap()
 }
 
 /// Returns a load balancer with one service. `vips` and `servers` are the VLANs of the VIP and of all servers; they do
@@ -122,13 +122,13 @@ fn broadcasts_leave_in_the_vlan_of_all_servers_or_are_dropped() {
     for (vips, servers) in [(0, 20), (10, 20), (10, 0)] {
         let mut balancer = balancer(Family::Ipv4, ServiceMode::default(), vips, servers);
         let frame = reset(Family::Ipv4);
-        let (verdict, found) = balancer.counted(&in_vlan(&frame, vips), Some(0), "broadcast");
+        let (verdict, found) = balancer.run_expecting_counter(&in_vlan(&frame, vips), Some(0), "broadcast");
         let (_, sent) = self::balancer(Family::Ipv4, ServiceMode::default(), 0, 0).run(&frame);
         let priority = if vips == 0 { 0 } else { PRIORITY };
         let expected = if servers == 0 { sent } else { tagged(&sent, priority | servers) };
         assert_eq!((verdict, found), (XDP_TX, expected));
         balancer.lb.set_broadcast_vlan(balancer.services[0], None);
-        let (verdict, _) = balancer.counted(&in_vlan(&frame, vips), Some(0), "drop_not_broadcast");
+        let (verdict, _) = balancer.run_expecting_counter(&in_vlan(&frame, vips), Some(0), "drop_not_broadcast");
         assert_eq!(verdict, XDP_DROP);
     }
 }
@@ -141,7 +141,7 @@ fn icmp_errors_leave_in_the_senders_vlan() {
     let (verdict, expected) = balancer(Family::Ipv4, mode, 0, 0).run(&frame);
     assert_eq!(verdict, XDP_TX);
     let with = balancer(Family::Ipv4, mode, 10, 20);
-    let (_, found) = with.counted(&in_vlan(&frame, 10), Some(0), "drop_fragmentation_needed");
+    let (_, found) = with.run_expecting_counter(&in_vlan(&frame, 10), Some(0), "drop_fragmentation_needed");
     assert_eq!(found, tagged(&expected, PRIORITY | 10));
 }
 
@@ -165,7 +165,7 @@ fn vlans_of_servers_are_taken_over() {
     let index = lb.set_services(&[(service(vip(Family::Ipv4)), ServiceMode::default())]).unwrap()[0];
     lb.use_server_vlans(BTreeSet::from([vlan(20)])).unwrap();
     lb.set_server_vlan(server, vlan(20));
-    lb.set_server(index, server, Server { mac: Some(MacAddress([2, 0, 0, 0, 0, 9])), eligible: true });
+    lb.set_server(index, server, Server { mac: Some(MacAddress([2, 0, 0, 0, 0, 9])), is_eligible: true });
     lb.install_table(index, &random_table(Rule::Table, 1, 1, &[server], &mut seeded_rng(32, 2))).unwrap();
     leaves_in_vlan(&lb);
     drop(lb);

@@ -1,7 +1,7 @@
 //! Tests of `bpf/server/server.bpf.c` between the TCP stacks of two kernels: every packet of a connection carries the
 //! cookie, and neither kernel counts an error.
 
-use std::io::{ReceivedDatagram as _, Write as _};
+use std::io::{Read as _, Write as _};
 use std::net::{TcpListener, TcpStream};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};

@@ -1,13 +1,13 @@
 //! Tests of `bpf/server/server.bpf.c` beyond stateless stamping: table indexes, daisy chaining, broadcasts, ICMP
 //! errors, stalls.
 
-use std::io::{ReceivedDatagram as _, Write as _};
+use std::io::{Read as _, Write as _};
 use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener};
 use std::time::{Duration, Instant};
 
 use coreward_dataplane::mac::MacAddress;
-use coreward_dataplane::sockets::counts::connections_of;
-use coreward_dataplane::sockets::open_sockets;
+use coreward_dataplane::sockets::counts::connection_counts;
+use coreward_dataplane::sockets::have_sockets;
 use coreward_dataplane::tc::Direction;
 use coreward_dataplane::test_run;
 use coreward_intf as intf;
@@ -16,7 +16,7 @@ use coreward_model::cookie::{self, Cookie};
 use coreward_model::forwarding::Forwarding;
 use coreward_model::{FourTuple, ServerId};
 
-use crate::support::hand_client::{HandClient, send_to_all, set_previous_server, syn_tsecr};
+use crate::support::hand_client::{RawTcpClient, set_broadcast_mac, set_previous_server, syn_tsecr};
 use crate::support::network::VIP;
 use crate::support::server_env::{PORT, TIMEOUT, TestEnv, client, flags, id, keys, vip};
 use crate::support::{
@@ -32,15 +32,15 @@ const fn mode(consistency: Consistency, timestamps: Timestamps) -> ServiceMode {
     ServiceMode { consistency, timestamps, transfer: None, forwarding: Forwarding::L2 }
 }
 
-fn cookies_of(client: &HandClient<'_>, frames: &[Vec<u8>]) -> Vec<Cookie> {
+fn cookies_of(client: &RawTcpClient<'_>, frames: &[Vec<u8>]) -> Vec<Cookie> {
     let address = client.address();
     let family = if address.is_ipv4() { Family::Ipv4 } else { Family::Ipv6 };
     let tuple = FourTuple::new(address, vip(family)).unwrap();
     let value = |frame: &Vec<u8>| word(frame, timestamp_offset(frame).expect("a timestamp"));
-    frames.iter().map(|frame| cookie::recognise(&keys(), &tuple, value(frame))).collect()
+    frames.iter().map(|frame| cookie::decode_cookie(&keys(), &tuple, value(frame))).collect()
 }
 
-fn cookie_of(client: &HandClient<'_>, frame: &[u8]) -> Cookie {
+fn cookie_of(client: &RawTcpClient<'_>, frame: &[u8]) -> Cookie {
     cookies_of(client, &[frame.to_vec()])[0]
 }
 
@@ -57,7 +57,7 @@ fn expect_index_stamped(family: Family) {
         let env = TestEnv::of(family, STATEFUL);
         env.pair.server.set_sysctl("ipv4/tcp_syncookies", syn_cookies);
         let listener = env.listen();
-        let mut client = HandClient::new(&env, 4001, true);
+        let mut client = RawTcpClient::new(&env, 4001, true);
         let answer = client.open(syn_tsecr(INDEX));
         assert_eq!(env.counter(intf::SERVER_COUNTER_INDEX_LEARNT), 1);
         assert_eq!(cookie_of(&client, &answer), Cookie::TableIndex(INDEX));
@@ -88,12 +88,12 @@ fn expect_id_without_index(family: Family) {
     let env = TestEnv::of(family, STATEFUL);
     let listener = env.listen();
     // A former connection of the same 4-tuple had an index, which the server forgets at the new SYN.
-    let mut first = HandClient::new(&env, 4002, true);
+    let mut first = RawTcpClient::new(&env, 4002, true);
     first.open(syn_tsecr(INDEX));
-    let reset = first.frame(RST | ACK, first.recent, b"");
+    let reset = first.frame(RST | ACK, first.server_tsval, b"");
     first.send(&reset);
-    first.received_by_others();
-    let mut client = HandClient::new(&env, 4002, true);
+    first.collect_all();
+    let mut client = RawTcpClient::new(&env, 4002, true);
     let answer = client.open(0);
     assert_eq!(cookie_of(&client, &answer), Cookie::Server(id()));
     client.acknowledge();
@@ -114,18 +114,18 @@ fn connections_continue_with_the_server_id_after_table_loss() {
 fn expect_id_after_lost_table(family: Family) {
     let env = TestEnv::of(family, STATEFUL);
     let listener = env.listen();
-    let mut client = HandClient::new(&env, 4003, true);
+    let mut client = RawTcpClient::new(&env, 4003, true);
     client.open(syn_tsecr(INDEX));
     client.acknowledge();
     let (mut server, _) = listener.accept().unwrap();
     let with_index = client.exchange(b"request", unchanged);
     assert_eq!(cookie_of(&client, &with_index[0]), Cookie::TableIndex(INDEX));
     // After one broadcast round trip the server stamps its id. TSecr values with the index are still restored.
-    let after = client.exchange(b"request", |frame| send_to_all(frame));
+    let after = client.exchange(b"request", |frame| set_broadcast_mac(frame));
     assert_eq!(env.counter(intf::SERVER_COUNTER_BROADCAST_ACCEPTED), 1);
     assert_eq!(env.counter(intf::SERVER_COUNTER_INDEX_GIVEN_UP), 1);
     assert_eq!(cookie_of(&client, after.last().unwrap()), Cookie::Server(id()));
-    let step = client.recent.wrapping_sub(word(&with_index[0], timestamp_offset(&with_index[0]).unwrap()));
+    let step = client.server_tsval.wrapping_sub(word(&with_index[0], timestamp_offset(&with_index[0]).unwrap()));
     assert!(step < 1 << 31, "TSval does not step back");
     let later = client.exchange(b"request", unchanged);
     assert_eq!(cookie_of(&client, &later[0]), Cookie::Server(id()));
@@ -140,7 +140,7 @@ fn syn_flood_evicts_indexes_and_breaks_no_connection() {
     skip_if!(missing_bpf_rights());
     let env = TestEnv::with(STATEFUL);
     let listener = env.listen();
-    let (mut established, mut half_open) = (HandClient::new(&env, 4004, true), HandClient::new(&env, 4005, true));
+    let (mut established, mut half_open) = (RawTcpClient::new(&env, 4004, true), RawTcpClient::new(&env, 4005, true));
     established.open(syn_tsecr(INDEX));
     established.acknowledge();
     let _first = listener.accept().unwrap();
@@ -186,12 +186,12 @@ fn previous_server() -> ServerId {
 }
 
 /// Sends `frame` with the previous server `identification`. Returns whether the server forwarded it there.
-fn forwarded_to_previous(client: &mut HandClient<'_>, frame: &[u8], identification: u16) -> bool {
+fn send_and_check_forwarded(client: &mut RawTcpClient<'_>, frame: &[u8], identification: u16) -> bool {
     let mut frame = frame.to_vec();
     set_previous_server(&mut frame, identification);
-    client.received_by_others();
+    client.collect_all();
     client.send(&frame);
-    let overheard = client.received_by_others();
+    let overheard = client.collect_all();
     let Some(found) = overheard.iter().find(|seen| seen[..6] == PREVIOUS_SERVER_MAC.0) else { return false };
     let mut expected = frame.clone();
     expected[6..12].copy_from_slice(&frame[..6]);
@@ -203,16 +203,16 @@ fn forwarded_to_previous(client: &mut HandClient<'_>, frame: &[u8], identificati
 }
 
 /// Sends `frame` with the previous server `identification`. Returns whether the client got a reply (an RST).
-fn answered(client: &mut HandClient<'_>, frame: &[u8], identification: u16) -> bool {
+fn send_and_check_reply(client: &mut RawTcpClient<'_>, frame: &[u8], identification: u16) -> bool {
     let mut frame = frame.to_vec();
     set_previous_server(&mut frame, identification);
-    client.received_by_others();
+    client.collect_all();
     client.send(&frame);
     let (sources, destinations) = if is_ipv6(&frame) { (22..38, 38..54) } else { (26..30, 30..34) };
     let is_answer = |seen: &Vec<u8>| {
         seen[sources.clone()] == frame[destinations.clone()] && seen[destinations.clone()] == frame[sources.clone()]
     };
-    client.received_by_others().iter().any(is_answer)
+    client.collect_all().iter().any(is_answer)
 }
 
 #[test]
@@ -226,32 +226,32 @@ fn expect_forwarded_to_previous(family: Family) {
     env.programs.set_server_mac(previous_server(), Some(PREVIOUS_SERVER_MAC));
     let env = env;
     let listener = env.listen();
-    let mut client = HandClient::new(&env, 4006, false);
+    let mut client = RawTcpClient::new(&env, 4006, false);
     let (stray, syn) = (client.frame(ACK, 0, b"stray"), client.frame(SYN, 0, b""));
-    assert!(forwarded_to_previous(&mut client, &stray, PREVIOUS_SERVER_ID));
+    assert!(send_and_check_forwarded(&mut client, &stray, PREVIOUS_SERVER_ID));
     assert_eq!(env.counter(intf::SERVER_COUNTER_CHAINED), 1);
     for identification in [intf::NO_SERVER as u16, id().get(), 0x7000] {
-        assert!(!forwarded_to_previous(&mut client, &stray, identification), "{identification:#x}");
+        assert!(!send_and_check_forwarded(&mut client, &stray, identification), "{identification:#x}");
     }
     // A packet that may belong to the previous server's connection is dropped without an RST while that server's MAC
     // address is unknown: the client retransmits the packet.
     assert_eq!(env.counter(intf::SERVER_COUNTER_DROP_CHAIN_UNRESOLVED), 0);
-    assert!(!answered(&mut client, &stray, PREVIOUS_SERVER_ID + 1));
+    assert!(!send_and_check_reply(&mut client, &stray, PREVIOUS_SERVER_ID + 1));
     assert_eq!(env.counter(intf::SERVER_COUNTER_DROP_CHAIN_UNRESOLVED), 1);
-    assert!(answered(&mut client, &stray, intf::NO_SERVER as u16), "an unknown connection is refused");
-    assert!(!forwarded_to_previous(&mut client, &syn, PREVIOUS_SERVER_ID), "a connection begins here");
+    assert!(send_and_check_reply(&mut client, &stray, intf::NO_SERVER as u16), "an unknown connection is refused");
+    assert!(!send_and_check_forwarded(&mut client, &syn, PREVIOUS_SERVER_ID), "a connection begins here");
     // With timestamps the cookie names this server.
-    let mut with_timestamps = HandClient::new(&env, 4007, true);
+    let mut with_timestamps = RawTcpClient::new(&env, 4007, true);
     let frame = with_timestamps.frame(ACK, 5, b"stray");
-    assert!(!forwarded_to_previous(&mut with_timestamps, &frame, PREVIOUS_SERVER_ID));
+    assert!(!send_and_check_forwarded(&mut with_timestamps, &frame, PREVIOUS_SERVER_ID));
 
     // Packets are not forwarded from the end of the handshake on, with or without a SYN cookie.
     for (port, syn_cookies) in [(4010, "1"), (4011, "2")] {
         env.pair.server.set_sysctl("ipv4/tcp_syncookies", syn_cookies);
-        let mut client = HandClient::new(&env, port, false);
+        let mut client = RawTcpClient::new(&env, port, false);
         client.open(0);
         let ack = client.frame(ACK, 0, b"");
-        assert!(!forwarded_to_previous(&mut client, &ack, PREVIOUS_SERVER_ID), "SYN cookies {syn_cookies}");
+        assert!(!send_and_check_forwarded(&mut client, &ack, PREVIOUS_SERVER_ID), "SYN cookies {syn_cookies}");
         let (mut server, _) = listener.accept().unwrap();
         server.set_read_timeout(Some(TIMEOUT)).unwrap();
         client.exchange(b"request", |frame| set_previous_server(frame, PREVIOUS_SERVER_ID));
@@ -275,9 +275,9 @@ fn expect_chain_of_all_packets(family: Family) {
         env.programs.set_server_mac(previous_server(), Some(PREVIOUS_SERVER_MAC));
         let env = env;
         let listener = env.listen();
-        let mut client = HandClient::new(&env, 4008, true);
+        let mut client = RawTcpClient::new(&env, 4008, true);
         let stray = client.frame(ACK, 5, b"stray");
-        assert_eq!(forwarded_to_previous(&mut client, &stray, PREVIOUS_SERVER_ID), chained, "{mode:?}");
+        assert_eq!(send_and_check_forwarded(&mut client, &stray, PREVIOUS_SERVER_ID), chained, "{mode:?}");
         // Packets are neither stamped nor restored.
         let (mut at_client, mut at_server) = env.connection(&listener);
         support::server_env::send_and_receive(&mut at_client, &mut at_server, b"request");
@@ -290,7 +290,7 @@ fn expect_chain_of_all_packets(family: Family) {
 }
 
 /// Returns a broadcast "fragmentation needed" or "packet too big" that quotes a packet between these addresses.
-fn icmp_error(client: &HandClient<'_>, quoted_source: SocketAddr, quoted_destination: SocketAddr) -> Vec<u8> {
+fn icmp_error(client: &RawTcpClient<'_>, quoted_source: SocketAddr, quoted_destination: SocketAddr) -> Vec<u8> {
     let quoted = Tcp::between(quoted_source, quoted_destination).frame();
     let mut frame = client.frame(ACK, 0, b"");
     if is_ipv6(&frame) {
@@ -305,7 +305,7 @@ fn icmp_error(client: &HandClient<'_>, quoted_source: SocketAddr, quoted_destina
         frame[36..38].copy_from_slice(&checksum.to_be_bytes());
     }
     set_previous_server(&mut frame, 1);
-    send_to_all(&mut frame);
+    set_broadcast_mac(&mut frame);
     frame
 }
 
@@ -333,7 +333,7 @@ fn expect_broadcast_errors_at_connection(family: Family) {
     let listener = env.listen();
     let (stream, _server) = env.connection(&listener);
     let port = stream.local_addr().unwrap().port();
-    let mut client = HandClient::new(&env, 4009, true);
+    let mut client = RawTcpClient::new(&env, 4009, true);
     let counted = || {
         let counter = |counter| env.counter(counter);
         (counter(intf::SERVER_COUNTER_ICMP_BROADCAST_ACCEPTED), counter(intf::SERVER_COUNTER_ICMP_BROADCAST_IGNORED))
@@ -347,13 +347,13 @@ fn expect_broadcast_errors_at_connection(family: Family) {
     for (source, destination, expected) in cases {
         let frame = icmp_error(&client, source, destination);
         client.send(&frame);
-        client.received_by_others();
+        client.collect_all();
         assert_eq!(counted(), expected, "{source:?} {destination:?}");
     }
     let mut to_one = icmp_error(&client, vip(family), self::client(family, port));
     to_one[..6].copy_from_slice(&client.frame(ACK, 0, b"")[..6]);
     client.send(&to_one);
-    client.received_by_others();
+    client.collect_all();
     assert_eq!(counted(), (1, 1), "not broadcast");
     // The kernel counts an ICMP error as IcmpInErrors if it finds no socket, as for the other port.
     if family == Family::Ipv4 {
@@ -369,7 +369,7 @@ fn stalled_handshakes_and_connections_are_counted_once() {
     let env = TestEnv::new();
     let listener = env.listen();
     // Without an ACK the SYN-ACK is sent after 0, 1, 3, 7 s, and data is retransmitted after 0.2, 0.6, 1.4, 3 s.
-    let (mut silent, mut deaf) = (HandClient::new(&env, 4012, true), HandClient::new(&env, 4013, true));
+    let (mut silent, mut deaf) = (RawTcpClient::new(&env, 4012, true), RawTcpClient::new(&env, 4013, true));
     silent.open(0);
     deaf.open(0);
     deaf.acknowledge();
@@ -406,7 +406,7 @@ fn open_sockets_are_found() {
 fn expect_sockets_of_connections(env: &TestEnv, listener: &TcpListener) {
     let service = vip(env.family);
     let open: Vec<_> = (0..100).map(|_| env.connection(listener)).collect();
-    let mut half_open = HandClient::new(env, 4014, true);
+    let mut half_open = RawTcpClient::new(env, 4014, true);
     half_open.open(0);
     let tuple = |client, vip| FourTuple::new(client, vip).unwrap();
     let mut asked = vec![(tuple(half_open.address(), service), true)];
@@ -418,12 +418,12 @@ fn expect_sockets_of_connections(env: &TestEnv, listener: &TcpListener) {
         asked.push((tuple(client, (service.ip(), PORT + 1).into()), false));
     }
     let tuples: Vec<FourTuple> = asked.iter().map(|(tuple, _)| *tuple).collect();
-    let found = env.pair.server.run_inside(|| open_sockets(&tuples).unwrap());
+    let found = env.pair.server.run_inside(|| have_sockets(&tuples).unwrap());
     for ((tuple, expected), found) in asked.iter().zip(found) {
         assert_eq!(found, *expected, "{tuple:?}");
     }
-    assert_eq!(env.pair.server.run_inside(|| open_sockets(&[]).unwrap()), [] as [bool; 0]);
+    assert_eq!(env.pair.server.run_inside(|| have_sockets(&[]).unwrap()), [] as [bool; 0]);
     let other_family = vip(if env.family == Family::Ipv4 { Family::Ipv6 } else { Family::Ipv4 });
-    let counts = env.pair.server.run_inside(|| connections_of(&[service, other_family]).unwrap());
+    let counts = env.pair.server.run_inside(|| connection_counts(&[service, other_family]).unwrap());
     assert_eq!(counts, [101, 0]);
 }

@@ -1,6 +1,6 @@
 //! Tests of `bpf/server/mss.h`: the MSS in a server's SYN-ACK limits the segments of the client's kernel.
 
-use std::io::{ReceivedDatagram as _, Write as _};
+use std::io::{Read as _, Write as _};
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use std::os::fd::AsFd as _;
 

@@ -10,7 +10,7 @@ use coreward_intf as intf;
 use coreward_model::FourTuple;
 use coreward_model::consistency::ServiceMode;
 use coreward_model::rss::{IndirectionTable, InputTransform, Rss, RssKey};
-use coreward_model::tuple::address_of;
+use coreward_model::tuple::address_from_words;
 use socket2::{Domain, SockRef, Socket, Type};
 
 use crate::support::server_env::{TIMEOUT, TestEnv, vip};
@@ -46,13 +46,18 @@ fn syn_samples_equal_the_model() {
         let samples = env.programs.samples(0);
         assert!(samples.len() >= CONNECTION_COUNT / 4, "{} samples", samples.len());
         for sample in &samples {
-            let socket = |address, port| SocketAddr::new(address_of(address), u16::from_be(port));
+            let socket = |address, port| SocketAddr::new(address_from_words(address), u16::from_be(port));
             let client = socket(sample.source_address, sample.source_port);
             assert!(clients.contains(&client), "{client}");
             assert_eq!(socket(sample.destination_address, sample.destination_port), vip(env.family));
             let hash = rss.key.toeplitz(&FourTuple::new(client, vip(env.family)).unwrap().bytes());
             let predicted = (sample.hash, sample.predicted_queue);
-            assert_eq!(predicted, (hash, rss.indirection_table.queue(hash)), "{client} {:?}", rss.key.input());
+            assert_eq!(
+                predicted,
+                (hash, rss.indirection_table.queue(hash)),
+                "{client} {:?}",
+                rss.key.input_transform()
+            );
         }
         let counted = [intf::SERVER_COUNTER_RSS_MATCHED, intf::SERVER_COUNTER_RSS_MISMATCHED].map(|c| env.counter(c));
         assert_eq!(counted.iter().sum::<u64>(), samples.len() as u64);

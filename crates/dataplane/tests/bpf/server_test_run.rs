@@ -81,7 +81,7 @@ impl Server {
 
     /// Returns the TSval that is sent in place of the server's own TSval `milliseconds`.
     fn stamp(&self, tuple: &FourTuple, cookie: Cookie, milliseconds: u32) -> u32 {
-        let keys = self.keys.at(milliseconds, self.switch_ms);
+        let keys = self.keys.at_tsval(milliseconds, self.switch_ms);
         cookie::stamp(&keys, &self.programs.time_key(), tuple, cookie, milliseconds)
     }
 
@@ -225,7 +225,7 @@ fn expect_no_zero(family: Family) {
         let time_mask = cookie::time_mask(&server.programs.time_key(), &tuple);
         let now = now_ms();
         let behind = (now as u16).wrapping_sub(time_mask.wrapping_neg());
-        if let (Cookie::Server(id), true) = (cookie::recognise(&server.keys, &tuple, 0), behind < 500) {
+        if let (Cookie::Server(id), true) = (cookie::decode_cookie(&server.keys, &tuple, 0), behind < 500) {
             server.id = id;
             break (client, now - u32::from(behind));
         }

@@ -23,8 +23,8 @@ const STALLS: TimeoutPair = [Duration::from_secs(2), Duration::from_millis(1500)
 /// For a response, and until a worker counts as stalled.
 type TimeoutPair = [Duration; 2];
 /// For what comes by itself.
-const LIMIT: Duration = Duration::from_secs(60);
-const WORKER: &str = "COREWARD_TEST_WORKER";
+const TIMEOUT: Duration = Duration::from_secs(60);
+const WORKER_VARIABLE: &str = "COREWARD_TEST_WORKER";
 
 /// Type of a request, in its first byte; four bytes of request id follow.
 const ECHO: u8 = 0;
@@ -35,7 +35,7 @@ const NO_RESPONSE: u8 = 2;
 #[test]
 #[ignore = "started by the other tests"]
 fn worker_process() {
-    if std::env::var_os(WORKER).is_none() {
+    if std::env::var_os(WORKER_VARIABLE).is_none() {
         return;
     }
     let socket = Socket::new(Domain::IPV4, Type::DGRAM, Some(Protocol::UDP)).unwrap();
@@ -64,7 +64,7 @@ impl Worker {
         let (_, module) = module_path!().split_once("::").unwrap();
         let mut command = Command::new(std::env::current_exe().unwrap());
         command.args(["--ignored", "--exact", &format!("{module}::worker_process")]);
-        command.env(WORKER, "1").stdout(Stdio::null());
+        command.env(WORKER_VARIABLE, "1").stdout(Stdio::null());
         Self(command.spawn().unwrap())
     }
 
@@ -99,7 +99,7 @@ struct TestEnv {
     directory: PathBuf,
     clients: Vec<UdpSocket>,
     /// By request id: how many datagrams answered it.
-    answered: BTreeMap<u32, u32>,
+    responses_by_request: BTreeMap<u32, u32>,
     sent: u32,
     polled: Instant,
 }
@@ -122,13 +122,13 @@ impl TestEnv {
             config,
             directory: format!("/sys/fs/bpf/coreward-processes-test-{}-{number}", std::process::id()).into(),
             clients: (0..32).map(client).collect(),
-            answered: BTreeMap::new(),
+            responses_by_request: BTreeMap::new(),
             sent: 0,
             polled: Instant::now(),
         };
         env.set_timeouts(timeouts);
         env.attach();
-        env.wait_until("all workers are found", |env| env.eligible() == workers);
+        env.wait_until("all workers are found", |env| env.eligible_count() == workers);
         env
     }
 
@@ -148,15 +148,15 @@ impl TestEnv {
     }
 
     fn pins(&self) -> PathBuf {
-        service::pins(&self.directory, SERVICE)
+        service::service_pin_directory(&self.directory, SERVICE)
     }
 
     fn counts(&self) -> Vec<WorkerCounts> {
         dispatch::pinned_ledger(&self.pins()).unwrap().workers()
     }
 
-    fn eligible(&self) -> usize {
-        self.counts().iter().filter(|worker| worker.eligible).count()
+    fn eligible_count(&self) -> usize {
+        self.counts().iter().filter(|worker| worker.is_eligible).count()
     }
 
     /// One request; responses that are there are read, and the service is polled when it is due.
@@ -177,7 +177,10 @@ impl TestEnv {
         for client in &self.clients {
             while let Ok(length) = client.recv(&mut response) {
                 assert_eq!(length, 5);
-                *self.answered.entry(u32::from_le_bytes(response[1..5].try_into().unwrap())).or_default() += 1;
+                *self
+                    .responses_by_request
+                    .entry(u32::from_le_bytes(response[1..5].try_into().unwrap()))
+                    .or_default() += 1;
             }
         }
         if self.polled.elapsed() >= POLL_INTERVAL {
@@ -187,15 +190,15 @@ impl TestEnv {
     }
 
     fn wait_until(&mut self, what: &str, holds: impl Fn(&Self) -> bool) {
-        let end = Instant::now() + LIMIT;
+        let end = Instant::now() + TIMEOUT;
         while !holds(self) {
-            assert!(Instant::now() < end, "{what}: not within {LIMIT:?}; {:?}", self.counts());
+            assert!(Instant::now() < end, "{what}: not within {TIMEOUT:?}; {:?}", self.counts());
             self.wait(Duration::from_millis(5));
         }
     }
 
     /// Nothing is outstanding any more, and what was dispatched is completed or was given up.
-    fn settled(&mut self) -> Vec<WorkerCounts> {
+    fn wait_until_settled(&mut self) -> Vec<WorkerCounts> {
         self.wait_until("nothing is outstanding", |env| env.counts().iter().all(|worker| worker.outstanding == 0));
         let counts = self.counts();
         for worker in &counts {
@@ -230,16 +233,16 @@ fn counts_are_exact_with_responses_of_all_kinds() {
                     _ => ECHO,
                 });
             }
-            env.wait_until("all responses are there", |env| env.answered.len() == 540);
+            env.wait_until("all responses are there", |env| env.responses_by_request.len() == 540);
             // The rest is never answered: given up soon from here on.
             env.set_timeouts(STALLS);
             env.attach();
-            let counts = env.settled();
+            let counts = env.wait_until_settled();
             assert_eq!(total(&counts, |worker| worker.dispatched), 600, "{policy:?} {counts:?}");
             assert_eq!(total(&counts, |worker| worker.completed), 540, "{policy:?} {counts:?}");
-            assert_eq!(env.answered.len(), 540);
-            assert_eq!(env.answered.values().filter(|datagrams| **datagrams == 3).count(), 60);
-            let services = status::pinned(&[env.pins()]).unwrap();
+            assert_eq!(env.responses_by_request.len(), 540);
+            assert_eq!(env.responses_by_request.values().filter(|datagrams| **datagrams == 3).count(), 60);
+            let services = status::read_pinned_status(&[env.pins()]).unwrap();
             let status = status::json(&services);
             assert_eq!(status["services"][0]["listen"], "127.0.0.1:5300");
             assert_eq!(status["services"][0]["policy"], policy.name());
@@ -265,26 +268,26 @@ fn counts_stay_exact_while_workers_die_and_stop() {
         (0..300).for_each(|_| env.send_request(ECHO));
         env.workers[0].signal(Signal::SIGSTOP);
         // It is found out when it has got one more request than it had, and some time has passed.
-        let end = Instant::now() + LIMIT;
-        while env.eligible() > 2 {
+        let end = Instant::now() + TIMEOUT;
+        while env.eligible_count() > 2 {
             assert!(Instant::now() < end, "{:?}", env.counts());
             env.send_request(ECHO);
         }
         (0..300).for_each(|_| env.send_request(ECHO));
-        assert_eq!(env.eligible(), 2, "{:?}", env.counts());
+        assert_eq!(env.eligible_count(), 2, "{:?}", env.counts());
         let stopped = env.counts().into_iter().filter(|worker| worker.queued > 0).max_by_key(|w| w.queued).unwrap();
-        assert!(!stopped.eligible && stopped.outstanding >= stopped.queued, "{stopped:?}");
+        assert!(!stopped.is_eligible && stopped.outstanding >= stopped.queued, "{stopped:?}");
         env.workers[0].signal(Signal::SIGCONT);
         env.workers.push(Worker::start());
-        let all_back = |env: &TestEnv| env.eligible() == 4;
+        let all_back = |env: &TestEnv| env.eligible_count() == 4;
         env.wait_until("all workers are back", all_back);
         (0..300).for_each(|_| env.send_request(ECHO));
-        let counts = env.settled();
+        let counts = env.wait_until_settled();
         assert_eq!(total(&counts, |worker| worker.dispatched), u64::from(env.sent), "{counts:?}");
         // Only requests of the killed worker are lost: the one in service and those in its queue.
         let all = env.sent as usize;
-        env.wait_until("all others are answered", |env| env.answered.len() + had as usize >= all);
-        let lost = all - env.answered.len();
+        env.wait_until("all others are answered", |env| env.responses_by_request.len() + had as usize >= all);
+        let lost = all - env.responses_by_request.len();
         assert!(lost as u64 <= total(&counts, |worker| worker.abandoned), "{lost} lost, {counts:?}");
     });
 }
@@ -299,13 +302,13 @@ fn detach_and_attach_under_load_lose_no_request() {
             env.detach();
             (0..60).for_each(|_| env.send_request(ECHO));
             env.attach();
-            env.wait_until("all workers are found", |env| env.eligible() == 3);
+            env.wait_until("all workers are found", |env| env.eligible_count() == 3);
             // A new version takes over while requests are in flight.
             (0..60).for_each(|_| env.send_request(ECHO));
             env.attach();
         }
-        let counts = env.settled();
+        let counts = env.wait_until_settled();
         assert!(total(&counts, |worker| worker.dispatched) >= 60, "{counts:?}");
-        env.wait_until("all responses are there", |env| env.answered.len() == env.sent as usize);
+        env.wait_until("all responses are there", |env| env.responses_by_request.len() == env.sent as usize);
     });
 }

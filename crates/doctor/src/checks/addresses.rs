@@ -2,7 +2,7 @@
 
 use std::net::IpAddr;
 
-use crate::facts::{Address, Facts, Role, device_sysctl, disable_ipv6};
+use crate::facts::{Address, Facts, Role, device_sysctl, disable_ipv6_sysctl};
 use crate::finding::Finding;
 
 const LOOPBACK: &str = "lo";
@@ -15,8 +15,8 @@ pub fn vip(facts: &Facts) -> Vec<Finding> {
         )];
     }
     let of_role = match facts.role {
-        Role::Server => at_server,
-        _ => at_load_balancer,
+        Role::Server => check_vip_at_server,
+        _ => check_vip_at_load_balancer,
     };
     vips.into_iter().map(|vip| of_role(facts, vip)).collect()
 }
@@ -25,7 +25,7 @@ fn devices_with(facts: &Facts, vip: IpAddr) -> Vec<&str> {
     facts.addresses.iter().filter(|held| held.address == vip).map(|held| held.device.as_str()).collect()
 }
 
-fn at_server(facts: &Facts, vip: IpAddr) -> Finding {
+fn check_vip_at_server(facts: &Facts, vip: IpAddr) -> Finding {
     let held = devices_with(facts, vip);
     let (prefix, condition) = match vip {
         IpAddr::V4(_) => ("32", "  # after arp-ignore and arp-announce are right"),
@@ -46,10 +46,10 @@ fn at_server(facts: &Facts, vip: IpAddr) -> Finding {
     Finding::ok(format!("VIP {vip} is on lo"))
 }
 
-fn at_load_balancer(facts: &Facts, vip: IpAddr) -> Finding {
+fn check_vip_at_load_balancer(facts: &Facts, vip: IpAddr) -> Finding {
     let held = devices_with(facts, vip);
     let Some(device) = held.first() else { return Finding::ok(format!("VIP {vip} is no address of this machine")) };
-    let stamps = facts.services.iter().any(|service| service.stamped_by_lb && service.vip() == vip);
+    let stamps = facts.services.iter().any(|service| service.is_stamped_by_lb && service.vip() == vip);
     let on_network = *device != LOOPBACK;
     let why = if stamps {
         "the kernel drops servers' replies as martians: their source is an address of this machine"
@@ -143,13 +143,13 @@ pub fn ipv6(facts: &Facts) -> Vec<Finding> {
         return vec![];
     }
     let why = "the kernel does not accept packets to an IPv6 VIP: no connection is established";
-    let at_device = |device: &str| match facts.with_sysctl(&disable_ipv6(device)) {
+    let at_device = |device: &str| match facts.sysctl(&disable_ipv6_sysctl(device)) {
         Some(0) => Finding::ok(format!("IPv6 is enabled at {device}")),
         None => Finding::fault(format!("the kernel has no IPv6 at {device}: expected it"), why)
             .remedy("boot without `ipv6.disable=1` on the kernel's command line"),
         // Not by --fix: the device may then take addresses and routes from a router.
         Some(value) => Finding::fault(format!("net.ipv6.conf.{device}.disable_ipv6 is {value}: expected 0"), why)
-            .with_sysctl(disable_ipv6(device), "0", false),
+            .with_sysctl(disable_ipv6_sysctl(device), "0", false),
     };
     [LOOPBACK, facts.interface()].map(at_device).into()
 }

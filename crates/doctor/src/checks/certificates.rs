@@ -6,11 +6,12 @@ use crate::facts::{CertificateFacts, Facts};
 use crate::finding::Finding;
 
 pub fn certificates(facts: &Facts) -> Vec<Finding> {
-    facts.certificates.iter().map(of).collect()
+    facts.certificates.iter().map(check_certificate).collect()
 }
 
-fn of(certificate: &CertificateFacts) -> Finding {
-    let CertificateFacts { usage: which, subject, wrong_owner, remaining: remains, is_old } = certificate;
+fn check_certificate(certificate: &CertificateFacts) -> Finding {
+    let CertificateFacts { usage: which, subject, wrong_owner, remaining_validity: remains, is_renewal_due: is_old } =
+        certificate;
     let renew = match *which {
         "own" => {
             "coreward certs renew DIRECTORY  # where the authority's key is; then copy own.crt, own.key and ca.crt here"

@@ -6,10 +6,10 @@ use crate::finding::Finding;
 const TCP_TIMESTAMPS: &str = "net/ipv4/tcp_timestamps";
 
 pub fn tcp_timestamps(facts: &Facts) -> Vec<Finding> {
-    let Some(value) = facts.with_sysctl(TCP_TIMESTAMPS) else { return vec![] };
-    let stamped = facts.services.is_empty() || facts.services.iter().any(|service| service.stamped);
+    let Some(value) = facts.sysctl(TCP_TIMESTAMPS) else { return vec![] };
+    let stamped = facts.services.is_empty() || facts.services.iter().any(|service| service.is_stamped);
     // The agent sets the sysctl after a service is stamped at the server.
-    let at_server = facts.services.iter().any(|service| service.stamped && !service.stamped_by_lb);
+    let at_server = facts.services.iter().any(|service| service.is_stamped && !service.is_stamped_by_lb);
     let by_agent = facts.settings.manage_timestamps && (facts.services.is_empty() || at_server);
     if value == 2 || !stamped {
         return vec![Finding::ok(format!("net.ipv4.tcp_timestamps is {value}"))];
@@ -50,7 +50,7 @@ pub fn source(facts: &Facts) -> Vec<Finding> {
 
 /// Check `clock-sync`: whether the wall clock is synchronised.
 pub fn synchronised(facts: &Facts) -> Vec<Finding> {
-    let future = facts.reports_ahead;
+    let future = facts.future_report_count;
     if future > 0 {
         let why = "one of the clocks is wrong by more than a second: logs cannot be compared";
         return vec![

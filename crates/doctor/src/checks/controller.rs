@@ -22,7 +22,7 @@ pub fn controller_connection(facts: &Facts) -> Vec<Finding> {
 pub fn listen(facts: &Facts) -> Vec<Finding> {
     let Some(place) = &facts.controller_facts else { return vec![Finding::unknown("no file is named: --config FILE")] };
     match &place.listen_problem {
-        _ if place.running => vec![Finding::ok(format!("a controller answers at {}", place.listen))],
+        _ if place.is_running => vec![Finding::ok(format!("a controller answers at {}", place.listen))],
         None => vec![Finding::ok(format!("{} can be bound", place.listen))],
         Some(problem) => {
             let remedy = format!(

@@ -23,11 +23,11 @@ pub fn interface(facts: &Facts) -> Vec<Finding> {
                 .remedy("ip -br link  # name one of these as `interface`"),
         ];
     };
-    if !device.ethernet {
+    if !device.is_ethernet {
         let why = "the programs read Ethernet headers";
         return vec![Finding::fault(format!("{name} is no Ethernet device"), why).remedy("name another `interface`")];
     }
-    if !device.running {
+    if !device.is_up {
         return vec![
             Finding::fault(format!("{name} is down, or has no carrier"), why).remedy(format!("ip link set {name} up")),
         ];
@@ -41,7 +41,7 @@ pub fn interface(facts: &Facts) -> Vec<Finding> {
 pub fn xdp(facts: &Facts) -> Vec<Finding> {
     with_device(facts, |device| {
         let name = facts.interface();
-        let programs = [device.xdp.native, device.xdp.generic];
+        let programs = [device.xdp.native_program_id, device.xdp.generic_program_id];
         let others: Vec<u32> = programs.into_iter().flatten().filter(|id| Some(*id) != device.own_program_id).collect();
         let mut found = Vec::new();
         for id in others {
@@ -88,7 +88,7 @@ pub fn xdp_send(facts: &Facts) -> Vec<Finding> {
     with_device(facts, |device| {
         let name = facts.interface();
         let why = "packets that coreward forwards are lost";
-        let is_native = device.own_program_id.is_some() && device.xdp.native == device.own_program_id;
+        let is_native = device.own_program_id.is_some() && device.xdp.native_program_id == device.own_program_id;
         if is_native && device.veth_peer_has_xdp == Some(false) {
             let found = format!(
                 "the other end of the veth {name} has no XDP program: frames that XDP sends are dropped, or with GRO \
@@ -135,7 +135,7 @@ const MAX_MTU: u32 = 3_498;
 pub fn mtu(facts: &Facts) -> Vec<Finding> {
     with_device(facts, |device| {
         let name = facts.interface();
-        let in_driver = device.own_program_id.is_some() && device.xdp.native == device.own_program_id;
+        let in_driver = device.own_program_id.is_some() && device.xdp.native_program_id == device.own_program_id;
         if device.mtu <= MAX_MTU || in_driver || facts.settings.xdp_mode == XdpMode::Generic {
             return vec![Finding::ok(format!("{} bytes", device.mtu))];
         }
@@ -183,7 +183,7 @@ pub fn outer_headers(facts: &Facts) -> Vec<Finding> {
 
 pub fn lro(facts: &Facts) -> Vec<Finding> {
     with_device(facts, |device| {
-        if !device.lro {
+        if !device.is_lro_enabled {
             return vec![Finding::ok("off")];
         }
         let name = facts.interface();

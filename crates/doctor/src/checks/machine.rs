@@ -21,7 +21,7 @@ pub fn kernel(facts: &Facts) -> Vec<Finding> {
                 .remedy("apt install linux-image-amd64  # Debian 12 or newer"),
         ];
     }
-    if !facts.kernel.type_information {
+    if !facts.kernel.has_btf {
         let why = "the BPF programs that read the kernel's own structures (cpu_load) need its types";
         let remedy = "a kernel with CONFIG_DEBUG_INFO_BTF=y";
         return vec![Finding::fault(format!("Linux {release} without /sys/kernel/btf/vmlinux"), why).remedy(remedy)];
@@ -64,7 +64,7 @@ pub fn programs(facts: &Facts) -> Vec<Finding> {
 
 pub fn jit(facts: &Facts) -> Vec<Finding> {
     let path = "net/core/bpf_jit_enable";
-    match facts.with_sysctl(path) {
+    match facts.sysctl(path) {
         // The sysctl is visible only in the first network namespace.
         None => vec![Finding::unknown("net.core.bpf_jit_enable is not visible here")],
         Some(0) => {
@@ -104,16 +104,16 @@ pub fn pins(facts: &Facts) -> Vec<Finding> {
 }
 
 /// Number of files that a daemon opens: pins, maps, sockets, links and /proc. The controller needs one more per peer.
-const FILES_OF_A_DAEMON: u64 = 1024;
-const FILES_OF_A_CONTROLLER: u64 = 4096;
+const MIN_DAEMON_OPEN_FILES: u64 = 1024;
+const MIN_CONTROLLER_OPEN_FILES: u64 = 4096;
 
 pub fn open_files(facts: &Facts) -> Vec<Finding> {
     let (needed, peers) = match facts.role {
-        Role::Controller => (FILES_OF_A_CONTROLLER, "a connection to every agent and load balancer"),
-        _ => (FILES_OF_A_DAEMON, "maps, links, and a descriptor for every socket of a service"),
+        Role::Controller => (MIN_CONTROLLER_OPEN_FILES, "a connection to every agent and load balancer"),
+        _ => (MIN_DAEMON_OPEN_FILES, "maps, links, and a descriptor for every socket of a service"),
     };
-    let found = format!("up to {} files may be open", facts.open_files);
-    if facts.open_files >= needed {
+    let found = format!("up to {} files may be open", facts.open_files_limit);
+    if facts.open_files_limit >= needed {
         return vec![Finding::ok(found)];
     }
     let why = format!("the daemon holds {peers}: it fails at the limit");

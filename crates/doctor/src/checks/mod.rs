@@ -27,7 +27,7 @@ pub struct Check {
     pub run_check: fn(&Facts) -> Vec<Finding>,
 }
 
-const BOTH: &[Role] = &[Role::Lb, Role::Server];
+const LB_AND_SERVER: &[Role] = &[Role::Lb, Role::Server];
 const ALL: &[Role] = &[Role::Lb, Role::Server, Role::Controller];
 const LB: &[Role] = &[Role::Lb];
 const SERVER: &[Role] = &[Role::Server];
@@ -42,7 +42,7 @@ const fn check(
     Check { name, roles, expectation: expects, is_fixable: false, run_check: look }
 }
 
-const fn fixing(
+const fn fixable_check(
     name: &'static str,
     roles: &'static [Role],
     expects: &'static str,
@@ -53,19 +53,24 @@ const fn fixing(
 
 /// All checks, in the order of reports.
 pub const CHECKS: &[Check] = &[
-    check("kernel", BOTH, "Linux 6.1 or newer, with BTF", machine::kernel),
-    check("rights", BOTH, "CAP_NET_ADMIN, CAP_NET_RAW, CAP_PERFMON and CAP_BPF", machine::rights),
+    check("kernel", LB_AND_SERVER, "Linux 6.1 or newer, with BTF", machine::kernel),
+    check("rights", LB_AND_SERVER, "CAP_NET_ADMIN, CAP_NET_RAW, CAP_PERFMON and CAP_BPF", machine::rights),
     check(
         "programs",
-        BOTH,
+        LB_AND_SERVER,
         "the kernel accepts the role's BPF programs (tcx or clsact, sk_reuseport, XDP)",
         machine::programs,
     ),
-    fixing("jit", BOTH, "BPF programs are compiled, not interpreted", machine::jit),
-    fixing("bpf-file-system", BOTH, "`pin_directory` is on a BPF file system", machine::bpf_file_system),
-    check("pins", BOTH, "pins are of this version, or there are none", machine::pins),
+    fixable_check("jit", LB_AND_SERVER, "BPF programs are compiled, not interpreted", machine::jit),
+    fixable_check(
+        "bpf-file-system",
+        LB_AND_SERVER,
+        "`pin_directory` is on a BPF file system",
+        machine::bpf_file_system,
+    ),
+    check("pins", LB_AND_SERVER, "pins are of this version, or there are none", machine::pins),
     check("open-files", ALL, "the hard limit of open files is high enough", machine::open_files),
-    check("interface", BOTH, "the device exists, is Ethernet, up, and has a carrier", device::interface),
+    check("interface", LB_AND_SERVER, "the device exists, is Ethernet, up, and has a carrier", device::interface),
     check("xdp", LB, "no other XDP program at the device; the driver supports XDP", device::xdp),
     check("xdp-send", LB, "the driver sends the frames that XDP programs send", device::xdp_send),
     check("mtu", LB, "frames fit one page, which native XDP requires", device::mtu),
@@ -77,35 +82,35 @@ pub const CHECKS: &[Check] = &[
     ),
     check("lro", LB, "the device does not merge packets in hardware", device::lro),
     check("vlan-tags", LB, "the device leaves VLAN tags in frames, if it carries VLANs", device::vlan_tags),
-    check("queues", BOTH, "one receive queue per CPU", device::queues),
-    check("interrupts", BOTH, "each receive queue's interrupt goes to a CPU of its own", device::interrupts),
+    check("queues", LB_AND_SERVER, "one receive queue per CPU", device::queues),
+    check("interrupts", LB_AND_SERVER, "each receive queue's interrupt goes to a CPU of its own", device::interrupts),
     check("irqbalance", SERVER, "irqbalance does not run", rss::irqbalance),
     check("rss", SERVER, "RSS key and table can be read, and hash TCP by Toeplitz over addresses and ports", rss::rss),
     check("rss-ports", SERVER, "RSS hashes the ports of UDP and of TCP over IPv6, if a service uses them", rss::ports),
-    fixing("rps", SERVER, "RPS is off at the device", rss::rps),
-    fixing("rfs", SERVER, "RFS, also accelerated, is off at the device", rss::rfs),
+    fixable_check("rps", SERVER, "RPS is off at the device", rss::rps),
+    fixable_check("rfs", SERVER, "RFS, also accelerated, is off at the device", rss::rfs),
     check("flow-rules", SERVER, "no ntuple rules at the device", rss::flow_rules),
     check("flow-director", SERVER, "the driver moves no open connections by itself (ATR)", rss::flow_director),
-    check("vip", BOTH, "server: each VIP on `lo`; load balancer: no VIP is its own address", addresses::vip),
+    check("vip", LB_AND_SERVER, "server: each VIP on `lo`; load balancer: no VIP is its own address", addresses::vip),
     check("ipv6", SERVER, "IPv6 is enabled at `lo` and the device, if a VIP is IPv6", addresses::ipv6),
     check("segment", LB, "the address of every server on the segment is in the device's network", addresses::segment),
-    fixing("arp-ignore", SERVER, "no answers to ARP for addresses on `lo` (1 or 2)", addresses::arp_ignore),
-    fixing("arp-announce", SERVER, "no ARP in the name of addresses on `lo` (2)", addresses::arp_announce),
+    fixable_check("arp-ignore", SERVER, "no answers to ARP for addresses on `lo` (1 or 2)", addresses::arp_ignore),
+    fixable_check("arp-announce", SERVER, "no ARP in the name of addresses on `lo` (2)", addresses::arp_announce),
     check(
         "rp-filter",
-        BOTH,
+        LB_AND_SERVER,
         "no strict reverse path filter, if packets and replies use different devices",
         routing::rp_filter,
     ),
     check("forwarding", LB, "on, if a service has `timestamps = \"lb\"`", routing::forwarding),
-    fixing("send-redirects", LB, "off, if a service has `timestamps = \"lb\"`", routing::send_redirects),
+    fixable_check("send-redirects", LB, "off, if a service has `timestamps = \"lb\"`", routing::send_redirects),
     check("announce", LB, "with `[announce]`: a routing daemon runs, and no rule uses its table", routing::announce),
     check("tcp-timestamps", SERVER, "2, or set by the agent", clocks::tcp_timestamps),
     check("clock-source", ALL, "a clock source that is read without leaving the CPU", clocks::source),
     check("clock-sync", ALL, "the wall clock is synchronised (NTP)", clocks::synchronised),
-    check("conntrack", BOTH, "connection tracking does not see the services' packets", netfilter::conntrack),
+    check("conntrack", LB_AND_SERVER, "connection tracking does not see the services' packets", netfilter::conntrack),
     check("dnat", SERVER, "no rule forwards services to other network namespaces", netfilter::dnat),
-    check("firewall", BOTH, "no chain drops the services' packets by default", netfilter::firewall),
+    check("firewall", LB_AND_SERVER, "no chain drops the services' packets by default", netfilter::firewall),
     check(
         "listeners",
         SERVER,
@@ -114,7 +119,7 @@ pub const CHECKS: &[Check] = &[
     ),
     check("polling", SERVER, "no thread polls, if `load` is CPU time", workers::polling),
     check("workers", SERVER, "workers are pinned to CPUs, if the agent steers by them", workers::pinned),
-    check("controller", BOTH, "the controller answers", controller::controller_connection),
+    check("controller", LB_AND_SERVER, "the controller answers", controller::controller_connection),
     check(
         "certificates",
         ALL,
@@ -122,7 +127,7 @@ pub const CHECKS: &[Check] = &[
         certificates::certificates,
     ),
     check("listen", CONTROLLER, "`listen` can be bound, or the controller answers there", controller::listen),
-    fixing(
+    fixable_check(
         "store",
         CONTROLLER,
         "the store's file and disk are writable, and only its owner can read it; or etcd answers and names the leader",

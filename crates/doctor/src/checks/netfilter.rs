@@ -27,7 +27,7 @@ pub fn conntrack(facts: &Facts) -> Vec<Finding> {
         if chains.iter().any(|chain| chain.exempts_packets) {
             return vec![Finding::ok(format!("{} enable it, with exceptions", tracking.join(", ")))];
         }
-        let stamps = facts.role == Role::Lb && facts.services.iter().any(|service| service.stamped_by_lb);
+        let stamps = facts.role == Role::Lb && facts.services.iter().any(|service| service.is_stamped_by_lb);
         let why = match (facts.role, stamps) {
             (Role::Lb, true) => {
                 "XDP takes clients' packets before connection tracking, for which servers' replies are then invalid"
@@ -74,7 +74,7 @@ pub fn dnat(facts: &Facts) -> Vec<Finding> {
 }
 
 pub fn firewall(facts: &Facts) -> Vec<Finding> {
-    let stamps = facts.services.iter().any(|service| service.stamped_by_lb);
+    let stamps = facts.services.iter().any(|service| service.is_stamped_by_lb);
     let on_path = |hook: &str| match (facts.role, hook) {
         (_, "prerouting") | (Role::Server, "input" | "output") => true,
         (Role::Lb, "forward" | "postrouting") => stamps,

@@ -5,17 +5,17 @@ use crate::finding::Finding;
 
 /// Returns whether a service with an IPv4 VIP is stamped here.
 fn stamps_replies_here(facts: &Facts) -> bool {
-    facts.services.iter().any(|service| service.stamped_by_lb && service.vip().is_ipv4())
+    facts.services.iter().any(|service| service.is_stamped_by_lb && service.vip().is_ipv4())
 }
 
 /// Value of rp_filter for strict mode (RFC 3704, Sect. 2.2).
-const STRICT: u32 = 1;
+const RP_FILTER_STRICT: u32 = 1;
 
 pub fn rp_filter(facts: &Facts) -> Vec<Finding> {
     // IN_DEV_RPFILTER() in include/linux/inetdevice.h takes the larger one.
     let Some((all, own)) = facts.device_sysctl("rp_filter") else { return vec![] };
     let (in_force, device) = (all.max(own), facts.interface());
-    if in_force != STRICT {
+    if in_force != RP_FILTER_STRICT {
         return vec![Finding::ok(format!("{in_force} in force at {device}"))];
     }
     let loose = device_sysctl(device, "rp_filter");
@@ -46,8 +46,8 @@ pub fn forwarding(facts: &Facts) -> Vec<Finding> {
 }
 
 fn forwarding_ipv6(facts: &Facts) -> Option<Finding> {
-    facts.services.iter().find(|service| service.stamped_by_lb && service.vip().is_ipv6())?;
-    if facts.with_sysctl(IPV6_FORWARDING)? != 0 {
+    facts.services.iter().find(|service| service.is_stamped_by_lb && service.vip().is_ipv6())?;
+    if facts.sysctl(IPV6_FORWARDING)? != 0 {
         return Some(Finding::ok("on for IPv6"));
     }
     let why = "this machine must route servers' replies: none reaches a client";

@@ -10,7 +10,7 @@ use crate::finding::{Finding, Fix};
 
 const CONSEQUENCE: &str = "cores other than the table's serve connections: core-aware policies select wrong cores";
 
-const UNKNOWN: &str = "the core of a connection is unknown: core-aware policies select by server only";
+const UNKNOWN_CORE_CONSEQUENCE: &str = "the core of a connection is unknown: core-aware policies select by server only";
 
 pub fn rss(facts: &Facts) -> Vec<Finding> {
     let Some(device) = &facts.device else { return vec![] };
@@ -35,16 +35,16 @@ pub fn rss(facts: &Facts) -> Vec<Finding> {
                 facts.interface()
             ))]
         }
-        Err(RssProblem::None(words)) => {
+        Err(RssProblem::NoIndirectionTable(words)) => {
             vec![
-                Finding::warning(words.clone(), UNKNOWN)
+                Finding::warning(words.clone(), UNKNOWN_CORE_CONSEQUENCE)
                     .remedy("a NIC (for a virtual machine: a device) with several queues and RSS"),
             ]
         }
-        Err(RssProblem::Other(words)) => {
+        Err(RssProblem::UnsupportedHash(words)) => {
             let name = facts.interface();
             let remedy = format!("ethtool -X {name} hfunc toeplitz; ethtool -N {name} rx-flow-hash tcp4 sdfn");
-            vec![Finding::warning(words.clone(), UNKNOWN).remedy(remedy)]
+            vec![Finding::warning(words.clone(), UNKNOWN_CORE_CONSEQUENCE).remedy(remedy)]
         }
     }
 }
@@ -94,7 +94,7 @@ fn ports_of(facts: &Facts, device: &Device, flow_type: FlowType) -> Finding {
 }
 
 pub fn irqbalance(facts: &Facts) -> Vec<Finding> {
-    if facts.device.as_ref().is_some_and(|device| device.rss_conflicts.irqbalance) {
+    if facts.device.as_ref().is_some_and(|device| device.rss_conflicts.is_irqbalance_running) {
         let why = "it moves receive queues between CPUs, away from pinned workers";
         return vec![Finding::warning("irqbalance is running", why).remedy("systemctl disable --now irqbalance")];
     }
@@ -115,7 +115,7 @@ fn unknown_without_sysfs(device: &Device) -> Option<Vec<Finding>> {
 
 pub fn rps(facts: &Facts) -> Vec<Finding> {
     let Some(device) = &facts.device else { return vec![] };
-    let queues = &device.rss_conflicts.steered_queues;
+    let queues = &device.rss_conflicts.rps_queues;
     if queues.is_empty() {
         return unknown_without_sysfs(device).unwrap_or_else(|| vec![Finding::ok("off")]);
     }
@@ -126,22 +126,22 @@ pub fn rps(facts: &Facts) -> Vec<Finding> {
 pub fn rfs(facts: &Facts) -> Vec<Finding> {
     let Some(device) = &facts.device else { return vec![] };
     let rss_conflicts = &device.rss_conflicts;
-    if !rss_conflicts.flow_steering() {
+    if !rss_conflicts.has_rfs() {
         return unknown_without_sysfs(device).unwrap_or_else(|| vec![Finding::ok("off")]);
     }
     let found = format!(
         "{} is on for {} (net.core.rps_sock_flow_entries {}, {})",
         rss_conflicts.flow_steering_name(),
         facts.interface(),
-        rss_conflicts.flow_entries,
-        rss_conflicts.flow_queues.join(", ")
+        rss_conflicts.rps_sock_flow_entries,
+        rss_conflicts.rfs_queues.join(", ")
     );
-    vec![with_zeroing_fix(facts, Finding::warning(found, CONSEQUENCE), &rss_conflicts.flow_queues, "rps_flow_cnt")]
+    vec![with_zeroing_fix(facts, Finding::warning(found, CONSEQUENCE), &rss_conflicts.rfs_queues, "rps_flow_cnt")]
 }
 
 pub fn flow_rules(facts: &Facts) -> Vec<Finding> {
     let Some(device) = &facts.device else { return vec![] };
-    let (rules, name) = (device.rss_conflicts.flow_rules, facts.interface());
+    let (rules, name) = (device.rss_conflicts.flow_rule_count, facts.interface());
     if rules == 0 {
         return vec![Finding::ok("none")];
     }

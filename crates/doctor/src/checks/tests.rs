@@ -7,7 +7,7 @@ use coreward_agent::config::Steer;
 use coreward_agent::load::queues::Interrupt;
 use coreward_agent::rss::ethtool::FlowType;
 use coreward_agent::rss_conflicts::RssConflicts;
-use coreward_dataplane::device::Xdp;
+use coreward_dataplane::device::XdpState;
 use coreward_dataplane::ethtool::Channels;
 use coreward_dataplane::lb::XdpMode;
 use coreward_model::ServiceAddress;
@@ -26,10 +26,10 @@ fn service(protocol: Protocol) -> Service {
     Service {
         name: "web".to_owned(),
         address: ServiceAddress { socket: "10.200.0.1:80".parse().unwrap(), protocol },
-        stamped_by_lb: false,
-        stamped: true,
+        is_stamped_by_lb: false,
+        is_stamped: true,
         forwarding: Forwarding::default(),
-        sockets: Some(Ok(Sockets { count: 4, reuseport: Some(true), workers })),
+        sockets: Some(Ok(Sockets { count: 4, has_reuseport: Some(true), worker_cpus: workers })),
     }
 }
 
@@ -76,23 +76,23 @@ fn passing_facts(role: Role) -> Facts {
         },
         kernel: Kernel {
             release: "6.1.0-28-amd64".to_owned(),
-            type_information: true,
+            has_btf: true,
             programs: BTreeMap::from([("lb", Ok(()))]),
         },
         missing_rights: vec![],
-        open_files: 524_288,
+        open_files_limit: 524_288,
         sysctls: sysctls.into_iter().map(|(path, value)| (path.to_owned(), value.to_owned())).collect(),
         bpf_file_system: BpfFileSystem { directory: "/sys/fs/bpf".into(), is_bpf: true },
         pins_problem: None,
         device: Some(Device {
-            running: true,
-            ethernet: true,
+            is_up: true,
+            is_ethernet: true,
             mtu: 1500,
             driver: "igb".to_owned(),
             channels: Some(Channels { receive: 4, receive_max: 8, transmit: 4 }),
-            lro: false,
+            is_lro_enabled: false,
             port_hashing: FlowType::ALL.into_iter().map(|flow_type| (flow_type, true)).collect(),
-            xdp: Xdp { native: Some(7), generic: None, supports_native: Some(true) },
+            xdp: XdpState { native_program_id: Some(7), generic_program_id: None, supports_native: Some(true) },
             veth_peer_has_xdp: None,
             xdp_send_errors: vec![],
             own_program_id: Some(7),
@@ -112,15 +112,15 @@ fn passing_facts(role: Role) -> Facts {
         controller: Some(Ok("10.1.0.2:7400".parse().unwrap())),
         services: vec![service(Protocol::Tcp)],
         servers: servers("10.1.1.2", true),
-        reports_ahead: 0,
+        future_report_count: 0,
         announcement: None,
         controller_facts: Some(ControllerFacts {
             listen: "10.1.0.2:7400".parse().unwrap(),
             listen_problem: None,
-            running: false,
+            is_running: false,
             store: StoreFacts::File { path: "/var/lib/coreward/store".into(), problem: None, mode: Some(0o600) },
         }),
-        polling: vec![],
+        polling_threads: vec![],
         certificates: vec![certificate(60)],
     }
 }
@@ -131,17 +131,17 @@ fn certificate(days_left: u64) -> CertificateFacts {
         usage: "own",
         subject: "agent s1".to_owned(),
         wrong_owner: None,
-        remaining: DAY * days_left as u32,
-        is_old: days_left < 30,
+        remaining_validity: DAY * days_left as u32,
+        is_renewal_due: days_left < 30,
     }
 }
 
 #[test]
 fn certificate_expiry_and_key_owner_are_checked() {
     for role in [Role::Lb, Role::Server, Role::Controller] {
-        let found = |change: fn(&mut CertificateFacts)| found(role, |facts| change(&mut facts.certificates[0]));
-        assert_eq!(found(|certificate| certificate.is_old = true), [("certificates", WARNING)]);
-        assert_eq!(found(|certificate| certificate.remaining = Duration::ZERO), [("certificates", FAULT)]);
+        let found = |change: fn(&mut CertificateFacts)| problems(role, |facts| change(&mut facts.certificates[0]));
+        assert_eq!(found(|certificate| certificate.is_renewal_due = true), [("certificates", WARNING)]);
+        assert_eq!(found(|certificate| certificate.remaining_validity = Duration::ZERO), [("certificates", FAULT)]);
         assert_eq!(
             found(|own| own.wrong_owner = Some("agent s2: expected agent s1".into())),
             [("certificates", FAULT)]
@@ -150,7 +150,7 @@ fn certificate_expiry_and_key_owner_are_checked() {
 }
 
 /// Returns the warnings and faults after `change`.
-fn found(role: Role, change: impl FnOnce(&mut Facts)) -> Vec<(&'static str, Severity)> {
+fn problems(role: Role, change: impl FnOnce(&mut Facts)) -> Vec<(&'static str, Severity)> {
     let mut facts = passing_facts(role);
     change(&mut facts);
     let findings = run(&facts).into_iter().filter(|(_, finding)| finding.severity >= Severity::Warning);
@@ -173,7 +173,7 @@ const FAULT: Severity = Severity::Fault;
 #[test]
 fn fit_machine_has_no_findings() {
     for role in [Role::Lb, Role::Server, Role::Controller] {
-        assert_eq!(found(role, |_| {}), []);
+        assert_eq!(problems(role, |_| {}), []);
         let unknown: Vec<_> =
             run(&passing_facts(role)).into_iter().filter(|(_, finding)| finding.severity != Severity::Ok).collect();
         assert!(unknown.is_empty(), "{unknown:?}");
@@ -182,11 +182,11 @@ fn fit_machine_has_no_findings() {
 
 #[test]
 fn kernel_version_programs_and_jit_are_checked() {
-    let kernel = |change: fn(&mut Facts)| found(Role::Lb, change);
+    let kernel = |change: fn(&mut Facts)| problems(Role::Lb, change);
     assert_eq!(kernel(|facts| facts.kernel.release = "5.15.0-1-amd64".to_owned()), [("kernel", FAULT)]);
     assert_eq!(kernel(|facts| facts.kernel.release = "6.0".to_owned()), [("kernel", FAULT)]);
     assert_eq!(kernel(|facts| facts.kernel.release = "10.0.1".to_owned()), []);
-    assert_eq!(kernel(|facts| facts.kernel.type_information = false), [("kernel", FAULT)]);
+    assert_eq!(kernel(|facts| facts.kernel.has_btf = false), [("kernel", FAULT)]);
     let refused = |facts: &mut Facts| drop(facts.kernel.programs.insert("lb", Err("no".to_owned())));
     assert_eq!(kernel(refused), [("programs", FAULT)]);
     let interpreted =
@@ -196,18 +196,18 @@ fn kernel_version_programs_and_jit_are_checked() {
 
 #[test]
 fn rss_overrides_are_found() {
-    let server = |change: fn(&mut Facts)| found(Role::Server, change);
-    assert_eq!(server(|facts| device(facts).rss_conflicts.irqbalance = true), [("irqbalance", WARNING)]);
-    assert_eq!(server(|facts| device(facts).rss_conflicts.flow_rules = 2), [("flow-rules", WARNING)]);
+    let server = |change: fn(&mut Facts)| problems(Role::Server, change);
+    assert_eq!(server(|facts| device(facts).rss_conflicts.is_irqbalance_running = true), [("irqbalance", WARNING)]);
+    assert_eq!(server(|facts| device(facts).rss_conflicts.flow_rule_count = 2), [("flow-rules", WARNING)]);
     let flows = |facts: &mut Facts| {
-        device(facts).rss_conflicts.flow_queues = vec!["rx-0".to_owned(), "rx-1".to_owned()];
+        device(facts).rss_conflicts.rfs_queues = vec!["rx-0".to_owned(), "rx-1".to_owned()];
         device(facts).rss_conflicts.takes_flow_rules = true;
     };
     // Without entries of the host the kernel does not use the queues' table.
     assert_eq!(server(flows), []);
     let mut facts = passing_facts(Role::Server);
     flows(&mut facts);
-    device(&mut facts).rss_conflicts.flow_entries = 32_768;
+    device(&mut facts).rss_conflicts.rps_sock_flow_entries = 32_768;
     let finding = rss::rfs(&facts).remove(0);
     assert_eq!(finding.severity, WARNING);
     assert!(finding.found.starts_with("accelerated RFS is on for eth7"), "{}", finding.found);
@@ -218,10 +218,14 @@ fn rss_overrides_are_found() {
 
 #[test]
 fn rss_key_and_hashed_fields_are_checked() {
-    let server = |change: fn(&mut Facts)| found(Role::Server, change);
-    let other = |facts: &mut Facts| device(facts).rss = Err(RssProblem::Other("eth7 hashes by XOR".to_owned()));
+    let server = |change: fn(&mut Facts)| problems(Role::Server, change);
+    let other =
+        |facts: &mut Facts| device(facts).rss = Err(RssProblem::UnsupportedHash("eth7 hashes by XOR".to_owned()));
     assert_eq!(server(other), [("rss", WARNING)]);
-    assert_eq!(server(|facts| device(facts).rss = Err(RssProblem::None("none".to_owned()))), [("rss", WARNING)]);
+    assert_eq!(
+        server(|facts| device(facts).rss = Err(RssProblem::NoIndirectionTable("none".to_owned()))),
+        [("rss", WARNING)]
+    );
     let without_ports = |facts: &mut Facts| {
         device(facts).port_hashing = FlowType::ALL.into_iter().map(|flow_type| (flow_type, false)).collect();
     };
@@ -283,12 +287,12 @@ fn flow_director_is_reported_with_its_remedy() {
 #[test]
 fn vlan_tags_are_checked_only_with_vlans() {
     let vlans = |facts: &mut Facts| device(facts).vlans = vec!["eth7.5".to_owned()];
-    assert_eq!(found(Role::Lb, vlans), [("vlan-tags", FAULT)]);
+    assert_eq!(problems(Role::Lb, vlans), [("vlan-tags", FAULT)]);
     let left = |facts: &mut Facts| {
         vlans(facts);
         device(facts).strips_vlan_tags = false;
     };
-    assert_eq!(found(Role::Lb, left), []);
+    assert_eq!(problems(Role::Lb, left), []);
 }
 
 #[test]
@@ -296,15 +300,15 @@ fn queue_counts_and_interrupts_are_checked() {
     let channels = |receive, receive_max| {
         move |facts: &mut Facts| device(facts).channels = Some(Channels { receive, receive_max, transmit: receive })
     };
-    assert_eq!(found(Role::Server, channels(8, 8)), [("queues", WARNING), ("listeners", WARNING)]);
-    assert_eq!(found(Role::Server, channels(2, 8)), [("queues", WARNING)]);
-    assert_eq!(found(Role::Server, channels(1, 1)), [("queues", WARNING)]);
-    assert_eq!(found(Role::Lb, channels(1, 1)), []);
-    assert_eq!(found(Role::Lb, channels(1, 4)), [("queues", WARNING)]);
+    assert_eq!(problems(Role::Server, channels(8, 8)), [("queues", WARNING), ("listeners", WARNING)]);
+    assert_eq!(problems(Role::Server, channels(2, 8)), [("queues", WARNING)]);
+    assert_eq!(problems(Role::Server, channels(1, 1)), [("queues", WARNING)]);
+    assert_eq!(problems(Role::Lb, channels(1, 1)), []);
+    assert_eq!(problems(Role::Lb, channels(1, 4)), [("queues", WARNING)]);
     let shared = |facts: &mut Facts| {
         device(facts).interrupts.insert(3, Interrupt { number: 33, cpu: Some(0) });
     };
-    assert_eq!(found(Role::Server, shared), [("interrupts", WARNING)]);
+    assert_eq!(problems(Role::Server, shared), [("interrupts", WARNING)]);
     let mut facts = passing_facts(Role::Server);
     shared(&mut facts);
     let finding = super::device::interrupts(&facts).remove(0);
@@ -317,7 +321,7 @@ fn driver_drops_are_reported() {
     let drops = |facts: &mut Facts| {
         device(facts).xdp_send_errors = vec![("rx_queue_0_xdp_tx_errors".to_owned(), 12)];
     };
-    assert_eq!(found(Role::Lb, drops), [("xdp-send", FAULT)]);
+    assert_eq!(problems(Role::Lb, drops), [("xdp-send", FAULT)]);
     let mut facts = passing_facts(Role::Lb);
     drops(&mut facts);
     device(&mut facts).driver = "veth".to_owned();
@@ -332,41 +336,41 @@ fn veth_peer_without_a_program_is_reported() {
         device(facts).driver = "veth".to_owned();
         device(facts).veth_peer_has_xdp = Some(false);
     };
-    assert_eq!(found(Role::Lb, cut_off), [("xdp-send", FAULT)]);
+    assert_eq!(problems(Role::Lb, cut_off), [("xdp-send", FAULT)]);
     let generic = |facts: &mut Facts| {
         cut_off(facts);
         let xdp = &mut device(facts).xdp;
-        (xdp.generic, xdp.native) = (xdp.native, None);
+        (xdp.generic_program_id, xdp.native_program_id) = (xdp.native_program_id, None);
     };
-    assert_eq!(found(Role::Lb, generic), []);
+    assert_eq!(problems(Role::Lb, generic), []);
 }
 
 #[test]
 fn polling_threads_are_reported_if_cpu_time_is_the_load() {
     let polls = |facts: &mut Facts| {
-        facts.polling = vec![PollingThread { thread: 41, name: "dpdk-worker".to_owned(), cpu: 2 }];
+        facts.polling_threads = vec![PollingThread { thread_id: 41, name: "dpdk-worker".to_owned(), cpu: 2 }];
     };
-    assert_eq!(found(Role::Server, polls), [("polling", WARNING)]);
+    assert_eq!(problems(Role::Server, polls), [("polling", WARNING)]);
     let published = |facts: &mut Facts| {
         polls(facts);
         facts.settings.load_by_cpu_time = false;
     };
-    assert_eq!(found(Role::Server, published), []);
+    assert_eq!(problems(Role::Server, published), []);
 }
 
 #[test]
 fn native_xdp_is_checked() {
-    let lb = |change: fn(&mut Facts)| found(Role::Lb, change);
-    assert_eq!(lb(|facts| device(facts).lro = true), [("lro", FAULT)]);
-    let none = |facts: &mut Facts| device(facts).xdp = Xdp { supports_native: Some(false), ..Xdp::default() };
+    let lb = |change: fn(&mut Facts)| problems(Role::Lb, change);
+    assert_eq!(lb(|facts| device(facts).is_lro_enabled = true), [("lro", FAULT)]);
+    let none = |facts: &mut Facts| device(facts).xdp = XdpState { supports_native: Some(false), ..XdpState::default() };
     assert_eq!(lb(none), [("xdp", WARNING)]);
     let only_native = |facts: &mut Facts| {
-        device(facts).xdp = Xdp { supports_native: Some(false), ..Xdp::default() };
+        device(facts).xdp = XdpState { supports_native: Some(false), ..XdpState::default() };
         facts.settings.xdp_mode = XdpMode::Native;
     };
     assert_eq!(lb(only_native), [("xdp", FAULT)]);
     let configured = |facts: &mut Facts| {
-        device(facts).xdp = Xdp { supports_native: Some(false), ..Xdp::default() };
+        device(facts).xdp = XdpState { supports_native: Some(false), ..XdpState::default() };
         facts.settings.xdp_mode = XdpMode::Generic;
     };
     assert_eq!(lb(configured), []);
@@ -380,7 +384,7 @@ fn native_xdp_is_checked() {
     let jumbo = |facts: &mut Facts| {
         device(facts).mtu = 9000;
         device(facts).own_program_id = None;
-        device(facts).xdp.native = None;
+        device(facts).xdp.native_program_id = None;
     };
     assert_eq!(lb(jumbo), [("mtu", WARNING)]);
 }
@@ -388,7 +392,7 @@ fn native_xdp_is_checked() {
 #[test]
 fn servers_of_the_segment_need_an_address_in_its_network() {
     let is_fault = |address: &str, is_on_segment: bool| {
-        found(Role::Lb, |facts| facts.servers = servers(address, is_on_segment)).contains(&("segment", FAULT))
+        problems(Role::Lb, |facts| facts.servers = servers(address, is_on_segment)).contains(&("segment", FAULT))
     };
     assert!(is_fault("192.0.2.1", true));
     assert!(!is_fault("192.0.2.1", false), "it is behind routers or in a VLAN");
@@ -398,7 +402,7 @@ fn servers_of_the_segment_need_an_address_in_its_network() {
 #[test]
 fn mtu_has_room_for_outer_headers_of_ipv6_packets() {
     let is_fault = |mtu: u32, vip: &str, server: &str| {
-        let findings = found(Role::Lb, |facts| {
+        let findings = problems(Role::Lb, |facts| {
             device(facts).mtu = mtu;
             facts.services[0].forwarding = Forwarding::Gue;
             facts.services[0].address.socket = vip.parse().unwrap();
@@ -438,36 +442,36 @@ fn lb_stamping_requires_forwarding() {
         }
     };
     // Irrelevant if servers answer clients directly.
-    assert_eq!(found(Role::Lb, without), []);
+    assert_eq!(problems(Role::Lb, without), []);
     let stamping = |facts: &mut Facts| {
         without(facts);
-        facts.services[0].stamped_by_lb = true;
+        facts.services[0].is_stamped_by_lb = true;
     };
-    assert_eq!(found(Role::Lb, stamping), [("rp-filter", FAULT), ("forwarding", FAULT), ("send-redirects", FAULT)]);
+    assert_eq!(problems(Role::Lb, stamping), [("rp-filter", FAULT), ("forwarding", FAULT), ("send-redirects", FAULT)]);
 }
 
 #[test]
 fn ipv6_lb_stamping_requires_ipv6_forwarding_only() {
     let stamping = |forwarding: &'static str| {
         move |facts: &mut Facts| {
-            facts.services[0].stamped_by_lb = true;
+            facts.services[0].is_stamped_by_lb = true;
             facts.services[0].address.socket.set_ip("2001:db8::1".parse().unwrap());
             facts.sysctls.insert("net/ipv4/conf/eth7/forwarding".to_owned(), "0".to_owned());
             facts.sysctls.insert(IPV6_FORWARDING.to_owned(), forwarding.to_owned());
         }
     };
     let of_forwarding = |forwarding| {
-        found(Role::Lb, stamping(forwarding)).into_iter().filter(|(check, _)| *check == "forwarding").count()
+        problems(Role::Lb, stamping(forwarding)).into_iter().filter(|(check, _)| *check == "forwarding").count()
     };
     assert_eq!((of_forwarding("0"), of_forwarding("1")), (1, 0));
 }
 
 #[test]
 fn slow_or_unsynchronised_clocks_are_found() {
-    let server = |change: fn(&mut Facts)| found(Role::Server, change);
+    let server = |change: fn(&mut Facts)| problems(Role::Server, change);
     assert_eq!(server(|facts| facts.clock.source = "hpet".to_owned()), [("clock-source", WARNING)]);
     assert_eq!(server(|facts| facts.clock.synchronised = Some(false)), [("clock-sync", WARNING)]);
-    assert_eq!(server(|facts| facts.reports_ahead = 3), [("clock-sync", WARNING)]);
+    assert_eq!(server(|facts| facts.future_report_count = 3), [("clock-sync", WARNING)]);
     let random_offsets =
         |facts: &mut Facts| drop(facts.sysctls.insert("net/ipv4/tcp_timestamps".to_owned(), "1".to_owned()));
     assert_eq!(server(random_offsets), []);
@@ -475,13 +479,13 @@ fn slow_or_unsynchronised_clocks_are_found() {
         random_offsets(facts);
         facts.settings.manage_timestamps = false;
     };
-    assert_eq!(found(Role::Server, nobody_sets), [("tcp-timestamps", FAULT)]);
+    assert_eq!(problems(Role::Server, nobody_sets), [("tcp-timestamps", FAULT)]);
     // An agent sets it only for services stamped at the server.
     let by_lb = |facts: &mut Facts| {
         random_offsets(facts);
-        facts.services[0].stamped_by_lb = true;
+        facts.services[0].is_stamped_by_lb = true;
     };
-    assert_eq!(found(Role::Server, by_lb), [("tcp-timestamps", FAULT)]);
+    assert_eq!(problems(Role::Server, by_lb), [("tcp-timestamps", FAULT)]);
 }
 
 #[test]
@@ -496,9 +500,9 @@ fn firewalls_and_connection_tracking_are_reported() {
         rules: vec![],
     };
     let with = |role: Role, chain: Chain, by_lb: bool| {
-        found(role, |facts| {
+        problems(role, |facts| {
             facts.netfilter.chains = Ok(vec![chain]);
-            facts.services[0].stamped_by_lb = by_lb;
+            facts.services[0].is_stamped_by_lb = by_lb;
         })
     };
     assert_eq!(with(Role::Server, chain("input", true, false, false), false), [("firewall", FAULT)]);
@@ -517,7 +521,7 @@ fn firewalls_and_connection_tracking_are_reported() {
     assert_eq!(with(Role::Server, translates(vec![Condition::Port(vec![8080..=8080])]), false), []);
     assert_eq!(with(Role::Lb, translates(vec![]), false), []);
     let unseen = |facts: &mut Facts| facts.netfilter.legacy_tables = vec!["filter".to_owned()];
-    assert_eq!(found(Role::Server, unseen), []);
+    assert_eq!(problems(Role::Server, unseen), []);
 }
 
 #[test]
@@ -526,7 +530,7 @@ fn announced_vips_need_a_routing_daemon_and_no_ip_rule() {
         let rules = Ok(rules.iter().map(|rule| (*rule).to_owned()).collect());
         Some(Announcement { table: 7400, rules, daemon: daemon.map(str::to_owned) })
     };
-    let found = |announcement| found(Role::Lb, |facts| facts.announcement = announcement);
+    let found = |announcement| problems(Role::Lb, |facts| facts.announcement = announcement);
     assert_eq!(found(announcement(&[], Some("bird"))), []);
     assert_eq!(found(announcement(&[], None)), [("announce", FAULT)]);
     assert_eq!(found(announcement(&["32765: from all lookup 7400"], Some("bird"))), [("announce", FAULT)]);
@@ -535,7 +539,7 @@ fn announced_vips_need_a_routing_daemon_and_no_ip_rule() {
 #[test]
 fn unreachable_etcd_is_a_fault() {
     let found = |leader: Result<String, String>| {
-        found(Role::Controller, |facts| {
+        problems(Role::Controller, |facts| {
             let place = facts.controller_facts.as_mut().unwrap();
             place.store = StoreFacts::Etcd { endpoints: vec!["http://10.1.0.5:2379".to_owned()], leader };
         })
@@ -552,7 +556,7 @@ fn ipv6_facts(device: &str) -> Facts {
     let mask = std::net::IpAddr::from([0xff; 16]);
     facts.addresses.push(Address { device: device.to_owned(), address: vip, mask });
     for device in ["lo", "eth7"] {
-        facts.sysctls.insert(disable_ipv6(device), "0".to_owned());
+        facts.sysctls.insert(disable_ipv6_sysctl(device), "0".to_owned());
     }
     facts
 }
@@ -572,8 +576,8 @@ fn ipv6_service_needs_ipv6_and_no_arp_settings() {
     facts.sysctls.insert("net/ipv4/conf/eth7/arp_ignore".to_owned(), "0".to_owned());
     assert!(addresses::arp_ignore(&facts).is_empty());
     assert!(addresses::ipv6(&facts).iter().all(|finding| finding.severity == Severity::Ok));
-    facts.sysctls.insert(disable_ipv6("eth7"), "1".to_owned());
-    facts.sysctls.remove(&disable_ipv6("lo"));
+    facts.sysctls.insert(disable_ipv6_sysctl("eth7"), "1".to_owned());
+    facts.sysctls.remove(&disable_ipv6_sysctl("lo"));
     let found: Vec<String> = addresses::ipv6(&facts).into_iter().map(|finding| finding.found).collect();
     let expected = ["the kernel has no IPv6 at lo: expected it", "net.ipv6.conf.eth7.disable_ipv6 is 1: expected 0"];
     assert_eq!(found, expected);

@@ -40,7 +40,7 @@ fn check_service(service: &Service, sockets: &Result<Sockets, String>, queues: u
         "one socket per worker with SO_REUSEPORT (nginx: `listen {} reuseport`), or `steer = \"off\"`",
         service.address.socket
     );
-    if steers && sockets.reuseport == Some(false) {
+    if steers && sockets.has_reuseport == Some(false) {
         return Finding::warning(format!("{name}: no SO_REUSEPORT (sockets: {count})"), why).remedy(nginx);
     }
     if steers && count < queues {
@@ -53,13 +53,13 @@ pub fn polling(facts: &Facts) -> Vec<Finding> {
     if !facts.settings.load_by_cpu_time {
         return vec![];
     }
-    if facts.polling.is_empty() {
+    if facts.polling_threads.is_empty() {
         return vec![Finding::ok("no pinned thread polls")];
     }
     let threads: Vec<String> = facts
-        .polling
+        .polling_threads
         .iter()
-        .map(|polling| format!("{} (thread {}) on CPU {}", polling.name, polling.thread, polling.cpu))
+        .map(|polling| format!("{} (thread {}) on CPU {}", polling.name, polling.thread_id, polling.cpu))
         .collect();
     let found = format!("threads that never wait (full load, or polling): {}", threads.join(", "));
     let why = "the CPU of a server that polls (DPDK, AF_XDP) is busy all the time, whatever its load";
@@ -76,17 +76,20 @@ pub fn pinned(facts: &Facts) -> Vec<Finding> {
     let of = |(service, sockets): (&Service, &Result<Sockets, String>)| {
         let sockets = sockets.as_ref().ok().filter(|sockets| sockets.count > 0)?;
         let name = describe(service);
-        if sockets.workers.is_empty() {
+        if sockets.worker_cpus.is_empty() {
             return Some(Finding::unknown(format!("{name}: no process waits for its sockets")));
         }
         // On two CPUs a core with its sibling is the whole machine; one CPU leaves no choice.
         let largest = MAX_PINNED_SET.min(facts.cpus.saturating_sub(1)).max(1);
-        let free = sockets.workers.iter().filter(|cpus| cpus.len() > largest).count();
+        let free = sockets.worker_cpus.iter().filter(|cpus| cpus.len() > largest).count();
         if free == 0 {
-            return Some(Finding::ok(format!("{name}: {} workers, each on a CPU of its own", sockets.workers.len())));
+            return Some(Finding::ok(format!(
+                "{name}: {} workers, each on a CPU of its own",
+                sockets.worker_cpus.len()
+            )));
         }
         let why = "the agent steers by pinned workers (`steer = \"affinity\"`): it cannot assign queues to these";
-        let found = format!("{name}: {free} of {} workers may run anywhere", sockets.workers.len());
+        let found = format!("{name}: {free} of {} workers may run anywhere", sockets.worker_cpus.len());
         Some(
             Finding::warning(found, why)
                 .remedy("pin them (nginx: `worker_cpu_affinity auto;`), or `steer = \"order\"`"),

@@ -24,8 +24,8 @@ pub(super) fn gather(
     let now = unix_now();
     let certificates = tls.certificates().into_iter().map(|(which, certificate)| CertificateFacts {
         usage: which,
-        remaining: certificate.remains(now),
-        is_old: certificate.is_old(now),
+        remaining_validity: certificate.remaining_validity(now),
+        is_renewal_due: certificate.is_renewal_due(now),
         wrong_owner: (which == "own" && !right).then(|| format!("{identity}: expected {expected}")),
         subject: certificate.identity.as_ref().map_or(certificate.subject.clone(), ToString::to_string),
     });

@@ -44,7 +44,7 @@ pub(super) fn query_controllers(
     for controller in controllers.iter().filter(|_| role != Role::Controller) {
         match fetch(*controller, tls) {
             Err(error) => problems.push(format!("{error:#}")),
-            Ok(reply) => return of(&reply, *controller, name.filter(|_| role == Role::Server)),
+            Ok(reply) => return fleet_from_reply(&reply, *controller, name.filter(|_| role == Role::Server)),
         }
     }
     Fleet { answer: (!problems.is_empty()).then(|| Err(problems.join("; "))), ..Fleet::default() }
@@ -86,7 +86,7 @@ pub(super) fn is_running(config: &ControllerConfig) -> bool {
     asked().is_ok()
 }
 
-fn of(reply: &FleetReply, controller: SocketAddr, server: Option<&str>) -> Fleet {
+fn fleet_from_reply(reply: &FleetReply, controller: SocketAddr, server: Option<&str>) -> Fleet {
     let ours = reply
         .services
         .iter()
@@ -95,8 +95,8 @@ fn of(reply: &FleetReply, controller: SocketAddr, server: Option<&str>) -> Fleet
         Some(Service {
             name: service.name.clone(),
             address: ServiceAddress::try_from(service.address.as_ref()?).ok()?,
-            stamped_by_lb: service.timestamps == "lb",
-            stamped: service.timestamps != "off",
+            is_stamped_by_lb: service.timestamps == "lb",
+            is_stamped: service.timestamps != "off",
             forwarding: service.forwarding.parse().unwrap_or_default(),
             sockets: None,
         })
@@ -136,7 +136,7 @@ mod tests {
             servers: vec![server("routed", 0), server("both", 0), server("near", 0), server("tagged", 7)],
             ..FleetReply::default()
         };
-        let fleet = of(&reply, "10.1.0.2:7400".parse().unwrap(), None);
+        let fleet = fleet_from_reply(&reply, "10.1.0.2:7400".parse().unwrap(), None);
         let is_on_segment = fleet.servers.iter().filter(|(_, server)| server.is_on_segment);
         assert_eq!(is_on_segment.map(|(name, _)| name.as_str()).collect::<Vec<_>>(), ["both", "near"]);
         assert_eq!(fleet.servers.len(), 4);

@@ -2,7 +2,7 @@
 
 use coreward_agent::load::queues;
 use coreward_agent::rss::ethtool::{self, EthtoolRss, FlowType};
-use coreward_agent::rss::{RssDevice, RssUnknown};
+use coreward_agent::rss::{RssDevice, RssError};
 use coreward_agent::rss_conflicts::RssConflicts;
 use coreward_agent::sysfs;
 use coreward_dataplane::{device, lb};
@@ -21,28 +21,28 @@ pub(super) fn gather(name: &str, settings: &Settings, rss: Option<Box<dyn RssDev
     let driver = ethtool::driver(name).unwrap_or_default();
     let rss_conflicts = RssConflicts::gather(name);
     Some(Device {
-        running: entries.iter().any(|entry| entry.flags.contains(up)),
-        ethernet: mac.is_some_and(|mac| mac != [0; 6]),
+        is_up: entries.iter().any(|entry| entry.flags.contains(up)),
+        is_ethernet: mac.is_some_and(|mac| mac != [0; 6]),
         mtu: device::mtu(name).unwrap_or(0),
         moves_connections: moves_connections(name, &driver, &rss_conflicts),
         strips_vlan_tags: ethtool::strips_vlan_tags(name).unwrap_or(false),
         vlans: vlans(name),
         driver,
         channels: coreward_dataplane::ethtool::all_channels(name).ok(),
-        lro: ethtool::has_lro(name).unwrap_or(false),
+        is_lro_enabled: ethtool::has_lro(name).unwrap_or(false),
         port_hashing: FlowType::ALL.into_iter().filter_map(|of| Some((of, ethtool::hashes_ports(name, of)?))).collect(),
-        xdp: device::xdp(index).unwrap_or_default(),
+        xdp: device::query_xdp_state(index).unwrap_or_default(),
         veth_peer_has_xdp: coreward_dataplane::veth::peer_has_xdp(index),
         xdp_send_errors: coreward_dataplane::ethtool::xdp_send_errors(name),
         own_program_id: settings.pin_directory.as_deref().and_then(|pins| lb::pinned_program(pins).ok().flatten()),
         rss_conflicts,
         interrupts: queues::interrupts(name),
-        rss: rss.read().map(|rss| (rss.indirection_table.entry_count(), rss.key.input())).map_err(
-            |error| match error {
-                RssUnknown::Unsupported(_) => RssProblem::None(error.to_string()),
-                _ => RssProblem::Other(error.to_string()),
-            },
-        ),
+        rss: rss.read().map(|rss| (rss.indirection_table.entry_count(), rss.key.input_transform())).map_err(|error| {
+            match error {
+                RssError::Unsupported(_) => RssProblem::NoIndirectionTable(error.to_string()),
+                _ => RssProblem::UnsupportedHash(error.to_string()),
+            }
+        }),
         is_sysfs_visible: sysfs::device_directory(name).is_some(),
     })
 }

@@ -20,7 +20,7 @@ use nix::net::if_::InterfaceFlags;
 use nix::sys::resource::{Resource, getrlimit};
 
 use crate::facts::{
-    Address, BpfFileSystem, Clock, Facts, IPV6_FORWARDING, Kernel, Role, Settings, device_sysctl, disable_ipv6,
+    Address, BpfFileSystem, Clock, Facts, IPV6_FORWARDING, Kernel, Role, Settings, device_sysctl, disable_ipv6_sysctl,
 };
 pub use settings::CliOptions;
 
@@ -35,13 +35,13 @@ pub fn gather(options: &CliOptions) -> anyhow::Result<Facts> {
     let mut services = options.services;
     services.extend(fleet.services);
     if role == Role::Server {
-        services.iter_mut().for_each(|service| service.sockets = Some(sockets::of(&service.address)));
+        services.iter_mut().for_each(|service| service.sockets = Some(sockets::gather_sockets(&service.address)));
     }
-    let missing_rights = capabilities::missing()?;
+    let missing_rights = capabilities::missing_capabilities()?;
     Ok(Facts {
         role,
         kernel: kernel(role, missing_rights.is_empty()),
-        open_files: getrlimit(Resource::RLIMIT_NOFILE).map_or(0, |(_, hard)| hard),
+        open_files_limit: getrlimit(Resource::RLIMIT_NOFILE).map_or(0, |(_, hard)| hard),
         sysctls: sysctls(settings.interface.as_deref()),
         bpf_file_system: bpf_file_system(settings.pin_directory.as_deref().unwrap_or(Path::new(PIN_DIRECTORY))),
         pins_problem: if missing_rights.is_empty() { pins_problem(role, &settings) } else { None },
@@ -54,10 +54,10 @@ pub fn gather(options: &CliOptions) -> anyhow::Result<Facts> {
         controller: fleet.answer,
         services,
         servers: fleet.servers,
-        reports_ahead: fleet.reports_ahead,
+        future_report_count: fleet.reports_ahead,
         announcement: settings.announce_table.map(announcement::gather),
         controller_facts: options.controller_facts,
-        polling: if role == Role::Server { polling::threads() } else { Vec::new() },
+        polling_threads: if role == Role::Server { polling::threads() } else { Vec::new() },
         certificates: certificates::gather(role, options.tls.as_ref(), options.name.as_deref())?,
         settings,
         missing_rights,
@@ -75,7 +75,7 @@ fn kernel(role: Role, with_rights: bool) -> Kernel {
     let programs = if with_rights { check::load_programs(needed) } else { Vec::new() };
     Kernel {
         release,
-        type_information: Path::new("/sys/kernel/btf/vmlinux").exists(),
+        has_btf: Path::new("/sys/kernel/btf/vmlinux").exists(),
         programs: programs
             .into_iter()
             .map(|(name, answer)| (name, answer.map_err(|error| format!("{error:#}"))))
@@ -90,7 +90,7 @@ fn sysctls(interface: Option<&str>) -> BTreeMap<String, String> {
             paths.push(device_sysctl(device, name));
         }
     }
-    paths.extend(["lo"].into_iter().chain(interface).map(disable_ipv6));
+    paths.extend(["lo"].into_iter().chain(interface).map(disable_ipv6_sysctl));
     paths.push(IPV6_FORWARDING.to_owned());
     let read = |path: String| {
         let value = fs::read_to_string(Path::new("/proc/sys").join(&path)).ok()?;

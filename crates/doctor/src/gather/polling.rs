@@ -27,7 +27,7 @@ pub fn threads() -> Vec<PollingThread> {
     std::thread::sleep(SAMPLE);
     let after = runnable();
     let polls = |(thread, now): (u32, Runnable)| {
-        (before.get(&thread) == Some(&now)).then_some(PollingThread { thread, name: now.name, cpu: now.cpu })
+        (before.get(&thread) == Some(&now)).then_some(PollingThread { thread_id: thread, name: now.name, cpu: now.cpu })
     };
     after.into_iter().filter_map(polls).collect()
 }

@@ -38,7 +38,7 @@ pub struct CliOptions {
     pub services: Vec<ServiceAddress>,
 }
 
-pub(super) struct Read {
+pub(super) struct GatheredSettings {
     pub role: Role,
     pub settings: Settings,
     /// Name of this machine at the controller.
@@ -51,7 +51,7 @@ pub(super) struct Read {
 }
 
 impl CliOptions {
-    pub(super) fn read(&self) -> anyhow::Result<Read> {
+    pub(super) fn read(&self) -> anyhow::Result<GatheredSettings> {
         let role = match (&self.config, self.role) {
             (_, Some(role)) => role,
             (Some(file), None) => role_of(file)?,
@@ -73,8 +73,8 @@ impl CliOptions {
         let named = |address: &ServiceAddress| Service {
             name: "service".to_owned(),
             address: *address,
-            stamped_by_lb: false,
-            stamped: true,
+            is_stamped_by_lb: false,
+            is_stamped: true,
             forwarding: Forwarding::default(),
             sockets: None,
         };
@@ -104,7 +104,7 @@ fn role_of(file: &Path) -> anyhow::Result<Role> {
     Ok(role)
 }
 
-fn without_file(role: Role) -> Read {
+fn without_file(role: Role) -> GatheredSettings {
     let settings = Settings {
         interface: None,
         pin_directory: None,
@@ -115,10 +115,10 @@ fn without_file(role: Role) -> Read {
         xdp_mode: XdpMode::default(),
         announce_table: None,
     };
-    Read { role, settings, name: None, tls: None, rss: None, services: Vec::new(), controller_facts: None }
+    GatheredSettings { role, settings, name: None, tls: None, rss: None, services: Vec::new(), controller_facts: None }
 }
 
-fn read_file(role: Role, file: &Path) -> anyhow::Result<Read> {
+fn read_file(role: Role, file: &Path) -> anyhow::Result<GatheredSettings> {
     let read = without_file(role);
     Ok(match role {
         Role::Lb => {
@@ -131,7 +131,7 @@ fn read_file(role: Role, file: &Path) -> anyhow::Result<Read> {
                 announce_table: config.announce.map(|announce| announce.table),
                 ..read.settings
             };
-            Read { settings, name: Some(config.name), tls: config.tls, ..read }
+            GatheredSettings { settings, name: Some(config.name), tls: config.tls, ..read }
         }
         Role::Server => {
             let config = agent::Config::load(file)?;
@@ -150,12 +150,12 @@ fn read_file(role: Role, file: &Path) -> anyhow::Result<Read> {
                 steer: config.steer,
                 ..read.settings
             };
-            Read { settings, name: Some(config.server), tls: config.tls, rss: Some(rss), ..read }
+            GatheredSettings { settings, name: Some(config.server), tls: config.tls, rss: Some(rss), ..read }
         }
         Role::Controller => {
             let config = ControllerConfig::load(file)?;
             let place = controller_facts(&config, store(&config.store));
-            Read { controller_facts: Some(place), tls: config.tls, ..read }
+            GatheredSettings { controller_facts: Some(place), tls: config.tls, ..read }
         }
     })
 }
@@ -164,7 +164,7 @@ fn controller_facts(config: &ControllerConfig, store: StoreFacts) -> ControllerF
     let listen_problem = bind_problem(config.listen);
     ControllerFacts {
         listen: config.listen,
-        running: listen_problem.is_some() && controller::is_running(config),
+        is_running: listen_problem.is_some() && controller::is_running(config),
         listen_problem,
         store,
     }

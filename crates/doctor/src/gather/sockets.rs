@@ -10,7 +10,7 @@ use nix::sys::socket::{getsockopt, sockopt};
 
 use crate::facts::Sockets;
 
-pub(super) fn of(service: &ServiceAddress) -> Result<Sockets, String> {
+pub(super) fn gather_sockets(service: &ServiceAddress) -> Result<Sockets, String> {
     gather(service).map_err(|error| format!("{error:#}"))
 }
 
@@ -29,5 +29,5 @@ fn gather(service: &ServiceAddress) -> anyhow::Result<Sockets> {
         getsockopt(&socket.as_fd(), sockopt::ReusePort).ok()
     });
     let workers = found.into_values().map(|listener| listener.cpu_affinity).collect();
-    Ok(Sockets { count: inodes.len(), reuseport, workers })
+    Ok(Sockets { count: inodes.len(), has_reuseport: reuseport, worker_cpus: workers })
 }

@@ -190,14 +190,14 @@ fn resign_during_election_releases_lease() {
     let lease = Duration::from_secs(60);
     drop(cluster.block_on(candidate("a", lease).campaign_once(cluster.clone())).unwrap());
     assert!(other.block_on(candidate("b", lease).campaign_once(other.clone())).is_err());
-    assert!(cluster.block_on(cluster.leave()).unwrap());
+    assert!(cluster.block_on(cluster.revoke_all_leases()).unwrap());
     // Its campaign goes on until the process has ended, and wins nothing.
     assert!(cluster.block_on(candidate("a", lease).campaign_once(cluster.clone())).is_err());
     assert_eq!(read_leader(&other), Ok(LeaderState::NoLeader));
     let second = other.block_on(candidate("b", lease).campaign_once(other.clone())).unwrap();
     // A leader that resigned has no key left.
     other.block_on(second.resign()).unwrap();
-    assert!(!other.block_on(other.leave()).unwrap());
+    assert!(!other.block_on(other.revoke_all_leases()).unwrap());
 }
 
 /// An authority, and certificates of it for 127.0.0.1.

@@ -3,7 +3,7 @@
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 
 use coreward_config::toml::de::DeValue;
-use coreward_config::{FromToml, Reader, Spanned, parsed, serde_json};
+use coreward_config::{FromToml, Reader, Spanned, parse_text, serde_json};
 use coreward_model::tuple::{Protocol, ServiceAddress};
 use serde_json::{Value, json};
 
@@ -57,7 +57,7 @@ impl Vip {
 
 impl FromToml for Vip {
     fn read(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
-        parsed(value, reader, |written| {
+        parse_text(value, reader, |written| {
             let vip = written.parse::<SocketAddr>().map_err(|_| "");
             let usable = vip.and_then(|vip| vip_error(vip).map_or(Ok(vip), Err));
             usable.map(Vip).map_err(|reason| format!("VIP {written:?}{reason}: expected {}", Self::expected()))
@@ -114,7 +114,7 @@ const HOST_ADDRESS: &str = "an address that one host can have, as \"10.2.0.11\" 
 
 /// Returns the address of a host; `what` names the address in a diagnostic.
 fn host_address(what: &str, value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<IpAddr> {
-    parsed(value, reader, |written| {
+    parse_text(value, reader, |written| {
         let address = written.parse::<IpAddr>().map_err(|_| "");
         let usable = address.and_then(|address| server_address_error(address).map_or(Ok(address), Err));
         usable.map_err(|reason| format!("{what} {written:?}{reason}: expected {HOST_ADDRESS}"))

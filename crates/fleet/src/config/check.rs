@@ -20,17 +20,17 @@ use super::{DEFAULT_REPORT_INTERVAL, FleetConfig, ServerConfig, ServiceConfig, h
 /// Checks the document. After mistakes, which the reader stores, the result is incomplete.
 pub fn check(file: FleetFile, reader: &mut Reader<'_>) -> FleetConfig {
     let max_connection_lifetime = file.max_connection_lifetime.0;
-    let key_rotation = file.key_rotation.map(|interval| rotation(&interval, max_connection_lifetime, reader));
+    let key_rotation = file.key_rotation.map(|interval| check_key_rotation(&interval, max_connection_lifetime, reader));
     let racks = racks::check(file.racks.as_deref(), None, reader);
     let load_balancers = racks::unique_names("load balancer", file.load_balancers.as_deref(), reader);
     let servers = servers(&file.servers, racks.as_ref(), reader);
     let names = file.servers.iter().filter_map(|server| Some(server.get_ref().name.value.as_ref()?.0.as_str()));
-    let services = Services { names: names.collect(), servers: &servers, buckets: file.buckets };
+    let services = ServiceChecker { names: names.collect(), servers: &servers, buckets: file.buckets };
     let services = services.check(&file.services, reader);
-    services_of_servers(&servers, &services, reader);
+    check_services_per_server(&servers, &services, reader);
     FleetConfig {
         report_interval: file.report_interval.map_or(DEFAULT_REPORT_INTERVAL, |BoundedDuration(interval)| interval),
-        tables: file.table_updates,
+        table_updates: file.table_updates,
         table_lifetime: file.table_lifetime.0,
         alpha: file.load_ewma_alpha,
         max_connection_lifetime,
@@ -43,7 +43,7 @@ pub fn check(file: FleetFile, reader: &mut Reader<'_>) -> FleetConfig {
     }
 }
 
-fn services_of_servers(servers: &[ServerConfig], services: &[ServiceConfig], reader: &mut Reader<'_>) {
+fn check_services_per_server(servers: &[ServerConfig], services: &[ServiceConfig], reader: &mut Reader<'_>) {
     let mut counts = vec![0u32; servers.len()];
     for server in services.iter().flat_map(|service| &service.servers) {
         counts[*server] += 1;
@@ -56,7 +56,7 @@ fn services_of_servers(servers: &[ServerConfig], services: &[ServiceConfig], rea
 }
 
 /// Checks the interval of rotations. A second rotation overwrites the previous key, so its cookies must have expired.
-fn rotation<const MIN: u64, const MAX: u64>(
+fn check_key_rotation<const MIN: u64, const MAX: u64>(
     interval: &Spanned<BoundedDuration<MIN, MAX>>,
     max_connection_lifetime: Duration,
     reader: &mut Reader<'_>,
@@ -116,14 +116,14 @@ fn servers(
     servers
 }
 
-struct Services<'a> {
+struct ServiceChecker<'a> {
     /// Names of all servers, including invalid ones.
     names: BTreeSet<&'a str>,
     servers: &'a [ServerConfig],
     buckets: BucketCount,
 }
 
-impl Services<'_> {
+impl ServiceChecker<'_> {
     fn check(&self, listed: &[Spanned<Service>], reader: &mut Reader<'_>) -> Vec<ServiceConfig> {
         if let Some(first_too_many) = listed.get(ServiceIndex::COUNT) {
             let message = format!("{} services: expected at most {}", listed.len(), ServiceIndex::COUNT);
@@ -162,7 +162,7 @@ impl Services<'_> {
                 name: name.clone(),
                 address,
                 mode,
-                other_balancer: transfer::of(service, address, mode, reader),
+                other_balancer: transfer::other_balancer(service, address, mode, reader),
                 policy: policy.0,
                 slow_start: service.slow_start.map_or(Duration::ZERO, |BoundedDuration(time)| time),
                 buckets: service.buckets.unwrap_or(self.buckets),
@@ -201,7 +201,7 @@ impl Services<'_> {
                 None => {
                     let name = (name.get_ref().as_str(), name.span());
                     let message = format_args!("server {:?} does not exist: expected the name of a [[server]]", name.0);
-                    reader.unknown_name(name.1, message, name.0, self.names.iter().copied());
+                    reader.report_unknown_name(name.1, message, name.0, self.names.iter().copied());
                 }
             }
         }
@@ -216,7 +216,7 @@ fn check_ids_fit<'a>(service: &str, pool: impl Iterator<Item = &'a ServerConfig>
             "server id {id} in service {service:?}, whose timestamps are by \"lb\": expected 0 to {}, the bits that \
              its \
              cookies hold, or none to have one drawn",
-            lb_stamping::SERVER_IDS - 1
+            lb_stamping::SERVER_ID_COUNT - 1
         );
         reader.report(span.clone(), message);
     }

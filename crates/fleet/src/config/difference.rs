@@ -30,7 +30,7 @@ pub enum Change {
 
 impl Change {
     /// Returns the reason why established connections break; `None`: they continue.
-    pub fn breaks(&self) -> Option<&'static str> {
+    pub fn break_reason(&self) -> Option<&'static str> {
         let (subject, key) = match self {
             Self::Removed { subject } if subject.starts_with("service ") => {
                 return Some("its connections break: load balancers forward nothing to its address any more");
@@ -159,7 +159,7 @@ mod tests {
         let old = document("address = \"10.0.0.1\"\nid = 1", &web("vip = \"10.1.0.1:80\"\npolicy = \"rr\""));
         let breaking = |server: &str, services: &str| {
             let changes = difference(&old, &document(server, services));
-            changes.iter().filter(|change| change.breaks().is_some()).map(Change::to_string).collect::<Vec<_>>()
+            changes.iter().filter(|change| change.break_reason().is_some()).map(Change::to_string).collect::<Vec<_>>()
         };
         let (same, vip) = ("address = \"10.0.0.1\"\nid = 1", "vip = \"10.1.0.1:80\"\n");
         assert_eq!(breaking(same, ""), ["- service web"]);

@@ -4,7 +4,7 @@ use std::net::Ipv6Addr;
 
 use coreward_config::toml::de::DeValue;
 use coreward_config::{
-    BoundedDuration, FromToml, HOUR, MILLISECOND, MINUTE, Number, Reader, Span, Spanned, config_struct, parsed,
+    BoundedDuration, FromToml, HOUR, MILLISECOND, MINUTE, Number, Reader, Span, Spanned, config_struct, parse_text,
     serde_json, string_enum,
 };
 use coreward_model::consistency::{ServiceMode, Timestamps};
@@ -91,9 +91,11 @@ pub struct HttpPath(String);
 
 impl FromToml for HttpPath {
     fn read(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
-        parsed(value, reader, |path| match path.starts_with('/') && path.bytes().all(|byte| byte.is_ascii_graphic()) {
-            true => Ok(Self(path.to_owned())),
-            false => Err(format!("path {path:?}: expected {}", Self::expected())),
+        parse_text(value, reader, |path| {
+            match path.starts_with('/') && path.bytes().all(|byte| byte.is_ascii_graphic()) {
+                true => Ok(Self(path.to_owned())),
+                false => Err(format!("path {path:?}: expected {}", Self::expected())),
+            }
         })
     }
 
@@ -126,7 +128,7 @@ pub struct Host(String);
 
 impl FromToml for Host {
     fn read(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
-        parsed(value, reader, |host| match is_authority(host) {
+        parse_text(value, reader, |host| match is_authority(host) {
             true => Ok(Self(host.to_owned())),
             false => Err(format!("host {host:?}: expected {}", Self::expected())),
         })
@@ -147,7 +149,7 @@ pub struct Authorities(String);
 
 impl FromToml for Authorities {
     fn read(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
-        parsed(value, reader, |pem| {
+        parse_text(value, reader, |pem| {
             let certificates: Result<Vec<_>, _> = CertificateDer::pem_slice_iter(pem.as_bytes()).collect();
             let problem = match certificates {
                 Ok(certificates) if !certificates.is_empty() => return Ok(Self(pem.to_owned())),
@@ -189,7 +191,7 @@ pub fn check(
     let http = || HttpProbe {
         path: health.path.as_ref().map_or_else(|| "/".to_owned(), |path| path.get_ref().0.clone()),
         host: health.host.as_ref().map(|host| host.get_ref().0.clone()),
-        expect: health.expect.as_ref().map_or_else(StatusRange::good, |expect| expect.get_ref().clone()),
+        expect: health.expect.as_ref().map_or_else(StatusRange::success_or_redirect, |expect| expect.get_ref().clone()),
     };
     let probe = match health.check {
         CheckKind::None => return None,

@@ -44,7 +44,7 @@ pub const DEFAULT_MAX_CONNECTION_LIFETIME: Duration = Duration::from_secs(86_400
 #[derive(Debug, Clone)]
 pub struct FleetConfig {
     pub report_interval: Duration,
-    pub tables: TableTiming,
+    pub table_updates: TableTiming,
     /// Lifetime of load-dependent tables without a leader.
     pub table_lifetime: Duration,
     pub alpha: Alpha,

@@ -19,7 +19,7 @@ pub fn check(
         unique.insert(Some(rack), &name.span(), reader);
         if let Some(known) = known.filter(|known| !known.contains(rack)) {
             let message = format_args!("rack {rack:?} does not exist: expected one of the fleet's `racks`");
-            reader.unknown_name(name.span(), message, rack, known.iter().map(String::as_str));
+            reader.report_unknown_name(name.span(), message, rack, known.iter().map(String::as_str));
         }
     }
     Some(listed.iter().map(|name| name.get_ref().0.clone()).collect())

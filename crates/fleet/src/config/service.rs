@@ -120,7 +120,7 @@ fn tcp_mode(service: &Service, reader: &mut Reader<'_>) -> ServiceMode {
         None => Timestamps::Off,
         Some(timestamps) => {
             let requested = *timestamps.get_ref();
-            if let Some(message) = cannot_stamp(consistency, uses_cookies, requested) {
+            if let Some(message) = timestamps_error(consistency, uses_cookies, requested) {
                 reader.report(timestamps.span(), message);
             }
             requested
@@ -133,7 +133,7 @@ fn tcp_mode(service: &Service, reader: &mut Reader<'_>) -> ServiceMode {
 }
 
 /// Returns the reason why the service cannot have the requested timestamps, if any.
-fn cannot_stamp(consistency: Consistency, uses_cookies: bool, requested: Timestamps) -> Option<String> {
+fn timestamps_error(consistency: Consistency, uses_cookies: bool, requested: Timestamps) -> Option<String> {
     let name = consistency.name();
     if !uses_cookies && requested != Timestamps::Off {
         return Some(format!(
@@ -154,7 +154,7 @@ fn cannot_stamp(consistency: Consistency, uses_cookies: bool, requested: Timesta
 /// Rejects policies that move established connections: without a consistency mode a connection follows its bucket.
 fn reject_unstable_policy<T>(consistency: &Spanned<T>, service: &Service, reader: &mut Reader<'_>) {
     let Some(PolicyName(chosen)) = service.policy.value else { return };
-    let fixed = policy::fixed_names();
+    let fixed = policy::load_independent_names();
     if fixed.contains(&chosen) {
         return;
     }

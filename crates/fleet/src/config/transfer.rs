@@ -10,7 +10,7 @@ use super::service::Service;
 use super::{OtherBalancer, ServerConfig, ServiceConfig};
 
 /// Returns the other load balancer; mistakes go to the reader's list.
-pub fn of(
+pub fn other_balancer(
     service: &Service,
     address: ServiceAddress,
     mode: ServiceMode,

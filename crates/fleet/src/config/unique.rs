@@ -6,13 +6,13 @@ use coreward_config::{Reader, Span};
 
 /// Set of values that must be unique in the document.
 pub struct UniqueValues<T> {
-    what: &'static str,
+    value_name: &'static str,
     seen: HashMap<T, Span>,
 }
 
 impl<T: Hash + Eq + Display> UniqueValues<T> {
     pub fn new(what: &'static str) -> Self {
-        Self { what, seen: HashMap::new() }
+        Self { value_name: what, seen: HashMap::new() }
     }
 
     /// Inserts a value, or stores a mistake if it is a duplicate. `None`: an invalid value, which is ignored.
@@ -20,7 +20,8 @@ impl<T: Hash + Eq + Display> UniqueValues<T> {
         let Some(value) = value else { return };
         if let Some(first) = self.seen.get(&value) {
             let line = reader.line(first);
-            let message = format!("{} {value} is used twice (first in line {line}): expected each once", self.what);
+            let message =
+                format!("{} {value} is used twice (first in line {line}): expected each once", self.value_name);
             reader.report(span.clone(), message);
             return;
         }

@@ -19,7 +19,7 @@ fn service(vip: SocketAddr) -> Service<u32> {
         thresholds: Thresholds::new(1, 3).expect("not 0"),
         jitter: Jitter::new(0.0).expect("from 0 to 1"),
     };
-    Service { check: Arc::new(check), vip, servers: vec![(1, Ipv4Addr::LOCALHOST.into())], paths: None }
+    Service { check: Arc::new(check), vip, servers: vec![(1, Ipv4Addr::LOCALHOST.into())], nat_table: None }
 }
 
 fn wait_until(checker: &Checker<u32>, what: &str, is_so: impl Fn(&CheckResult) -> bool) -> CheckResult {

@@ -28,7 +28,7 @@ fn check(probe: Probe) -> Arc<Check> {
 }
 
 fn http(host: Option<&str>) -> HttpProbe {
-    HttpProbe { path: "/healthz".to_owned(), host: host.map(str::to_owned), expect: StatusRange::good() }
+    HttpProbe { path: "/healthz".to_owned(), host: host.map(str::to_owned), expect: StatusRange::success_or_redirect() }
 }
 
 fn listen() -> (TcpListener, SocketAddr) {
@@ -185,7 +185,7 @@ fn checker_follows_the_servers_status() {
     let check = check(Probe::Http(http(None)));
     let service = |keys: &[u8]| {
         let servers = keys.iter().map(|key| (*key, address.ip())).collect();
-        vec![Service { check: check.clone(), vip: address, servers, paths: None }]
+        vec![Service { check: check.clone(), vip: address, servers, nat_table: None }]
     };
     let verdict = |key: u8| {
         let found = checker.results();

@@ -36,7 +36,7 @@ fn serve(bounds: ConnectionLimits) -> (SocketAddr, RunningServer) {
     let router = Router::new()
         .route("/", get(async || "here"))
         .route("/watch", get(async || Body::new(EndlessBody(interval(Duration::from_millis(5))))));
-    let listener = Listener::bind("127.0.0.1:0".parse().unwrap()).unwrap().within(bounds);
+    let listener = Listener::bind("127.0.0.1:0".parse().unwrap()).unwrap().with_limits(bounds);
     (listener.address(), listener.serve(Plain, router, || {}, std::future::pending()).unwrap())
 }
 
@@ -84,7 +84,7 @@ impl Client {
 #[tokio::test]
 async fn idle_connection_is_evicted_for_a_new_one() {
     let (address, _serving) =
-        serve(ConnectionLimits { connections: 5, head_timeout: NEVER, ..ConnectionLimits::default() });
+        serve(ConnectionLimits { max_connections: 5, head_timeout: NEVER, ..ConnectionLimits::default() });
     let mut alone = Client::connect(2, address).await;
     let mut watcher = Client::connect(1, address).await;
     watcher.watch().await;
@@ -116,7 +116,7 @@ async fn idle_connection_is_evicted_for_a_new_one() {
 #[tokio::test]
 async fn connection_waits_when_all_slots_are_busy() {
     let (address, _serving) =
-        serve(ConnectionLimits { connections: 2, head_timeout: NEVER, ..ConnectionLimits::default() });
+        serve(ConnectionLimits { max_connections: 2, head_timeout: NEVER, ..ConnectionLimits::default() });
     let mut watchers = [Client::connect(1, address).await, Client::connect(1, address).await];
     for watcher in &mut watchers {
         watcher.watch().await;

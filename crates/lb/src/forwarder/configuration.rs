@@ -102,7 +102,7 @@ impl Forwarder {
     /// Applies a configuration: keys, services, servers. Tables follow. Changes refer to it by `number`. Fails, without
     /// effect, when the data plane cannot hold the services.
     pub fn configure(&mut self, number: u64, configuration: FleetConfiguration) -> anyhow::Result<()> {
-        self.number = None;
+        self.configuration_number = None;
         let with_mode = |service: &Service| (service.address, service.mode);
         let services: Vec<_> = configuration.services.iter().map(with_mode).collect();
         let indexes = self.balancer.set_services(&services)?;
@@ -134,7 +134,7 @@ impl Forwarder {
         }
         self.set_owners();
         self.health.configure(self.services.values().map(|(service, _)| service));
-        (self.confirmed_generation, self.number) = (configuration.generation, Some(number));
+        (self.confirmed_generation, self.configuration_number) = (configuration.generation, Some(number));
         self.applied_generation = self.confirmed_generation;
         self.configured_at.get_or_insert_with(monotonic);
         Ok(())
@@ -144,7 +144,7 @@ impl Forwarder {
     /// complete configuration. Fails when the change is to another configuration ([`Forwarder::needs_configuration`]),
     /// and as [`Forwarder::configure`] does.
     pub fn change(&mut self, change: FleetChange) -> anyhow::Result<()> {
-        if self.number != Some(change.base_number) {
+        if self.configuration_number != Some(change.base_number) {
             self.needs_configuration = true;
             anyhow::bail!(
                 "the change is based on configuration {}, which is not in force: expected a complete configuration",
@@ -187,7 +187,7 @@ impl Forwarder {
         if checked {
             self.health.configure(self.services.values().map(|(service, _)| service));
         }
-        (self.confirmed_generation, self.number) = (change.configuration.generation, Some(change.number));
+        (self.confirmed_generation, self.configuration_number) = (change.configuration.generation, Some(change.number));
         self.applied_generation = self.confirmed_generation;
         Ok(())
     }
@@ -200,7 +200,7 @@ impl Forwarder {
     /// Applies a configuration that an earlier daemon saved. The next one of a controller must be complete.
     pub fn restore(&mut self, configuration: FleetConfiguration) -> anyhow::Result<()> {
         self.configure(0, configuration)?;
-        (self.confirmed_generation, self.number, self.is_unsaved) = (0, None, false);
+        (self.confirmed_generation, self.configuration_number, self.is_unsaved) = (0, None, false);
         Ok(())
     }
 
@@ -243,7 +243,7 @@ impl Forwarder {
     }
 
     fn count_traffic(&mut self) -> anyhow::Result<()> {
-        let wanted = self.services.values().map(|(service, _)| service.traffic).max().unwrap_or_default();
+        let wanted = self.services.values().map(|(service, _)| service.telemetry_level).max().unwrap_or_default();
         self.balancer.count_traffic(wanted == TelemetryLevel::All)
     }
 
@@ -276,7 +276,7 @@ impl Forwarder {
     /// Applies every server of the service. A server without a resolved MAC address keeps the address from an earlier
     /// process until ARP finds another one.
     pub(super) fn set_servers(&mut self, service_index: ServiceIndex) {
-        self.mask(service_index);
+        self.mask_down_servers(service_index);
         let Some((service, index)) = self.services.get(&service_index) else { return };
         let mut gone: HashSet<ServerId> = self.balancer.members(*index).into_iter().collect();
         self.balancer.set_broadcast_vlan(*index, self.broadcast_vlan(service));
@@ -298,7 +298,7 @@ impl Forwarder {
                 );
             }
             self.balancer.set_server_vlan(server.id, self.vlan_of(service, server));
-            let now = lb::Server { mac, eligible: self.is_eligible(service_index, server) };
+            let now = lb::Server { mac, is_eligible: self.is_eligible(service_index, server) };
             // After a switch to LB-side stamping, even an unchanged server needs its address.
             if before != Some(now) || service.mode.timestamps == Timestamps::LoadBalancer {
                 self.balancer.set_server(*index, server.id, now);
@@ -318,7 +318,7 @@ impl Forwarder {
             let peer = self.peers.iter().find(|peer| peer.owner == Some(owner) && peer.name != self.name);
             match peer {
                 None => self.balancer.forget_owner(owner),
-                Some(peer) if !peer.alive => self.balancer.set_owner_mac(owner, None),
+                Some(peer) if !peer.is_alive => self.balancer.set_owner_mac(owner, None),
                 Some(peer) => {
                     let mac = self.mac_of(peer).or_else(|| self.balancer.owner_mac(owner));
                     self.balancer.set_owner_mac(owner, mac);

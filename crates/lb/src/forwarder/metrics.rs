@@ -55,15 +55,15 @@ metrics! {
 impl Forwarder {
     /// Records the latency of a table's installation.
     pub fn record_install_time(&mut self, took: Duration) {
-        self.table_to_kernel.observe(took);
+        self.table_install_latency.observe(took);
     }
 
     /// Returns all metrics, given the daemon's `state`.
     pub fn metrics(&self, state: &v1::LoadBalancerState) -> Snapshot {
         let mut page = component::base_snapshot(Component::Lb);
         page.add(&CONFIGURATION_GENERATION, [], self.confirmed_generation as f64);
-        component::load_balancer(&mut page, &self.name, state);
-        page.add_latencies(&LB_TABLE_INSTALL_SECONDS, self.table_to_kernel);
+        component::add_load_balancer(&mut page, &self.name, state);
+        page.add_latencies(&LB_TABLE_INSTALL_SECONDS, self.table_install_latency);
         page.add(&LB_SEND_DROPS_TOTAL, [], self.symptoms.send_drops_total as f64);
         page.add(&LB_MASKED_SERVERS, [], self.masked.len() as f64);
         page.add(&LB_EXPIRED_TABLES, [], self.table_ages.expired().len() as f64);
@@ -74,11 +74,11 @@ impl Forwarder {
             self.health.results().map(|(service, _, checked)| (service, (&checked).into())).collect();
         for (service, _) in self.services.values().filter(|(service, _)| service.check.is_some()) {
             let of_service = checked.iter().filter(|(index, _)| *index == service.index).map(|(_, checked)| checked);
-            component::health_checks(&mut page, &service.name, of_service);
+            component::add_health_checks(&mut page, &service.name, of_service);
         }
         for (number, (service, index)) in &self.services {
             let name = service.name.as_str();
-            let fail = self.symptoms.handshakes_fail.contains(number);
+            let fail = self.symptoms.failing_services.contains(number);
             page.add(&LB_SERVICE_HANDSHAKES_FAIL, [name], f64::from(u8::from(fail)));
             if let Some(generation) = self.balancer.table_generation(*index) {
                 page.add(&TABLE_GENERATION, [name], generation as f64);

@@ -23,7 +23,7 @@ impl Forwarder {
         Some(Neighbour { address: *self.next_hops.get(&direct)?, ..direct })
     }
 
-    fn encapsulating(&self) -> impl Iterator<Item = &Service> {
+    fn encapsulating_services(&self) -> impl Iterator<Item = &Service> {
         self.services.values().map(|(service, _)| service).filter(|service| service.mode.forwarding.encapsulates())
     }
 
@@ -34,7 +34,7 @@ impl Forwarder {
         };
         let of_service =
             |service: &Service| service.servers.iter().map(|server| to(service, server)).collect::<Vec<_>>();
-        let servers: HashMap<Neighbour, String> = self.encapsulating().flat_map(of_service).collect();
+        let servers: HashMap<Neighbour, String> = self.encapsulating_services().flat_map(of_service).collect();
         let devices = vlan_device::names(&self.interface, servers.keys().map(|server| server.vlan));
         let index = |device: &String| nix::net::if_::if_nametoindex(device.as_str()).ok();
         let indexes: HashMap<Vlan, u32> =
@@ -58,7 +58,7 @@ impl Forwarder {
 
     /// Reads the next hops after a change of routes, and applies them.
     pub(super) fn follow_routes(&mut self) {
-        if self.encapsulating().next().is_none() {
+        if self.encapsulating_services().next().is_none() {
             return;
         }
         let before = std::mem::take(&mut self.next_hops);
@@ -87,7 +87,8 @@ impl Forwarder {
 
     /// Returns warnings about faults that prevent the sending of encapsulated packets.
     pub(super) fn encapsulation_warnings(&self) -> Vec<String> {
-        let servers = || self.encapsulating().flat_map(|service| &service.servers).map(|server| server.address);
+        let servers =
+            || self.encapsulating_services().flat_map(|service| &service.servers).map(|server| server.address);
         let mut problems: Vec<String> = self.unrouted.iter().cloned().collect();
         let device = self.vip_device();
         let sources = neighbour::outer_sources(&device);
@@ -108,7 +109,7 @@ impl Forwarder {
 
     /// Returns a warning if packets of the minimum MTU of IPv6 do not fit with their outer headers.
     fn mtu_problem(&self) -> Option<String> {
-        let ipv6 = self.encapsulating().filter(|service| service.address.socket.is_ipv6());
+        let ipv6 = self.encapsulating_services().filter(|service| service.address.socket.is_ipv6());
         let lengths = ipv6.flat_map(|service| {
             service.servers.iter().map(|server| IPV6_MIN_MTU + service.mode.forwarding.overhead(server.address))
         });

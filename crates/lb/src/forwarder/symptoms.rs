@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use coreward_dataplane::clock::monotonic;
 use coreward_dataplane::{ethtool, lb, veth};
-use coreward_model::recent::{Recent, WINDOW, handshakes_fail};
+use coreward_model::recent::{RecentCounters, WINDOW, handshakes_fail};
 use coreward_model::tuple::Protocol;
 use coreward_wire::ServiceIndex;
 
@@ -14,12 +14,12 @@ use super::Forwarder;
 
 #[derive(Default)]
 pub(super) struct Symptoms {
-    send_drops: Recent<1>,
+    send_drops: RecentCounters<1>,
     /// Frames that the program sent and the driver counts as dropped, since the device was created.
     pub send_drops_total: u64,
-    packets: BTreeMap<ServiceIndex, Recent<2>>,
+    packets: BTreeMap<ServiceIndex, RecentCounters<2>>,
     /// Services whose new connections do not become established.
-    pub handshakes_fail: BTreeSet<ServiceIndex>,
+    pub failing_services: BTreeSet<ServiceIndex>,
     /// Description of each symptom, by its short name.
     faults: BTreeMap<String, String>,
 }
@@ -62,7 +62,7 @@ impl Forwarder {
         let counters = ethtool::xdp_send_errors(&self.interface);
         let total = counters.iter().map(|(_, count)| count).sum();
         self.symptoms.send_drops_total = total;
-        let [dropped] = self.symptoms.send_drops.increase(now, [total]);
+        let [dropped] = self.symptoms.send_drops.record_counters(now, [total]);
         let names: Vec<&str> = counters.iter().map(|(name, _)| name.as_str()).collect();
         let what = format!("{} drops frames that XDP sent", self.interface);
         let words =
@@ -80,17 +80,17 @@ impl Forwarder {
 
     fn failing_handshakes(&mut self, now: Duration) -> Vec<(String, String)> {
         self.symptoms.packets.retain(|index, _| self.services.contains_key(index));
-        self.symptoms.handshakes_fail.clear();
+        self.symptoms.failing_services.clear();
         let mut found = Vec::new();
         for (index, (service, place)) in &self.services {
             if service.address.protocol != Protocol::Tcp {
                 continue;
             }
             let counters = self.balancer.counters(*place);
-            let counts = [counters.syns(), counters.established()];
-            let [syns, others] = self.symptoms.packets.entry(*index).or_default().increase(now, counts);
+            let counts = [counters.syns(), counters.established_packets()];
+            let [syns, others] = self.symptoms.packets.entry(*index).or_default().record_counters(now, counts);
             if handshakes_fail(syns, others) {
-                self.symptoms.handshakes_fail.insert(*index);
+                self.symptoms.failing_services.insert(*index);
                 let what = format!("service {}: most new connections do not become established", service.name);
                 let words = format!("{what}: {syns} SYNs and {others} other packets in {} s", WINDOW.as_secs());
                 found.push((what, words));

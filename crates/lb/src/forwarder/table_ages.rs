@@ -14,7 +14,7 @@ use coreward_model::placement::{BucketCount, PlacementTable};
 use coreward_model::policy::{self, LeastByMetric, Policy as _, Pool, PoolServer};
 use coreward_wire::{Server, Service, ServiceIndex};
 
-use super::{Forwarder, PROGRAM_LIMIT};
+use super::{Forwarder, PROGRAM_LOAD_TIMEOUT};
 
 /// Interval of the choice of candidates for expired tables.
 const CHOICE_INTERVAL: Duration = Duration::from_secs(1);
@@ -96,7 +96,7 @@ impl Forwarder {
 
     fn choose_for_expired_table(&mut self, service_index: ServiceIndex, traffic: &HashMap<ServerId, ServerTraffic>) {
         let (service, index) = &self.services[&service_index];
-        let opened = self.balancer.opened(*index);
+        let opened = self.balancer.opened_connections(*index);
         let before = self.table_ages.expired.insert(service_index, opened);
         if before.is_none() {
             log_expired(service, self.table_lifetime);
@@ -104,18 +104,20 @@ impl Forwarder {
         self.table_ages.choices += 1;
         let mut least = LeastByMetric::new(self.table_ages.choices);
         let own_table = self.balancer.table_generation(*index).is_none().then(|| {
-            let pool = eligible_pool(service, |server| server.eligible, traffic);
-            least.place(&pool, BucketCount::PUBLISHED, OWN_GENERATION)
+            let pool = eligible_pool(service, |server| server.is_eligible, traffic);
+            least.compute_table(&pool, BucketCount::PUBLISHED, OWN_GENERATION)
         });
-        let takes_new = |server: &Server| server.eligible && !self.masked.contains(&(service_index, server.id));
+        let takes_new = |server: &Server| server.is_eligible && !self.masked.contains(&(service_index, server.id));
         let choose = |table: &PlacementTable| {
             let members: BTreeSet<ServerId> = table.members.iter().map(|member| member.server).collect();
             let pool = eligible_pool(service, |server| members.contains(&server.id) && takes_new(server), traffic);
             let opened = opened.saturating_sub(before.unwrap_or(opened));
-            least.candidates(&pool.with_opened_connections(opened), table.bucket_count)
+            least.candidate_table(&pool.with_opened_connections(opened), table.bucket_count)
         };
         let installed = own_table.map_or(Ok(()), |table| {
-            coreward_daemon::block_within(PROGRAM_LIMIT, || self.balancer.install_table(*index, &table))
+            coreward_daemon::run_with_watchdog_limit(PROGRAM_LOAD_TIMEOUT, || {
+                self.balancer.install_table(*index, &table)
+            })
         });
         if let Err(error) = installed.and_then(|()| self.balancer.replace_candidates(*index, choose)) {
             tracing::warn!(
@@ -151,7 +153,7 @@ fn log_expired(service: &Service, lifetime: Duration) {
 /// load balancers must choose alike, or connections would change their server.
 fn may_make_table(service: &Service) -> bool {
     matches!(service.mode.consistency, Consistency::Stateless | Consistency::Stateful | Consistency::HashTable)
-        && service.servers.iter().any(|server| server.eligible)
+        && service.servers.iter().any(|server| server.is_eligible)
 }
 
 /// Returns the pool of servers that take new connections, as this load balancer counts them.

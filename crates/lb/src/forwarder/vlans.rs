@@ -70,9 +70,9 @@ impl Forwarder {
         let mac_problem = |device: &String| vlan_device::mac_problem(interface, device);
         let mut found: BTreeSet<String> = devices.values().filter_map(mac_problem).collect();
         if !devices.contains_key(&self.vlan) {
-            found.insert(vlan_device::missing(interface, self.vlan));
+            found.insert(vlan_device::missing_device_message(interface, self.vlan));
         }
-        if let Err(error) = vlan_device::leave_tags(interface) {
+        if let Err(error) = vlan_device::disable_rx_vlan_offload(interface) {
             found.insert(format!(
                 "interface {interface:?} removes VLAN tags, which XDP cannot read then ({error}): expected a driver \
                  that can leave them (ethtool -K {interface} rxvlan off)"

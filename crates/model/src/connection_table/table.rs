@@ -12,9 +12,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use coreward_intf as intf;
 use zerocopy::IntoBytes as _;
 
-use super::{Clock, Connection, ConnectionHash, ConnectionIndex, Identity, TableSize};
+use super::{ClockTicks, Connection, ConnectionHash, ConnectionIndex, Identity, TableSize};
 use crate::ServerId;
-use crate::tuple::{address_of, address_words};
+use crate::tuple::{address_from_words, address_words};
 
 /// A 64-bit word that packets and user space share.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -56,7 +56,7 @@ const NEXT_FREE_SHIFT: u32 = 32;
 
 /// Reason for which a new connection gets no entry.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum NotTaken {
+pub enum TakeError {
     /// The partition has no free slot.
     Full,
     /// Other operations took or freed slots at each of [`intf::CONNECTION_TAKE_ATTEMPTS`] attempts.
@@ -103,14 +103,14 @@ impl<M: AtomicStorage> ConnectionTable<M> {
 
     /// Takes a free slot and fills it: `take_connection()` of `bpf/lb/connection_table.h`. Fails when no slot is free,
     /// or other operations were faster at each attempt.
-    pub fn take(&self, new: &NewConnection, server: ServerId, now: Clock) -> Result<ConnectionIndex, NotTaken> {
+    pub fn take(&self, new: &NewConnection, server: ServerId, now: ClockTicks) -> Result<ConnectionIndex, TakeError> {
         let partition = new.hash.partition(self.size);
         let stack = StorageCell::StackTop(partition);
         for _ in 0..intf::CONNECTION_TAKE_ATTEMPTS {
             // BPF has no acquiring load: the dependent address of `next_free` orders the two loads.
             let top = self.memory.load(stack);
             let Some(slot) = (top & u64::from(intf::CONNECTION_STACK_SLOT_MASK)).checked_sub(1) else {
-                return Err(NotTaken::Full);
+                return Err(TakeError::Full);
             };
             let index = ConnectionIndex::new(partition, slot as u32);
             // If another operation takes the entry meanwhile, `next` has any value, but the exchange fails.
@@ -120,7 +120,7 @@ impl<M: AtomicStorage> ConnectionTable<M> {
                 return Ok(index);
             }
         }
-        Err(NotTaken::Contended)
+        Err(TakeError::Contended)
     }
 
     /// Gives a new connection without a free slot the slot of an expired entry: `reuse_connection()` of
@@ -129,7 +129,7 @@ impl<M: AtomicStorage> ConnectionTable<M> {
         &self,
         new: &NewConnection,
         server: ServerId,
-        now: Clock,
+        now: ClockTicks,
         is_expired: impl Fn(&Connection) -> bool,
     ) -> Option<(ConnectionIndex, Connection)> {
         let partition = new.hash.partition(self.size);
@@ -148,7 +148,7 @@ impl<M: AtomicStorage> ConnectionTable<M> {
     }
 
     /// Writes an entry that no other side accesses; the identity, which publishes it, comes last.
-    fn fill(&self, index: ConnectionIndex, new: &NewConnection, server: ServerId, now: Clock) {
+    fn fill(&self, index: ConnectionIndex, new: &NewConnection, server: ServerId, now: ClockTicks) {
         let at = |field| StorageCell::Entry(index, field);
         let generation = (self.memory.load(at(GENERATION)) & u64::from(intf::CONNECTION_GENERATION_MASK)) as u16;
         self.memory.store(at(PACKETS), 1);
@@ -173,7 +173,7 @@ impl<M: AtomicStorage> ConnectionTable<M> {
     }
 
     /// Counts a packet that is not a SYN: `update_connection()` in BPF.
-    pub fn update(&self, index: ConnectionIndex, bytes: u64, closing: bool, now: Clock) -> bool {
+    pub fn update(&self, index: ConnectionIndex, bytes: u64, closing: bool, now: ClockTicks) -> bool {
         self.add(index, PACKETS, 1);
         self.add(index, BYTES, bytes);
         self.set_last_seen(index, now);
@@ -187,7 +187,7 @@ impl<M: AtomicStorage> ConnectionTable<M> {
     }
 
     /// Records another SYN of the connection: `reopen_connection()` in BPF. Returns whether the connection was closing.
-    pub fn reopen(&self, index: ConnectionIndex, now: Clock) -> bool {
+    pub fn reopen(&self, index: ConnectionIndex, now: ClockTicks) -> bool {
         let (word, flag) =
             (StorageCell::Entry(index, PORT_FLAGS_NEXT), u64::from(intf::CONNECTION_CLOSING) << FLAGS_SHIFT);
         self.set_last_seen(index, now);
@@ -205,7 +205,7 @@ impl<M: AtomicStorage> ConnectionTable<M> {
             let next = if index.slot() == last { 0 } else { index.slot() + 2 };
             self.set_next_free(index, next);
         }
-        for partition in 0..self.size.partitions() {
+        for partition in 0..self.size.partition_count() {
             self.memory.store(StorageCell::StackTop(partition), changed_top(0, 1));
         }
     }
@@ -257,7 +257,8 @@ impl<M: AtomicStorage> ConnectionTable<M> {
     pub fn client_address(&self, index: ConnectionIndex) -> Option<IpAddr> {
         let words = [0, size_of::<u64>()].map(|half| self.load(index, CLIENT_ADDRESS + half));
         let quarters = words.map(|word| [word as u32, (word >> 32) as u32]);
-        (!self.is_free(index)).then(|| address_of([quarters[0][0], quarters[0][1], quarters[1][0], quarters[1][1]]))
+        (!self.is_free(index))
+            .then(|| address_from_words([quarters[0][0], quarters[0][1], quarters[1][0], quarters[1][1]]))
     }
 
     /// Returns a consistent copy of the connection at `index`, even if packets change it meanwhile; `None`: free.
@@ -294,7 +295,7 @@ impl<M: AtomicStorage> ConnectionTable<M> {
         self.memory.store(word, self.memory.load(word) & !LOW_HALF | low_half);
     }
 
-    fn set_last_seen(&self, index: ConnectionIndex, now: Clock) {
+    fn set_last_seen(&self, index: ConnectionIndex, now: ClockTicks) {
         let word = StorageCell::Entry(index, TIMES);
         self.memory.store(word, self.memory.load(word) & !LOW_HALF | u64::from(now.0));
     }
@@ -326,7 +327,7 @@ impl Default for RecentConnections {
 impl RecentConnections {
     /// Returns the slot to check by [`ConnectionTable::find`] for a connection that sends another SYN; `None`: the set
     /// has no recent SYN of the connection.
-    pub fn slot(&self, hash: ConnectionHash) -> Option<u32> {
+    pub fn find_slot(&self, hash: ConnectionHash) -> Option<u32> {
         let recent = self.0[hash.recent_set()].iter().find(|recent| Self::is_recent(**recent, hash))?;
         Some(recent & intf::CONNECTION_SLOT_MASK)
     }
@@ -363,8 +364,8 @@ impl OwnMemory {
     /// Returns memory that is all 0.
     pub fn new(size: TableSize) -> Self {
         let words = |count: usize| (0..count).map(|_| AtomicU64::new(0)).collect();
-        let partitions = size.partitions() as usize;
-        let entries = words(size.entries() as usize * ENTRY_WORDS);
+        let partitions = size.partition_count() as usize;
+        let entries = words(size.entry_count() as usize * ENTRY_WORDS);
         Self { size, stack_tops: words(partitions), clock_hands: words(partitions), entries }
     }
 
@@ -431,10 +432,10 @@ mod tests {
         let mut taken = BTreeSet::new();
         let mut refused = 0;
         for client in 0..8000 {
-            match table.take(&packet(client), server(client), Clock(3)) {
+            match table.take(&packet(client), server(client), ClockTicks(3)) {
                 Ok(index) => assert!(taken.insert((index, client))),
                 Err(outcome) => {
-                    assert_eq!(outcome, NotTaken::Full);
+                    assert_eq!(outcome, TakeError::Full);
                     refused += 1;
                 }
             }
@@ -446,7 +447,7 @@ mod tests {
             assert_eq!(table.find(packet.hash, index.slot(), SERVICE + 1), None);
             let connection = table.connection(*index).unwrap();
             assert_eq!((connection.client, connection.packets, connection.bytes), (packet.client, 1, 74));
-            assert_eq!((connection.opened, connection.identity.generation), (Clock(3), 0));
+            assert_eq!((connection.opened_at, connection.identity.generation), (ClockTicks(3), 0));
         }
         for (index, client) in &taken {
             let identity = table.connection(*index).unwrap().identity;
@@ -455,7 +456,7 @@ mod tests {
             assert_eq!(table.find(packet(*client).hash, index.slot(), SERVICE), None);
         }
         assert_eq!((0..4).map(|partition| table.free_slots(partition).len()).sum::<usize>(), 4096);
-        let again = table.take(&packet(1), server(1), Clock(4)).unwrap();
+        let again = table.take(&packet(1), server(1), ClockTicks(4)).unwrap();
         assert_eq!(table.connection(again).unwrap().identity.generation, 1);
     }
 
@@ -464,21 +465,24 @@ mod tests {
         let table = table(1024);
         let packet = packet(1);
         let mut recent = RecentConnections::default();
-        let find = |recent: &RecentConnections| table.find(packet.hash, recent.slot(packet.hash)?, SERVICE);
+        let find = |recent: &RecentConnections| table.find(packet.hash, recent.find_slot(packet.hash)?, SERVICE);
         assert_eq!(find(&recent), None);
-        table.take(&self::packet(2), server(2), Clock(10)).unwrap();
-        let index = table.take(&packet, server(1), Clock(10)).unwrap();
+        table.take(&self::packet(2), server(2), ClockTicks(10)).unwrap();
+        let index = table.take(&packet, server(1), ClockTicks(10)).unwrap();
         recent.remember(packet.hash, index);
-        table.update(index, 1500, false, Clock(11));
-        table.update(index, 66, true, Clock(12));
+        table.update(index, 1500, false, ClockTicks(11));
+        table.update(index, 66, true, ClockTicks(12));
         let connection = table.connection(index).unwrap();
         assert_eq!((connection.packets, connection.bytes), (3, 74 + 1500 + 66));
-        assert_eq!((connection.opened, connection.last_seen, connection.closing), (Clock(10), Clock(12), true));
+        assert_eq!(
+            (connection.opened_at, connection.last_seen, connection.is_closing),
+            (ClockTicks(10), ClockTicks(12), true)
+        );
         assert_eq!(connection.client, packet.client);
         assert_eq!(find(&recent), Some((index, server(1))));
-        table.reopen(index, Clock(20));
+        table.reopen(index, ClockTicks(20));
         let connection = table.connection(index).unwrap();
-        assert_eq!((connection.packets, connection.last_seen, connection.closing), (3, Clock(20), false));
+        assert_eq!((connection.packets, connection.last_seen, connection.is_closing), (3, ClockTicks(20), false));
         assert!(table.release(index, connection.identity));
         assert_eq!(find(&recent), None);
     }

@@ -43,13 +43,13 @@ impl fmt::Display for Assignment {
 
 /// A service starts or stops running on a core (EnableService, DisableService).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Change {
+pub struct AssignmentChange {
     /// The service, 0 or 1.
     pub service: u8,
     /// The core.
     pub core: u16,
     /// Whether it runs there from now on.
-    pub runs: bool,
+    pub is_running: bool,
 }
 
 /// Cores that each of two services keeps for itself, whatever the other needs: `2` for both, or `2:0`.
@@ -86,13 +86,13 @@ pub struct CoreAllocation {
     mode: Assignment,
     reserved: ReservedCores,
     /// Whether service 0 and service 1 run on each core.
-    runs: Vec<[bool; 2]>,
+    services_by_core: Vec<[bool; 2]>,
 }
 
 const BOTH: [bool; 2] = [true, true];
 
 /// Returns the state of a core that runs `service` alone.
-fn own(service: u8) -> [bool; 2] {
+fn only_service(service: u8) -> [bool; 2] {
     [service == 0, service == 1]
 }
 
@@ -109,23 +109,23 @@ impl CoreAllocation {
             }
         };
         let runs = |core| [core < cores.saturating_sub(second), core >= first];
-        Self { mode, reserved, runs: (0..cores).map(runs).collect() }
+        Self { mode, reserved, services_by_core: (0..cores).map(runs).collect() }
     }
 
     /// Returns whether `service` runs on `core`.
-    pub fn runs(&self, service: u8, core: u16) -> bool {
-        self.runs[usize::from(core)][usize::from(service)]
+    pub fn is_running(&self, service: u8, core: u16) -> bool {
+        self.services_by_core[usize::from(core)][usize::from(service)]
     }
 
     /// Returns the changes after a hint for `service`. `other_waits`: requests of the other service wait at the NIC.
     /// `load` returns the number of requests of a service at a core.
-    pub fn hint(
+    pub fn apply_hint(
         &mut self,
         service: u8,
         hint: LoadHint,
         other_waits: bool,
         load: impl Fn(u8, u16) -> u32,
-    ) -> Vec<Change> {
+    ) -> Vec<AssignmentChange> {
         match self.mode {
             Assignment::CompleteShare => Vec::new(),
             // Service 1 takes no core while requests of service 0 wait.
@@ -134,7 +134,7 @@ impl CoreAllocation {
                 let (from, to) =
                     if hint == LoadHint::ScaleUp { (1 - service, service) } else { (service, 1 - service) };
                 let kept = self.reserved.0[usize::from(from)];
-                self.change_one(own(from), own(to), kept, |core| load(0, core) + load(1, core))
+                self.reassign_one_core(only_service(from), only_service(to), kept, |core| load(0, core) + load(1, core))
             }
             Assignment::Hybrid => self.fit_own_cores(load),
         }
@@ -142,34 +142,40 @@ impl CoreAllocation {
 
     /// Adjusts the own cores of service 0 to its constant load, so that only bursts reach shared cores. The number is
     /// right when as many own cores are idle as shared cores serve requests of service 0.
-    fn fit_own_cores(&mut self, load: impl Fn(u8, u16) -> u32) -> Vec<Change> {
-        let idle = self.cores(own(0)).filter(|core| load(0, *core) == 0).count();
+    fn fit_own_cores(&mut self, load: impl Fn(u8, u16) -> u32) -> Vec<AssignmentChange> {
+        let idle = self.cores(only_service(0)).filter(|core| load(0, *core) == 0).count();
         let overflowed = self.cores(BOTH).filter(|core| load(0, *core) > 0).count();
         let [kept, other_kept] = self.reserved.0;
         if overflowed > idle {
             // Service 1 always keeps a core.
-            self.change_one(BOTH, own(0), (other_kept == 0).into(), |core| load(1, core))
+            self.reassign_one_core(BOTH, only_service(0), (other_kept == 0).into(), |core| load(1, core))
         } else if idle > overflowed {
-            self.change_one(own(0), BOTH, kept, |core| load(0, core))
+            self.reassign_one_core(only_service(0), BOTH, kept, |core| load(0, core))
         } else {
             Vec::new()
         }
     }
 
     fn cores(&self, services: [bool; 2]) -> impl Iterator<Item = u16> + '_ {
-        (0..).zip(&self.runs).filter(move |(_, runs)| **runs == services).map(|(core, _)| core)
+        (0..).zip(&self.services_by_core).filter(move |(_, runs)| **runs == services).map(|(core, _)| core)
     }
 
     /// Changes the least loaded core in state `from` to state `to`, if more than `kept` cores are in state `from`.
-    fn change_one(&mut self, from: [bool; 2], to: [bool; 2], kept: u16, load: impl Fn(u16) -> u32) -> Vec<Change> {
+    fn reassign_one_core(
+        &mut self,
+        from: [bool; 2],
+        to: [bool; 2],
+        kept: u16,
+        load: impl Fn(u16) -> u32,
+    ) -> Vec<AssignmentChange> {
         if self.cores(from).count() <= usize::from(kept) {
             return Vec::new();
         }
         let Some(core) = self.cores(from).min_by_key(|core| load(*core)) else { return Vec::new() };
-        self.runs[usize::from(core)] = to;
+        self.services_by_core[usize::from(core)] = to;
         let change = |service: u8| {
             let runs = to[usize::from(service)];
-            (runs != from[usize::from(service)]).then_some(Change { service, core, runs })
+            (runs != from[usize::from(service)]).then_some(AssignmentChange { service, core, is_running: runs })
         };
         [0, 1].into_iter().filter_map(change).collect()
     }
@@ -183,45 +189,60 @@ mod tests {
     fn dedicated_cores_change_hands() {
         let mut allocation = CoreAllocation::new(Assignment::Dedicated, 4, ReservedCores([1, 1]));
         let load = |service: u8, core: u16| if service == 0 { u32::from(10 - core) } else { 0 };
-        let changes = allocation.hint(0, LoadHint::ScaleUp, false, load);
-        let expected = [Change { service: 0, core: 3, runs: true }, Change { service: 1, core: 3, runs: false }];
+        let changes = allocation.apply_hint(0, LoadHint::ScaleUp, false, load);
+        let expected = [
+            AssignmentChange { service: 0, core: 3, is_running: true },
+            AssignmentChange { service: 1, core: 3, is_running: false },
+        ];
         assert_eq!(changes, expected, "the least loaded of the other's");
-        assert_eq!(allocation.hint(0, LoadHint::ScaleUp, false, load), [], "the last one is reserved");
-        assert_eq!(allocation.hint(1, LoadHint::ScaleUp, true, load), [], "service 0 needs what it has");
-        assert_eq!(allocation.hint(0, LoadHint::ScaleDown, false, load).len(), 2);
-        assert!(allocation.runs(1, 3) && allocation.runs(1, 2) && !allocation.runs(1, 0));
+        assert_eq!(allocation.apply_hint(0, LoadHint::ScaleUp, false, load), [], "the last one is reserved");
+        assert_eq!(allocation.apply_hint(1, LoadHint::ScaleUp, true, load), [], "service 0 needs what it has");
+        assert_eq!(allocation.apply_hint(0, LoadHint::ScaleDown, false, load).len(), 2);
+        assert!(allocation.is_running(1, 3) && allocation.is_running(1, 2) && !allocation.is_running(1, 0));
     }
 
     #[test]
     fn own_cores_follow_the_constant_load() {
         let mut allocation = CoreAllocation::new(Assignment::Hybrid, 6, ReservedCores([1, 1]));
-        let own_cores = |allocation: &CoreAllocation| allocation.cores(own(0)).count();
-        assert!(!allocation.runs(1, 0) && allocation.runs(0, 1) && allocation.runs(1, 4) && !allocation.runs(0, 5));
+        let own_cores = |allocation: &CoreAllocation| allocation.cores(only_service(0)).count();
+        assert!(
+            !allocation.is_running(1, 0)
+                && allocation.is_running(0, 1)
+                && allocation.is_running(1, 4)
+                && !allocation.is_running(0, 5)
+        );
         // Service 0 has requests at up to three cores, the first ones; service 1 at all its own cores, most at the
         // first.
         let load = |busy: u16| {
             move |service: u8, core: u16| if service == 0 { (core < busy).into() } else { u32::from(10 - core) }
         };
-        let taken = [Change { service: 1, core: 4, runs: false }];
-        assert_eq!(allocation.hint(0, LoadHint::ScaleUp, true, load(3)), taken, "least load of service 1");
-        assert_eq!(allocation.hint(0, LoadHint::ScaleDown, true, load(3)), [Change { core: 3, ..taken[0] }]);
-        assert_eq!(allocation.hint(0, LoadHint::ScaleDown, true, load(3)), [], "cores 1 and 2 serve it, 3 and 4 idle");
-        let given = [Change { service: 1, core: 3, runs: true }];
-        assert_eq!(allocation.hint(0, LoadHint::ScaleDown, false, load(1)), given);
-        (0..9).for_each(|_| drop(allocation.hint(0, LoadHint::ScaleDown, false, load(0))));
+        let taken = [AssignmentChange { service: 1, core: 4, is_running: false }];
+        assert_eq!(allocation.apply_hint(0, LoadHint::ScaleUp, true, load(3)), taken, "least load of service 1");
+        assert_eq!(
+            allocation.apply_hint(0, LoadHint::ScaleDown, true, load(3)),
+            [AssignmentChange { core: 3, ..taken[0] }]
+        );
+        assert_eq!(
+            allocation.apply_hint(0, LoadHint::ScaleDown, true, load(3)),
+            [],
+            "cores 1 and 2 serve it, 3 and 4 idle"
+        );
+        let given = [AssignmentChange { service: 1, core: 3, is_running: true }];
+        assert_eq!(allocation.apply_hint(0, LoadHint::ScaleDown, false, load(1)), given);
+        (0..9).for_each(|_| drop(allocation.apply_hint(0, LoadHint::ScaleDown, false, load(0))));
         assert_eq!(own_cores(&allocation), 1, "reserved");
-        (0..9).for_each(|_| drop(allocation.hint(0, LoadHint::ScaleUp, false, load(6))));
+        (0..9).for_each(|_| drop(allocation.apply_hint(0, LoadHint::ScaleUp, false, load(6))));
         assert_eq!(own_cores(&allocation), 5, "service 1 has its reserved one");
         let mut allocation = CoreAllocation::new(Assignment::Hybrid, 6, ReservedCores([1, 0]));
-        (0..9).for_each(|_| drop(allocation.hint(0, LoadHint::ScaleUp, false, load(6))));
+        (0..9).for_each(|_| drop(allocation.apply_hint(0, LoadHint::ScaleUp, false, load(6))));
         assert_eq!(own_cores(&allocation), 5, "service 1 has a shared one");
     }
 
     #[test]
     fn shared_cores_do_not_change() {
         let mut allocation = CoreAllocation::new(Assignment::CompleteShare, 2, ReservedCores([1, 1]));
-        assert!(allocation.runs(0, 1) && allocation.runs(1, 0));
-        assert_eq!(allocation.hint(0, LoadHint::ScaleUp, false, |_, _| 0), []);
+        assert!(allocation.is_running(0, 1) && allocation.is_running(1, 0));
+        assert_eq!(allocation.apply_hint(0, LoadHint::ScaleUp, false, |_, _| 0), []);
     }
 
     #[test]

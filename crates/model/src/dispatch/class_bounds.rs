@@ -1,6 +1,6 @@
 //! `jbsrq-fifo`: bounded shortest queues by priority class, for cores that serve in the order of arrival.
 
-use super::{Dispatcher, Header, LeastTree};
+use super::{DispatchHeader, Dispatcher, LeastTree};
 
 /// RingLeader's JBSRQ (NSDI'23, Sect. 4.2) for a stock server, whose queue is a FIFO and cannot yield. A request
 /// earlier in the queue delays a later one whatever its priority, so every outstanding request counts in full (lambda =
@@ -57,7 +57,7 @@ impl ClassBoundedShortestQueue {
             bounds,
             over_bound: 0,
         };
-        (0..dispatcher.bounds.cores).for_each(|core| dispatcher.rank(core));
+        (0..dispatcher.bounds.cores).for_each(|core| dispatcher.update_rank(core));
         dispatcher
     }
 
@@ -66,7 +66,7 @@ impl ClassBoundedShortestQueue {
         self.over_bound
     }
 
-    fn rank(&mut self, core: u16) {
+    fn update_rank(&mut self, core: u16) {
         let under_way = self.outstanding[usize::from(core)];
         for (ranks, bounds) in self.ranks.iter_mut().zip(&self.bounds.bounds) {
             let bound = bounds[usize::from(core)];
@@ -78,19 +78,19 @@ impl ClassBoundedShortestQueue {
 
 impl Dispatcher for ClassBoundedShortestQueue {
     #[inline]
-    fn place(&mut self, _now: u64, header: &Header) -> Option<u16> {
+    fn place(&mut self, _now: u64, header: &DispatchHeader) -> Option<u16> {
         let class = usize::from(header.service).min(self.ranks.len() - 1);
         let (core, rank) = self.ranks[class].least();
         self.over_bound += u64::from(rank & AT_BOUND != 0);
         self.outstanding[usize::from(core)] += 1;
-        self.rank(core);
+        self.update_rank(core);
         Some(core)
     }
 
     #[inline]
-    fn completed(&mut self, core: u16, _header: &Header) {
+    fn record_completion(&mut self, core: u16, _header: &DispatchHeader) {
         self.outstanding[usize::from(core)] -= 1;
-        self.rank(core);
+        self.update_rank(core);
     }
 }
 
@@ -111,8 +111,8 @@ mod tests {
         assert_eq!(fifo.over_bound(), 2);
         assert_eq!((0..3).map(|_| placed(&mut fifo, 0)).collect::<Vec<_>>(), [0, 0, 0]);
         assert_eq!(fifo.over_bound(), 3, "core 0 had its two");
-        fifo.completed(2, &header(1, 1));
-        fifo.completed(2, &header(1, 1));
+        fifo.record_completion(2, &header(1, 1));
+        fifo.record_completion(2, &header(1, 1));
         assert_eq!(placed(&mut fifo, 0), 2, "a high class goes everywhere");
     }
 

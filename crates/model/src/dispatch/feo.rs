@@ -90,7 +90,7 @@ pub struct FeoConfig {
 impl FeoConfig {
     /// Returns one level in strict priority, without a limit of waiting requests. `priorities` has the priority of each
     /// service.
-    pub fn strict(priorities: impl IntoIterator<Item = u8>) -> Self {
+    pub fn strict_priority(priorities: impl IntoIterator<Item = u8>) -> Self {
         let queue = |priority: u8| QueueConfig { group: 0, member: Member::new(priority.into()), priority };
         Self {
             ranking: Ranking::StrictPriority,
@@ -142,11 +142,11 @@ pub struct FirstEligibleOut<T> {
     ranking: Ranking,
     selection: Selection,
     capacity: usize,
-    waiting: usize,
+    waiting_count: usize,
     /// Whether a dispatch changes no rank and takes no token.
     is_stateless: bool,
     /// Services with waiting requests.
-    backlogged: u64,
+    backlogged_services: u64,
     /// Start tag of the group that was dispatched last.
     virtual_time: u64,
     groups: Vec<Group>,
@@ -159,7 +159,7 @@ struct Group {
     ranking: Ranking,
     virtual_time: u64,
     /// Bit mask of the group's services.
-    members: u64,
+    member_mask: u64,
 }
 
 #[derive(Debug, Clone)]
@@ -176,7 +176,7 @@ struct Queue<T> {
 struct SchedulingState {
     member: Member,
     /// Virtual time at which the member's next request starts.
-    start: u64,
+    start_tag: u64,
     /// Time at which the bucket would be full again.
     full_at: u64,
 }
@@ -189,7 +189,7 @@ impl SchedulingState {
         if member.limit.is_some_and(|limit| limit.burst == 0) {
             return Err(FeoConfigError::Burst);
         }
-        Ok(Self { member, start: 0, full_at: 0 })
+        Ok(Self { member, start_tag: 0, full_at: 0 })
     }
 
     /// Returns the earliest time at which the bucket has a token.
@@ -204,20 +204,20 @@ impl SchedulingState {
     fn rank(&self, ranking: Ranking, arrived: u64) -> u64 {
         match ranking {
             Ranking::StrictPriority => u64::from(self.member.parameter),
-            Ranking::WeightedShare => self.start,
+            Ranking::WeightedShare => self.start_tag,
             Ranking::EarliestDeadline => arrived.saturating_add(u64::from(self.member.parameter)),
         }
     }
 
     /// Takes a token and advances the start tag. Returns the virtual time of the level.
     #[inline]
-    fn dispatched(&mut self, now: u64, ranking: Ranking) -> u64 {
+    fn record_dispatch(&mut self, now: u64, ranking: Ranking) -> u64 {
         if let Some(limit) = self.member.limit {
             self.full_at = self.full_at.max(now).saturating_add(limit.interval);
         }
-        let started = self.start;
+        let started = self.start_tag;
         if ranking == Ranking::WeightedShare {
-            self.start += u64::from(MAX_WEIGHT / self.member.parameter);
+            self.start_tag += u64::from(MAX_WEIGHT / self.member.parameter);
         }
         started
     }
@@ -238,13 +238,13 @@ impl<T> FirstEligibleOut<T> {
         let mut groups = Vec::new();
         for group in &config.groups {
             let turn = SchedulingState::new(group.member, config.ranking)?;
-            groups.push(Group { turn, ranking: group.ranking, virtual_time: 0, members: 0 });
+            groups.push(Group { turn, ranking: group.ranking, virtual_time: 0, member_mask: 0 });
         }
         let mut queues = Vec::new();
         for (service, &QueueConfig { group, member, priority }) in config.queues.iter().enumerate() {
             let parent = groups.get_mut(usize::from(group));
             let parent = parent.ok_or(FeoConfigError::UnknownGroup { service, group })?;
-            parent.members |= 1 << service;
+            parent.member_mask |= 1 << service;
             let turn = SchedulingState::new(member, parent.ranking)?;
             queues.push(Queue { turn, group, priority, requests: VecDeque::new() });
         }
@@ -253,25 +253,34 @@ impl<T> FirstEligibleOut<T> {
         let mut turns = groups.iter().map(|group| &group.turn).chain(queues.iter().map(|queue| &queue.turn));
         let is_stateless =
             rankings.all(|ranking| ranking != Ranking::WeightedShare) && turns.all(|turn| turn.member.limit.is_none());
-        let (waiting, backlogged, virtual_time) = (0, 0, 0);
-        Ok(Self { ranking, selection, capacity, waiting, is_stateless, backlogged, virtual_time, groups, queues })
+        Ok(Self {
+            ranking,
+            selection,
+            capacity,
+            waiting_count: 0,
+            is_stateless,
+            backlogged_services: 0,
+            virtual_time: 0,
+            groups,
+            queues,
+        })
     }
 
     /// Returns the number of waiting requests of `service`.
     #[inline]
-    pub fn waiting(&self, service: u8) -> usize {
+    pub fn waiting_count(&self, service: u8) -> usize {
         self.queues[usize::from(service)].requests.len()
     }
 
     /// Returns the arrival time of the request of `service` that has waited longest.
-    pub fn oldest(&self, service: u8) -> Option<u64> {
+    pub fn oldest_arrival(&self, service: u8) -> Option<u64> {
         self.queues[usize::from(service)].requests.front().map(|(arrived, _)| *arrived)
     }
 
     /// Returns whether a push and a pop would return the pushed request and change nothing, if its service is eligible.
     #[inline]
     pub fn is_transparent(&self) -> bool {
-        self.waiting == 0 && self.is_stateless
+        self.waiting_count == 0 && self.is_stateless
     }
 
     /// Appends a request to the queue of `service`; `now` must not decrease from call to call.
@@ -281,7 +290,7 @@ impl<T> FirstEligibleOut<T> {
     #[inline]
     pub fn push(&mut self, now: u64, service: u8, request: T) -> Option<(u8, T)> {
         let mut dropped = None;
-        if self.waiting == self.capacity {
+        if self.waiting_count == self.capacity {
             let victim = self.victim(service);
             if victim == service {
                 return Some((service, request));
@@ -300,8 +309,8 @@ impl<T> FirstEligibleOut<T> {
         let service = self.select(now, eligible)?;
         let queue = &mut self.queues[usize::from(service)];
         let group = &mut self.groups[usize::from(queue.group)];
-        self.virtual_time = group.turn.dispatched(now, self.ranking);
-        group.virtual_time = queue.turn.dispatched(now, group.ranking);
+        self.virtual_time = group.turn.record_dispatch(now, self.ranking);
+        group.virtual_time = queue.turn.record_dispatch(now, group.ranking);
         let (_, request) = queue.requests.pop_front()?;
         self.record_removal(service);
         Some((service, request))
@@ -309,7 +318,7 @@ impl<T> FirstEligibleOut<T> {
 
     /// Returns the earliest time at which a rate limit ends, if only rate limits delay all waiting requests.
     pub fn next_allowed(&self) -> Option<u64> {
-        bits(self.backlogged)
+        bit_indices(self.backlogged_services)
             .map(|service| {
                 let queue = &self.queues[usize::from(service)];
                 queue.turn.next_token_at().max(self.groups[usize::from(queue.group)].turn.next_token_at())
@@ -321,21 +330,21 @@ impl<T> FirstEligibleOut<T> {
         let queue = &mut self.queues[usize::from(service)];
         if queue.requests.is_empty() {
             let group = &mut self.groups[usize::from(queue.group)];
-            if self.backlogged & group.members == 0 {
-                group.turn.start = group.turn.start.max(self.virtual_time);
+            if self.backlogged_services & group.member_mask == 0 {
+                group.turn.start_tag = group.turn.start_tag.max(self.virtual_time);
             }
-            queue.turn.start = queue.turn.start.max(group.virtual_time);
-            self.backlogged |= 1 << service;
+            queue.turn.start_tag = queue.turn.start_tag.max(group.virtual_time);
+            self.backlogged_services |= 1 << service;
         }
         queue.requests.push_back((now, request));
-        self.waiting += 1;
+        self.waiting_count += 1;
     }
 
     /// Accounts for a request that left the queue of `service`.
     fn record_removal(&mut self, service: u8) {
-        self.waiting -= 1;
+        self.waiting_count -= 1;
         if self.queues[usize::from(service)].requests.is_empty() {
-            self.backlogged &= !(1 << service);
+            self.backlogged_services &= !(1 << service);
         }
     }
 
@@ -343,16 +352,16 @@ impl<T> FirstEligibleOut<T> {
     fn victim(&self, arriving: u8) -> u8 {
         let key = |service: u8| {
             let arrives = usize::from(service == arriving);
-            (self.queues[usize::from(service)].priority, self.waiting(service) + arrives, arrives)
+            (self.queues[usize::from(service)].priority, self.waiting_count(service) + arrives, arrives)
         };
-        bits(self.backlogged | 1 << arriving).max_by_key(|service| key(*service)).unwrap_or(arriving)
+        bit_indices(self.backlogged_services | 1 << arriving).max_by_key(|service| key(*service)).unwrap_or(arriving)
     }
 
     #[inline]
     fn select(&self, now: u64, eligible: u64) -> Option<u8> {
         let considered = match self.selection {
-            Selection::FirstEligible => self.backlogged & eligible,
-            Selection::Pifo => self.backlogged,
+            Selection::FirstEligible => self.backlogged_services & eligible,
+            Selection::Pifo => self.backlogged_services,
         };
         let mut first: Option<(u64, u8)> = None;
         for group in self.groups.iter().filter(|group| group.turn.next_token_at() <= now) {
@@ -370,7 +379,7 @@ impl<T> FirstEligibleOut<T> {
     #[inline]
     fn next_service_of(&self, group: &Group, now: u64, considered: u64) -> Option<(u64, u64, u8)> {
         let mut first: Option<(u64, u64, u8)> = None;
-        for service in bits(considered & group.members) {
+        for service in bit_indices(considered & group.member_mask) {
             let queue = &self.queues[usize::from(service)];
             if queue.turn.next_token_at() > now {
                 continue;
@@ -389,7 +398,7 @@ impl<T> FirstEligibleOut<T> {
 
 /// Returns the indices of the bits that are set, in ascending order.
 #[inline]
-fn bits(mut mask: u64) -> impl Iterator<Item = u8> {
+fn bit_indices(mut mask: u64) -> impl Iterator<Item = u8> {
     std::iter::from_fn(move || {
         let index = (mask != 0).then(|| mask.trailing_zeros() as u8)?;
         mask &= mask - 1;
@@ -407,7 +416,7 @@ mod tests {
 
     /// Returns a configuration of one level. Requests of the first service are dropped last.
     fn config(ranking: Ranking, parameters: &[u32]) -> FeoConfig {
-        let mut config = FeoConfig::strict(0..parameters.len() as u8);
+        let mut config = FeoConfig::strict_priority(0..parameters.len() as u8);
         config.groups[0].ranking = ranking;
         for (queue, parameter) in config.queues.iter_mut().zip(parameters) {
             queue.member = Member::new(*parameter);
@@ -560,18 +569,16 @@ mod tests {
             config.capacity = capacity;
             config.selection = if pifo { Selection::Pifo } else { Selection::FirstEligible };
             let mut feo = FirstEligibleOut::new(&config).unwrap();
-            let mut model: Vec<VecDeque<(u64, usize)>> = vec![VecDeque::new(); parameters.len()];
-            let mut now = 0;
+            let (mut model, mut now) = (vec![VecDeque::<(u64, usize)>::new(); parameters.len()], 0);
             for (index, (arrives, service, pause, eligible)) in steps.into_iter().enumerate() {
                 now += pause;
                 if arrives {
-                    let service = service % parameters.len() as u8;
-                    model[usize::from(service)].push_back((now, index));
+                    model[usize::from(service) % parameters.len()].push_back((now, index));
                     // The lowest priority is the highest index.
                     let full = model.iter().map(VecDeque::len).sum::<usize>() > capacity;
                     let victim = (0..model.len()).rfind(|service| full && !model[*service].is_empty());
                     let dropped = victim.map(|victim| (victim as u8, model[victim].pop_back().unwrap().1));
-                    prop_assert_eq!(feo.push(now, service, index), dropped);
+                    prop_assert_eq!(feo.push(now, service % parameters.len() as u8, index), dropped);
                 } else {
                     let rank = |service: &usize| {
                         let (arrived, _) = model[*service].front()?;
@@ -584,8 +591,8 @@ mod tests {
                     prop_assert_eq!(feo.pop(now, eligible), expected);
                 }
                 for (service, queue) in model.iter().enumerate() {
-                    prop_assert_eq!(feo.waiting(service as u8), queue.len());
-                    prop_assert_eq!(feo.oldest(service as u8), queue.front().map(|(arrived, _)| *arrived));
+                    prop_assert_eq!(feo.waiting_count(service as u8), queue.len());
+                    prop_assert_eq!(feo.oldest_arrival(service as u8), queue.front().map(|(arrived, _)| *arrived));
                 }
             }
         }

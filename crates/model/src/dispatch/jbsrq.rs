@@ -4,7 +4,7 @@ use std::num::NonZeroU16;
 
 use super::feo::{FeoConfig, FeoConfigError, FirstEligibleOut};
 use super::ranks::{FeedbackError, Lambda, RankArrays, RankRule, RankedService};
-use super::{Dispatcher, Header, Release};
+use super::{DispatchHeader, Dispatcher, ReleasedRequest};
 
 /// Join the bounded, shortest ranked queue, and first eligible out (RingLeader, NSDI'23, Sect. 4.2 and 4.3).
 ///
@@ -24,7 +24,7 @@ pub struct SubmitEffects<T> {
     /// The request that the full buffer dropped, with its service; it may be the new request.
     pub dropped: Option<(u8, T)>,
     /// The request that goes to a core now; the new request, unless earlier requests or rate limits delay it.
-    pub sent: Option<(Release, T)>,
+    pub sent: Option<(ReleasedRequest, T)>,
 }
 
 impl JoinBoundedShortestRankedQueue {
@@ -33,7 +33,7 @@ impl JoinBoundedShortestRankedQueue {
     pub fn new(cores: u16, services: u8, lambda: Lambda, depth: NonZeroU16) -> Self {
         let ranked: Vec<_> = (0..services).map(|priority| RankedService { priority, lambda }).collect();
         let ranks = RankArrays::new(cores, &ranked, RankRule::Ranked, depth);
-        Self::with_ranks(ranks, &FeoConfig::strict(0..services)).expect("1 to 64 services")
+        Self::with_ranks(ranks, &FeoConfig::strict_priority(0..services)).expect("1 to 64 services")
     }
 }
 
@@ -41,14 +41,14 @@ impl<T> JoinBoundedShortestRankedQueue<T> {
     /// Returns empty queues in front of the cores of `ranks`. Fails when `config` is out of range, or has other
     /// services than `ranks`.
     pub fn with_ranks(ranks: RankArrays, config: &FeoConfig) -> Result<Self, FeoConfigError> {
-        if config.queues.len() != ranks.services() {
+        if config.queues.len() != ranks.service_count() {
             return Err(FeoConfigError::Services(config.queues.len()));
         }
-        Ok(Self { queue: FirstEligibleOut::new(config)?, waiting_peaks: vec![0; ranks.services()], ranks })
+        Ok(Self { queue: FirstEligibleOut::new(config)?, waiting_peaks: vec![0; ranks.service_count()], ranks })
     }
 
     /// Enables or disables `service` on `core`: see [`RankArrays::set_enabled`].
-    pub fn set_runs(&mut self, service: u8, core: u16, runs: bool) {
+    pub fn set_enabled(&mut self, service: u8, core: u16, runs: bool) {
         self.ranks.set_enabled(service, core, runs);
     }
 
@@ -64,7 +64,7 @@ impl<T> JoinBoundedShortestRankedQueue<T> {
 
     /// Returns the number of requests of `service` that wait at the NIC.
     pub fn waiting(&self, service: u8) -> u64 {
-        self.queue.waiting(service) as u64
+        self.queue.waiting_count(service) as u64
     }
 
     /// Returns the largest number of waiting requests of `service` since the last call.
@@ -77,24 +77,24 @@ impl<T> JoinBoundedShortestRankedQueue<T> {
     #[inline]
     pub fn submit(&mut self, now: u64, service: u8, request: T) -> SubmitEffects<T> {
         if self.queue.is_transparent()
-            && let Some(core) = self.ranks.send(service)
+            && let Some(core) = self.ranks.assign_request(service)
         {
-            return SubmitEffects { dropped: None, sent: Some((Release { service, core }, request)) };
+            return SubmitEffects { dropped: None, sent: Some((ReleasedRequest { service, core }, request)) };
         }
         let dropped = self.queue.push(now, service, request);
         let sent = self.next(now);
         let peak = &mut self.waiting_peaks[usize::from(service)];
-        *peak = (*peak).max(self.queue.waiting(service) as u64);
+        *peak = (*peak).max(self.queue.waiting_count(service) as u64);
         SubmitEffects { dropped, sent }
     }
 
     /// Returns the next request that goes to a core. Call it until it returns `None`: after feedback, after a service
     /// was enabled, and when a rate limit ends.
     #[inline]
-    pub fn next(&mut self, now: u64) -> Option<(Release, T)> {
-        let (service, request) = self.queue.pop(now, self.ranks.eligible())?;
-        let core = self.ranks.send(service)?;
-        Some((Release { service, core }, request))
+    pub fn next(&mut self, now: u64) -> Option<(ReleasedRequest, T)> {
+        let (service, request) = self.queue.pop(now, self.ranks.eligible_services())?;
+        let core = self.ranks.assign_request(service)?;
+        Some((ReleasedRequest { service, core }, request))
     }
 
     /// Accounts for answered requests: see [`RankArrays::feedback`]. Fails when fewer requests are outstanding.
@@ -106,19 +106,19 @@ impl<T> JoinBoundedShortestRankedQueue<T> {
 
 impl Dispatcher for JoinBoundedShortestRankedQueue {
     #[inline]
-    fn place(&mut self, now: u64, header: &Header) -> Option<u16> {
+    fn place(&mut self, now: u64, header: &DispatchHeader) -> Option<u16> {
         let (release, ()) = self.submit(now, header.service, ()).sent?;
         debug_assert_eq!(release.service, header.service, "release() was called until None");
         Some(release.core)
     }
 
     #[inline]
-    fn completed(&mut self, core: u16, header: &Header) {
+    fn record_completion(&mut self, core: u16, header: &DispatchHeader) {
         self.feedback(header.service, core, 1).expect("a response answers a request");
     }
 
     #[inline]
-    fn release(&mut self, now: u64) -> Option<Release> {
+    fn release(&mut self, now: u64) -> Option<ReleasedRequest> {
         self.next(now).map(|(release, ())| release)
     }
 }
@@ -137,9 +137,9 @@ mod tests {
 
     /// Sends a request of the service to one of two cores, by disabling the other.
     fn submit_to(jbsrq: &mut JoinBoundedShortestRankedQueue, service: u8, core: u16) {
-        (0..2).for_each(|other| jbsrq.set_runs(service, other, other == core));
+        (0..2).for_each(|other| jbsrq.set_enabled(service, other, other == core));
         assert_eq!(jbsrq.place(0, &header(service, 1)), Some(core));
-        (0..2).for_each(|other| jbsrq.set_runs(service, other, true));
+        (0..2).for_each(|other| jbsrq.set_enabled(service, other, true));
     }
 
     #[test]
@@ -169,16 +169,16 @@ mod tests {
     #[test]
     fn first_eligible_request_leaves_first() {
         let mut jbsrq = dispatcher(2, 1);
-        jbsrq.set_runs(0, 1, false);
+        jbsrq.set_enabled(0, 1, false);
         assert_eq!(jbsrq.place(0, &header(0, 1)), Some(0));
         assert_eq!(jbsrq.place(0, &header(0, 1)), None);
         assert_eq!(jbsrq.place(0, &header(1, 1)), Some(1));
         assert_eq!(jbsrq.place(0, &header(1, 1)), None);
         assert_eq!(jbsrq.release(0), None);
-        jbsrq.completed(1, &header(1, 1));
-        assert_eq!(jbsrq.release(0), Some(Release { service: 1, core: 1 }));
-        jbsrq.completed(0, &header(0, 1));
-        assert_eq!(jbsrq.release(0), Some(Release { service: 0, core: 0 }));
+        jbsrq.record_completion(1, &header(1, 1));
+        assert_eq!(jbsrq.release(0), Some(ReleasedRequest { service: 1, core: 1 }));
+        jbsrq.record_completion(0, &header(0, 1));
+        assert_eq!(jbsrq.release(0), Some(ReleasedRequest { service: 0, core: 0 }));
         assert_eq!((jbsrq.waiting(0), jbsrq.waiting(1), jbsrq.release(0)), (0, 0, None));
     }
 
@@ -198,42 +198,42 @@ mod tests {
             submit_to(&mut jbsrq, service, core);
         }
         assert_eq!((arrays(&jbsrq, 0), arrays(&jbsrq, 1)), ([2000, 400, 400], [3000, 1400, 600]), "before");
-        assert_eq!(jbsrq.ranks().eligible(), 0b111);
+        assert_eq!(jbsrq.ranks().eligible_services(), 0b111);
 
         let sent_f = jbsrq.submit(0, SERVICE_1, ()).sent;
-        assert_eq!(sent_f, Some((Release { service: SERVICE_1, core: 0 }, ())), "steps 1 to 5");
+        assert_eq!(sent_f, Some((ReleasedRequest { service: SERVICE_1, core: 0 }, ())), "steps 1 to 5");
         assert_eq!(arrays(&jbsrq, 0), [3000, 1400, 600], "step 6");
-        assert_eq!(jbsrq.ranks().eligible() >> SERVICE_2 & 1, 0, "steps 7 and 8");
+        assert_eq!(jbsrq.ranks().eligible_services() >> SERVICE_2 & 1, 0, "steps 7 and 8");
         assert_eq!(jbsrq.submit(0, SERVICE_2, ()).sent, None, "held at the NIC");
 
         jbsrq.feedback(SERVICE_1, 0, 1).unwrap();
         assert_eq!(arrays(&jbsrq, 0), [2000, 400, 400], "step 9, F");
         jbsrq.feedback(SERVICE_2, 0, 1).unwrap();
         assert_eq!(arrays(&jbsrq, 0), [1000, 200, 200], "step 9, A");
-        assert_eq!(jbsrq.next(0), Some((Release { service: SERVICE_2, core: 0 }, ())));
+        assert_eq!(jbsrq.next(0), Some((ReleasedRequest { service: SERVICE_2, core: 0 }, ())));
         assert_eq!(jbsrq.next(0), None);
     }
 
     #[test]
     fn pifo_holds_a_request_behind_a_blocked_head() {
         for (selection, core) in [(Selection::FirstEligible, Some(1)), (Selection::Pifo, None)] {
-            let config = FeoConfig { selection, ..FeoConfig::strict(0..2) };
+            let config = FeoConfig { selection, ..FeoConfig::strict_priority(0..2) };
             let mut jbsrq = JoinBoundedShortestRankedQueue::with_ranks(dispatcher(2, 1).ranks, &config).unwrap();
-            jbsrq.set_runs(0, 1, false);
+            jbsrq.set_enabled(0, 1, false);
             assert!(jbsrq.submit(0, 0, 'a').sent.is_some() && jbsrq.submit(0, 0, 'b').sent.is_none());
             let sent = jbsrq.submit(0, 1, 'c').sent;
-            assert_eq!(sent, core.map(|core| (Release { service: 1, core }, 'c')), "{selection:?}");
+            assert_eq!(sent, core.map(|core| (ReleasedRequest { service: 1, core }, 'c')), "{selection:?}");
         }
     }
 
     #[test]
     fn rate_limit_applies_to_idle_cores() {
-        let mut config = FeoConfig::strict(0..2);
+        let mut config = FeoConfig::strict_priority(0..2);
         config.queues[0].member.limit = Some(RateLimit { interval: 10, burst: 1 });
         let mut jbsrq = JoinBoundedShortestRankedQueue::with_ranks(dispatcher(2, 4).ranks, &config).unwrap();
         assert!(jbsrq.submit(0, 0, 'a').sent.is_some() && jbsrq.submit(1, 0, 'b').sent.is_none());
         assert_eq!((jbsrq.next(9), jbsrq.queue().next_allowed()), (None, Some(10)));
-        assert_eq!(jbsrq.next(10), Some((Release { service: 0, core: 1 }, 'b')));
+        assert_eq!(jbsrq.next(10), Some((ReleasedRequest { service: 0, core: 1 }, 'b')));
     }
 
     proptest! {
@@ -244,7 +244,7 @@ mod tests {
             pifo in any::<bool>(),
             steps in prop::collection::vec((0u8..4, 0u8..3, 0u16..2), 0..200),
         ) {
-            let mut config = FeoConfig::strict(0..3);
+            let mut config = FeoConfig::strict_priority(0..3);
             config.capacity = 4;
             config.groups[0].ranking = if deadline { Ranking::EarliestDeadline } else { Ranking::StrictPriority };
             config.selection = if pifo { Selection::Pifo } else { Selection::FirstEligible };
@@ -258,8 +258,8 @@ mod tests {
                     2 => prop_assert_eq!(direct.feedback(service, core, 1), queued.feedback(service, core, 1)),
                     _ => {
                         let enabled = !direct.ranks().is_enabled(service, core);
-                        direct.set_runs(service, core, enabled);
-                        queued.set_runs(service, core, enabled);
+                        direct.set_enabled(service, core, enabled);
+                        queued.set_enabled(service, core, enabled);
                     }
                 }
                 loop {

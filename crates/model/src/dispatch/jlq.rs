@@ -1,6 +1,6 @@
 //! `jlq`: the core with the least expected outstanding work.
 
-use super::{Dispatcher, Header, LeastTree};
+use super::{DispatchHeader, Dispatcher, LeastTree};
 
 /// Join the lightest queue (Turbo, HPCA'23, Sect. IV-B2): a queue's length is the sum of expected service times.
 #[derive(Debug, Clone)]
@@ -17,16 +17,16 @@ impl JoinLightestQueue {
 
 impl Dispatcher for JoinLightestQueue {
     #[inline]
-    fn place(&mut self, _now: u64, header: &Header) -> Option<u16> {
+    fn place(&mut self, _now: u64, header: &DispatchHeader) -> Option<u16> {
         let (core, under_way) = self.outstanding_work.least();
-        self.outstanding_work.set(core, under_way + header.expected);
+        self.outstanding_work.set(core, under_way + header.expected_service_time);
         Some(core)
     }
 
     #[inline]
-    fn completed(&mut self, core: u16, header: &Header) {
+    fn record_completion(&mut self, core: u16, header: &DispatchHeader) {
         let under_way = self.outstanding_work.get(core);
-        self.outstanding_work.set(core, under_way - header.expected);
+        self.outstanding_work.set(core, under_way - header.expected_service_time);
     }
 }
 
@@ -40,7 +40,7 @@ mod tests {
         let mut jlq = JoinLightestQueue::new(2);
         let placed: Vec<_> = [5, 1, 1, 1, 1, 1, 1].map(|expected| jlq.place(0, &header(0, expected)).unwrap()).to_vec();
         assert_eq!(placed, [0, 1, 1, 1, 1, 1, 0]);
-        jlq.completed(0, &header(0, 5));
+        jlq.record_completion(0, &header(0, 5));
         assert_eq!(jlq.place(0, &header(0, 1)), Some(0));
     }
 }

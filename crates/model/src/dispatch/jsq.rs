@@ -1,6 +1,6 @@
 //! `jsq`, `jbsq:n` and `cfcfs`: the core with the fewest outstanding requests.
 
-use super::{Dispatcher, Header, LeastTree, Release};
+use super::{DispatchHeader, Dispatcher, LeastTree, ReleasedRequest};
 
 /// Join the shortest queue (Turbo, HPCA'23, Sect. IV-B1), with a bound: no core has more than `bound` outstanding
 /// requests, the others wait in one queue at the NIC (R2P2's JBSQ(n), ATC'19; RingLeader, NSDI'23, Sect. 4.2). JBSQ(1)
@@ -36,26 +36,26 @@ impl JoinShortestQueue {
 
 impl Dispatcher for JoinShortestQueue {
     #[inline]
-    fn place(&mut self, _now: u64, _header: &Header) -> Option<u16> {
+    fn place(&mut self, _now: u64, _header: &DispatchHeader) -> Option<u16> {
         let core = self.take_shortest();
         self.waiting += u64::from(core.is_none());
         core
     }
 
     #[inline]
-    fn completed(&mut self, core: u16, _header: &Header) {
+    fn record_completion(&mut self, core: u16, _header: &DispatchHeader) {
         let under_way = self.outstanding.get(core);
         self.outstanding.set(core, under_way - 1);
     }
 
     #[inline]
-    fn release(&mut self, _now: u64) -> Option<Release> {
+    fn release(&mut self, _now: u64) -> Option<ReleasedRequest> {
         if self.waiting == 0 {
             return None;
         }
         let core = self.take_shortest()?;
         self.waiting -= 1;
-        Some(Release { service: 0, core })
+        Some(ReleasedRequest { service: 0, core })
     }
 }
 
@@ -69,7 +69,7 @@ mod tests {
         let mut jsq = JoinShortestQueue::unbounded(3);
         let placed: Vec<_> = (0..4).map(|_| jsq.place(0, &header(0, 1)).unwrap()).collect();
         assert_eq!(placed, [0, 1, 2, 0]);
-        jsq.completed(2, &header(0, 1));
+        jsq.record_completion(2, &header(0, 1));
         assert_eq!(jsq.place(0, &header(0, 1)), Some(2));
         assert_eq!(jsq.release(0), None);
     }
@@ -80,8 +80,8 @@ mod tests {
         let placed: Vec<_> = (0..6).map(|_| jbsq.place(0, &header(0, 1))).collect();
         assert_eq!(placed, [Some(0), Some(1), Some(0), Some(1), None, None]);
         assert_eq!(jbsq.release(0), None);
-        jbsq.completed(1, &header(0, 1));
-        assert_eq!(jbsq.release(0), Some(Release { service: 0, core: 1 }));
+        jbsq.record_completion(1, &header(0, 1));
+        assert_eq!(jbsq.release(0), Some(ReleasedRequest { service: 0, core: 1 }));
         assert_eq!(jbsq.release(0), None);
     }
 }

@@ -58,28 +58,28 @@ pub struct ScaleDown {
 /// hint goes to the service's least loaded core: [`RankArrays::least_loaded`](super::RankArrays::least_loaded).
 #[derive(Debug, Clone, Default)]
 pub struct LoadMonitor {
-    scale_up: Option<(ScaleUp, Checks)>,
-    scale_down: Option<(ScaleDown, Checks)>,
+    scale_up: Option<(ScaleUp, CheckTimes)>,
+    scale_down: Option<(ScaleDown, CheckTimes)>,
     /// Maximum queue in the current epoch of `scale_down`.
     peak: u64,
     /// Number of consecutive calm epochs.
-    calm: u32,
+    calm_epoch_count: u32,
     is_hint_in_flight: bool,
 }
 
 #[derive(Debug, Clone, Copy)]
-struct Checks {
+struct CheckTimes {
     previous: u64,
     next: u64,
 }
 
-impl Checks {
+impl CheckTimes {
     fn new(now: u64, epoch: Epoch) -> Self {
         Self { previous: now, next: now.saturating_add(epoch.0.get()) }
     }
 
     /// Returns the time of the previous check if a check is due. Missed checks are not repeated.
-    fn pass(&mut self, now: u64, epoch: Epoch) -> Option<u64> {
+    fn take_due_check(&mut self, now: u64, epoch: Epoch) -> Option<u64> {
         if now < self.next {
             return None;
         }
@@ -92,13 +92,13 @@ impl Checks {
 impl LoadMonitor {
     /// Enables scaling up, or changes its condition. The first check is one epoch after `now`.
     pub fn enable_scale_up(&mut self, now: u64, condition: ScaleUp) {
-        self.scale_up = Some((condition, Checks::new(now, condition.epoch)));
+        self.scale_up = Some((condition, CheckTimes::new(now, condition.epoch)));
     }
 
     /// Enables scaling down, or changes its condition. The first check is one epoch after `now`.
     pub fn enable_scale_down(&mut self, now: u64, condition: ScaleDown) {
-        self.scale_down = Some((condition, Checks::new(now, condition.epoch)));
-        (self.peak, self.calm) = (0, 0);
+        self.scale_down = Some((condition, CheckTimes::new(now, condition.epoch)));
+        (self.peak, self.calm_epoch_count) = (0, 0);
     }
 
     /// Disables the monitor of that hint. A hint in flight stays in flight.
@@ -127,25 +127,25 @@ impl LoadMonitor {
             return None;
         }
         self.is_hint_in_flight = true;
-        self.calm = 0;
+        self.calm_epoch_count = 0;
         Some(if needs_more { LoadHint::ScaleUp } else { LoadHint::ScaleDown })
     }
 
     fn check_scale_up(&mut self, now: u64, oldest: Option<u64>) -> bool {
         let Some((condition, checks)) = &mut self.scale_up else { return false };
-        let Some(previous) = checks.pass(now, condition.epoch) else { return false };
+        let Some(previous) = checks.take_due_check(now, condition.epoch) else { return false };
         oldest.is_some_and(|oldest| oldest <= previous)
     }
 
     fn check_scale_down(&mut self, now: u64, peak: u64) -> bool {
         let Some((condition, checks)) = &mut self.scale_down else { return false };
         self.peak = self.peak.max(peak);
-        if checks.pass(now, condition.epoch).is_none() {
+        if checks.take_due_check(now, condition.epoch).is_none() {
             return false;
         }
         let is_calm = std::mem::take(&mut self.peak) <= condition.threshold;
-        self.calm = if is_calm { self.calm.saturating_add(1) } else { 0 };
-        is_calm && self.calm >= condition.calm_epochs
+        self.calm_epoch_count = if is_calm { self.calm_epoch_count.saturating_add(1) } else { 0 };
+        is_calm && self.calm_epoch_count >= condition.calm_epochs
     }
 
     /// Returns whether a hint was sent and [`rearm`](Self::rearm) not called since.

@@ -20,7 +20,9 @@ mod spread;
 mod stealing;
 mod weight;
 
-pub use assignment::{Assignment, Change, CoreAllocation, InvalidReservedCores, ReservedCores, UnknownAssignment};
+pub use assignment::{
+    Assignment, AssignmentChange, CoreAllocation, InvalidReservedCores, ReservedCores, UnknownAssignment,
+};
 pub use class_bounds::{ClassBoundedShortestQueue, ClassBounds};
 pub use feo::{
     FeoConfig, FeoConfigError, FirstEligibleOut, GroupConfig, MAX_SERVICES, MAX_WEIGHT, Member, QueueConfig, Ranking,
@@ -33,18 +35,18 @@ pub use least::{Key, LeastTree};
 pub use load_monitor::{Epoch, LoadHint, LoadMonitor, ScaleDown, ScaleUp};
 pub use ranks::{FeedbackError, Lambda, LambdaOutOfRange, RankArrays, RankRule, RankedService};
 pub use repair::{LearnedTime, Liveness, expired_requests};
-pub use rss::{BucketHash, regroup};
+pub use rss::{BucketHash, assign_buckets_to_cores};
 pub use spread::{RandomCore, RoundRobinCore};
 pub use stealing::{LongestQueueStealing, Steal};
 pub use weight::Weight;
 
 /// Fields of a request at the NIC.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Header {
+pub struct DispatchHeader {
     /// Service (type of request), from 0; a lower number has higher priority.
     pub service: u8,
     /// Expected service time; all requests have the same unit (Turbo's request type field, HPCA'23, Sect. V-B).
-    pub expected: u64,
+    pub expected_service_time: u64,
     /// Hash of the whole header, which differs between the requests of one connection.
     pub hash: u32,
     /// RSS hash, which is the same for all requests of a connection.
@@ -53,7 +55,7 @@ pub struct Header {
 
 /// A request that waited at the NIC and may go to a core now.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Release {
+pub struct ReleasedRequest {
     /// Service whose oldest waiting request is released.
     pub service: u8,
     /// Core that gets the request.
@@ -63,13 +65,13 @@ pub struct Release {
 /// Dispatcher at the NIC.
 pub trait Dispatcher {
     /// Returns the core for a request that arrived at `now`; `None`: it waits at the NIC in its service's queue.
-    fn place(&mut self, now: u64, header: &Header) -> Option<u16>;
+    fn place(&mut self, now: u64, header: &DispatchHeader) -> Option<u16>;
 
     /// Records the response to a request of `core`.
-    fn completed(&mut self, core: u16, header: &Header);
+    fn record_completion(&mut self, core: u16, header: &DispatchHeader);
 
     /// Returns a waiting request that may go at `now`, after [`Dispatcher::completed`]. Call it until `None`.
-    fn release(&mut self, _now: u64) -> Option<Release> {
+    fn release(&mut self, _now: u64) -> Option<ReleasedRequest> {
         None
     }
 }
@@ -79,7 +81,7 @@ mod tests {
     use super::*;
 
     /// Returns the header of a request of that service and expected service time.
-    pub(super) fn header(service: u8, expected: u64) -> Header {
-        Header { service, expected, hash: 0, flow_hash: 0 }
+    pub(super) fn header(service: u8, expected: u64) -> DispatchHeader {
+        DispatchHeader { service, expected_service_time: expected, hash: 0, flow_hash: 0 }
     }
 }

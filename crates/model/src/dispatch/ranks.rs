@@ -81,7 +81,7 @@ pub struct FeedbackError {
 pub struct RankArrays {
     bound: u32,
     /// Bit mask of the services of which a core would take a request.
-    eligible: u64,
+    eligible_services: u64,
     services: Vec<ServiceRanks>,
 }
 
@@ -96,7 +96,7 @@ struct ServiceRanks {
     /// Number of the service's requests that were sent to each core and not answered.
     outstanding: Vec<u32>,
     /// Ranks of the cores that would take a request; [`FULL`] for the others.
-    least: LeastTree<u32>,
+    eligible_ranks: LeastTree<u32>,
 }
 
 const FULL: u32 = u32::MAX;
@@ -112,10 +112,14 @@ impl RankArrays {
             ranks: vec![0; per_core],
             enabled: vec![true; per_core],
             outstanding: vec![0; per_core],
-            least: LeastTree::new(cores, 0),
+            eligible_ranks: LeastTree::new(cores, 0),
         });
         let eligible = (0..services.len()).fold(0, |mask, service| mask | 1 << service);
-        Self { bound: u32::from(depth.get()) * RANK_OF_ONE_REQUEST, eligible, services: ranks.collect() }
+        Self {
+            bound: u32::from(depth.get()) * RANK_OF_ONE_REQUEST,
+            eligible_services: eligible,
+            services: ranks.collect(),
+        }
     }
 
     /// Enables or disables `service` on `core` (RingLeader's EnableService and DisableService). Requests at the core
@@ -131,19 +135,19 @@ impl RankArrays {
     }
 
     /// Returns the number of services.
-    pub fn services(&self) -> usize {
+    pub fn service_count(&self) -> usize {
         self.services.len()
     }
 
     /// Returns the number of cores.
-    pub fn cores(&self) -> u16 {
+    pub fn core_count(&self) -> u16 {
         self.services.first().map_or(0, |service| service.ranks.len() as u16)
     }
 
     /// Returns the services of which a core would take a request: bit s is service s.
     #[inline]
-    pub fn eligible(&self) -> u64 {
-        self.eligible
+    pub fn eligible_services(&self) -> u64 {
+        self.eligible_services
     }
 
     /// Returns the rank of `core` for `service`, in thousandths.
@@ -171,8 +175,8 @@ impl RankArrays {
     /// Counts a request of `service` at the core of least rank, and returns the core; `None`: no core takes the
     /// request.
     #[inline]
-    pub fn send(&mut self, service: u8) -> Option<u16> {
-        let (core, rank) = self.services[usize::from(service)].least.least();
+    pub fn assign_request(&mut self, service: u8) -> Option<u16> {
+        let (core, rank) = self.services[usize::from(service)].eligible_ranks.least();
         if rank == FULL {
             return None;
         }
@@ -211,9 +215,9 @@ impl RankArrays {
         let entry = &mut self.services[usize::from(service)];
         let rank = entry.ranks[usize::from(core)];
         let takes = entry.enabled[usize::from(core)] && rank < self.bound;
-        entry.least.set(core, if takes { rank } else { FULL });
-        let eligible = u64::from(entry.least.least().1 != FULL);
-        self.eligible = self.eligible & !(1 << service) | eligible << service;
+        entry.eligible_ranks.set(core, if takes { rank } else { FULL });
+        let eligible = u64::from(entry.eligible_ranks.least().1 != FULL);
+        self.eligible_services = self.eligible_services & !(1 << service) | eligible << service;
     }
 }
 
@@ -244,7 +248,7 @@ mod tests {
     /// Places `count` requests of the service at one of two cores.
     fn fill(ranks: &mut RankArrays, service: u8, core: u16, count: u32) {
         ranks.set_enabled(service, 1 - core, false);
-        (0..count).for_each(|_| assert_eq!(ranks.send(service), Some(core)));
+        (0..count).for_each(|_| assert_eq!(ranks.assign_request(service), Some(core)));
         ranks.set_enabled(service, 1 - core, true);
     }
 
@@ -255,7 +259,7 @@ mod tests {
             let mut ranks = RankArrays::new(2, &services(&[0, 1]), rule, DEPTH);
             fill(&mut ranks, 1, 0, 3);
             fill(&mut ranks, 0, 1, 1);
-            assert_eq!(ranks.send(0), Some(expected), "{rule:?}");
+            assert_eq!(ranks.assign_request(0), Some(expected), "{rule:?}");
         }
     }
 
@@ -267,7 +271,7 @@ mod tests {
             fill(&mut ranks, 1, 0, 1);
             fill(&mut ranks, 1, 1, 2);
             fill(&mut ranks, 0, 0, 2);
-            assert_eq!(ranks.send(1), Some(expected), "{rule:?}");
+            assert_eq!(ranks.assign_request(1), Some(expected), "{rule:?}");
         }
     }
 
@@ -286,8 +290,8 @@ mod tests {
     #[test]
     fn load_hint_goes_to_the_least_loaded_core_even_if_it_is_full() {
         let mut ranks = RankArrays::new(2, &services(&[0, 1]), RankRule::Ranked, NonZeroU16::MIN);
-        assert_eq!((ranks.send(1), ranks.least_loaded(1)), (Some(0), Some(1)));
-        assert_eq!((ranks.send(1), ranks.send(1), ranks.least_loaded(1)), (Some(1), None, Some(0)));
+        assert_eq!((ranks.assign_request(1), ranks.least_loaded(1)), (Some(0), Some(1)));
+        assert_eq!((ranks.assign_request(1), ranks.assign_request(1), ranks.least_loaded(1)), (Some(1), None, Some(0)));
         ranks.set_enabled(1, 0, false);
         assert_eq!(ranks.least_loaded(1), Some(1));
         ranks.set_enabled(1, 1, false);
@@ -326,9 +330,9 @@ mod tests {
                 }
                 let takes = |core: &u16| ranks.is_enabled(service, *core) && sum(&ranks, *core) < 4000;
                 let expected = (0..cores).filter(takes).min_by_key(|core| sum(&ranks, *core));
-                prop_assert_eq!(ranks.eligible() >> service & 1 == 1, expected.is_some());
+                prop_assert_eq!(ranks.eligible_services() >> service & 1 == 1, expected.is_some());
                 match step {
-                    0 | 1 => prop_assert_eq!(ranks.send(service), expected),
+                    0 | 1 => prop_assert_eq!(ranks.assign_request(service), expected),
                     2 => {
                         let count = ranks.outstanding(service, core).min(2);
                         prop_assert!(ranks.feedback(service, core, count).is_ok());

@@ -20,13 +20,13 @@ pub fn expired_requests(ages: &[u32], queued: usize, timeout: u32) -> Vec<usize>
 pub struct Liveness {
     responses: u64,
     /// Last time at which the worker had no work, or had answered.
-    since: Duration,
+    last_progress: Duration,
 }
 
 impl Liveness {
     /// Returns a detector that starts at `now` with the worker's number of responses.
     pub fn new(now: Duration, responses: u64) -> Self {
-        Self { responses, since: now }
+        Self { responses, last_progress: now }
     }
 
     /// Returns whether the worker is stalled at `now`, by the numbers of its responses and of queued datagrams.
@@ -34,7 +34,7 @@ impl Liveness {
         if responses != self.responses || queued == 0 {
             *self = Self::new(now, responses);
         }
-        now.saturating_sub(self.since) >= stall_after
+        now.saturating_sub(self.last_progress) >= stall_after
     }
 }
 

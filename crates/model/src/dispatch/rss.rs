@@ -1,6 +1,6 @@
 //! `rss` and `rss-rebalanced`: connections are hashed to buckets, buckets belong to cores.
 
-use super::{Dispatcher, Header, LeastTree};
+use super::{DispatchHeader, Dispatcher, LeastTree};
 use crate::rss::IndirectionTable;
 
 /// Dispatcher by the indirection table: all requests of a connection go to the same core.
@@ -28,18 +28,18 @@ impl BucketHash {
 
 impl Dispatcher for BucketHash {
     #[inline]
-    fn place(&mut self, _now: u64, header: &Header) -> Option<u16> {
+    fn place(&mut self, _now: u64, header: &DispatchHeader) -> Option<u16> {
         Some(self.table.queue(header.flow_hash))
     }
 
     #[inline]
-    fn completed(&mut self, _core: u16, _header: &Header) {}
+    fn record_completion(&mut self, _core: u16, _header: &DispatchHeader) {}
 }
 
 /// Returns a core for each bucket, so that loads are nearly equal: the heaviest bucket first, each to the least loaded
 /// core so far (Graham's LPT rule, 1969: at most 4/3 of the optimal maximum). `loads` has one load per bucket,
 /// `backlog` the present work of each core, both in the same unit and at most 2^48.
-pub fn regroup(loads: &[u64], backlog: &[u64]) -> Vec<u32> {
+pub fn assign_buckets_to_cores(loads: &[u64], backlog: &[u64]) -> Vec<u32> {
     let mut heaviest_first: Vec<usize> = (0..loads.len()).collect();
     heaviest_first.sort_by_key(|bucket| (std::cmp::Reverse(loads[*bucket]), *bucket));
     // Each bucket counts a tiny unit more than its load, so that idle buckets are spread, too.
@@ -63,14 +63,22 @@ mod tests {
     #[test]
     fn indirection_table_selects_the_core() {
         let mut rss = BucketHash::new(IndirectionTable::new(&[2, 0, 1, 0]).unwrap());
-        let mut core = |flow_hash| rss.place(0, &Header { flow_hash, ..header(0, 1) });
+        let mut core = |flow_hash| rss.place(0, &DispatchHeader { flow_hash, ..header(0, 1) });
         assert_eq!([core(0), core(1), core(6), core(7)], [Some(2), Some(0), Some(1), Some(0)]);
     }
 
     #[test]
     fn regrouping_evens_out_loads_then_numbers() {
-        assert_eq!(regroup(&[9, 1, 5, 4, 0, 0], &[0; 2]), [0, 0, 1, 1, 1, 1], "10 against 9");
-        assert_eq!(regroup(&[0, 7, 0, 7, 0, 0], &[0; 2]), [0, 0, 1, 1, 0, 1], "7 against 7, 3 buckets against 3");
-        assert_eq!(regroup(&[1; 8], &[4, 0]), [1, 1, 1, 1, 0, 1, 0, 1], "6 against 6 with what there is to do already");
+        assert_eq!(assign_buckets_to_cores(&[9, 1, 5, 4, 0, 0], &[0; 2]), [0, 0, 1, 1, 1, 1], "10 against 9");
+        assert_eq!(
+            assign_buckets_to_cores(&[0, 7, 0, 7, 0, 0], &[0; 2]),
+            [0, 0, 1, 1, 0, 1],
+            "7 against 7, 3 buckets against 3"
+        );
+        assert_eq!(
+            assign_buckets_to_cores(&[1; 8], &[4, 0]),
+            [1, 1, 1, 1, 0, 1, 0, 1],
+            "6 against 6 with what there is to do already"
+        );
     }
 }

@@ -1,7 +1,7 @@
 //! `random` and `rr`: requests are spread over the cores regardless of their load (Turbo, HPCA'23, Sect. III:
 //! d-FCFS(r), d-FCFS(rr)).
 
-use super::{Dispatcher, Header};
+use super::{DispatchHeader, Dispatcher};
 
 /// Dispatcher by a hash of the request's header: a uniformly random core.
 #[derive(Debug, Clone)]
@@ -18,16 +18,16 @@ impl RandomCore {
 
 impl Dispatcher for RandomCore {
     #[inline]
-    fn place(&mut self, _now: u64, header: &Header) -> Option<u16> {
-        Some(below(header.hash, self.cores))
+    fn place(&mut self, _now: u64, header: &DispatchHeader) -> Option<u16> {
+        Some(scale_hash(header.hash, self.cores))
     }
 
     #[inline]
-    fn completed(&mut self, _core: u16, _header: &Header) {}
+    fn record_completion(&mut self, _core: u16, _header: &DispatchHeader) {}
 }
 
 /// Returns a number below `count` from a hash: multiply and shift (Lemire 2019), no division.
-pub(super) fn below(hash: u32, count: u16) -> u16 {
+pub(super) fn scale_hash(hash: u32, count: u16) -> u16 {
     ((u64::from(hash) * u64::from(count)) >> 32) as u16
 }
 
@@ -35,26 +35,26 @@ pub(super) fn below(hash: u32, count: u16) -> u16 {
 #[derive(Debug, Clone)]
 pub struct RoundRobinCore {
     cores: u16,
-    next: u16,
+    next_core: u16,
 }
 
 impl RoundRobinCore {
     /// Returns the dispatcher of `cores` cores.
     pub fn new(cores: u16) -> Self {
-        Self { cores, next: 0 }
+        Self { cores, next_core: 0 }
     }
 }
 
 impl Dispatcher for RoundRobinCore {
     #[inline]
-    fn place(&mut self, _now: u64, _header: &Header) -> Option<u16> {
-        let core = self.next;
-        self.next = if core + 1 < self.cores { core + 1 } else { 0 };
+    fn place(&mut self, _now: u64, _header: &DispatchHeader) -> Option<u16> {
+        let core = self.next_core;
+        self.next_core = if core + 1 < self.cores { core + 1 } else { 0 };
         Some(core)
     }
 
     #[inline]
-    fn completed(&mut self, _core: u16, _header: &Header) {}
+    fn record_completion(&mut self, _core: u16, _header: &DispatchHeader) {}
 }
 
 #[cfg(test)]
@@ -67,7 +67,7 @@ mod tests {
         let mut random = RandomCore::new(3);
         let mut counts = [0; 3];
         for hash in (0..=u32::MAX).step_by(1 << 20) {
-            counts[usize::from(random.place(0, &Header { hash, ..header(0, 1) }).unwrap())] += 1;
+            counts[usize::from(random.place(0, &DispatchHeader { hash, ..header(0, 1) }).unwrap())] += 1;
         }
         assert_eq!(counts, [1366, 1365, 1365]);
     }

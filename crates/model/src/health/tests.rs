@@ -9,7 +9,7 @@ fn thresholds(rise: u32, fall: u32) -> Thresholds {
 fn verdicts(results: &[bool], thresholds: Thresholds) -> Vec<Option<Verdict>> {
     let mut judge = HealthTracker::default();
     let after = |passed: &bool| {
-        judge.observe(*passed, thresholds);
+        judge.record_result(*passed, thresholds);
         judge.verdict()
     };
     results.iter().map(after).collect()
@@ -93,11 +93,11 @@ proptest! {
     fn runs_below_the_threshold_change_no_verdict(runs in prop::collection::vec(1u32..3, 1..20)) {
         let mut judge = HealthTracker::default();
         let thresholds = thresholds(3, 3);
-        judge.observe(true, thresholds);
+        judge.record_result(true, thresholds);
         let mut passed = false;
         for run in runs {
             for _ in 0..run {
-                prop_assert!(!judge.observe(passed, thresholds));
+                prop_assert!(!judge.record_result(passed, thresholds));
             }
             passed = !passed;
         }
@@ -107,7 +107,7 @@ proptest! {
     #[test]
     fn pauses_are_at_most_the_interval(part in 0.0..=1.0f64, draw in 0.0..=1.0f64, ms in 1u64..100_000) {
         let interval = Duration::from_millis(ms);
-        let pause = Jitter::new(part).unwrap().pause(interval, draw);
+        let pause = Jitter::new(part).unwrap().jittered_interval(interval, draw);
         prop_assert!(pause <= interval && pause >= interval.mul_f64(0.0999), "{:?}", pause);
     }
 
@@ -131,13 +131,13 @@ proptest! {
 fn local_fault_gives_no_verdict() {
     let thresholds = Thresholds::new(1, 3).unwrap();
     let mut judge = HealthTracker::default();
-    assert!(judge.observe(true, thresholds));
-    assert!(!judge.observe(false, thresholds));
-    assert!(!judge.local_fault(thresholds));
-    assert!(!judge.local_fault(thresholds));
+    assert!(judge.record_result(true, thresholds));
+    assert!(!judge.record_result(false, thresholds));
+    assert!(!judge.record_local_fault(thresholds));
+    assert!(!judge.record_local_fault(thresholds));
     assert_eq!(judge.verdict(), Some(Verdict::Up));
-    assert!(judge.local_fault(thresholds), "it has not seen the server for long");
+    assert!(judge.record_local_fault(thresholds), "it has not seen the server for long");
     assert_eq!(judge.verdict(), None);
-    assert!(!judge.local_fault(thresholds));
-    assert!(judge.observe(true, thresholds));
+    assert!(!judge.record_local_fault(thresholds));
+    assert!(judge.record_result(true, thresholds));
 }

@@ -6,12 +6,12 @@ use coreward_intf as intf;
 
 use super::decision::{Decision, Identification};
 use super::encapsulation::set_macs;
-use super::flow::{Datagram, Kind};
+use super::flow::{Datagram, FlowEntryKind};
 use super::ip_packet::{FragmentPart, IpPacket, NOT_A_SERVICE, ParseEnd};
 use super::packet::{self, Packet, RST, SYN};
 use super::packet_ipv6::PROTOCOL_ICMPV6;
 use super::stateful::IndexLookup;
-use super::{FlowEntry, LoadBalancer, Mac, Outcome, Reason, ServerTraffic};
+use super::{BroadcastReason, FlowEntry, LoadBalancer, Mac, Outcome, ServerTraffic};
 use crate::consistency::{Consistency, Transfer};
 use crate::cookie::{self, Cookie};
 use crate::lb_stamping;
@@ -34,7 +34,7 @@ struct Sender {
 impl LoadBalancer {
     /// Processes a frame of the VIPs' VLAN, without its tag.
     pub(super) fn receive_untagged(&mut self, frame: &mut Vec<u8>, now_ns: u64) -> Outcome {
-        if let Some(answered) = self.answer(frame) {
+        if let Some(answered) = self.process_reply(frame) {
             return answered;
         }
         let mut read = None;
@@ -42,7 +42,7 @@ impl LoadBalancer {
         let outcome = decision.outcome(read);
         if decision.forwards() {
             let bytes = frame.len() as u64;
-            if let Identification::Before(before) = decision.identification {
+            if let Identification::PreviousServer(before) = decision.identification {
                 packet::set_identification(frame, before);
             }
             if let Some((tsecr, value)) = &decision.tsecr {
@@ -73,7 +73,7 @@ impl LoadBalancer {
             let forwarding = self.service(place).mode.forwarding;
             if forwarding.encapsulates() {
                 let tunnel = *self.tunnels.get(&server).ok_or(intf::LB_COUNTER_DROP_SERVER_UNRESOLVED)?;
-                let mtu = self.constants.outer.mtu - forwarding.overhead(tunnel.address);
+                let mtu = self.constants.outer_header.mtu - forwarding.overhead(tunnel.address);
                 if packet::ip_length(frame) > mtu {
                     return Err(self.drop_exceeding(frame, place, mtu, now_ns));
                 }
@@ -86,7 +86,7 @@ impl LoadBalancer {
 
     /// Parses the frame and decides. Sets `read` to the service as soon as it is known.
     fn read_and_decide(&mut self, frame: &[u8], now_ns: u64, read: &mut Option<usize>) -> Result<Decision, ParseEnd> {
-        let outer = packet::outer(frame).ok_or(NOT_A_SERVICE)?;
+        let outer = packet::read_frame_fields(frame).ok_or(NOT_A_SERVICE)?;
         if outer.destination_mac != self.own_mac || !self.vips.contains(&outer.vip) {
             return Err(NOT_A_SERVICE);
         }
@@ -98,24 +98,26 @@ impl LoadBalancer {
         let sender = Sender { mac: packet::source_mac(frame), bytes: frame.len() as u64 };
         match (whole.protocol, whole.part) {
             (PROTOCOL_ICMPV6, _) if outer.protocol != PROTOCOL_ICMPV6 => Err(NOT_A_SERVICE),
-            (packet::PROTOCOL_ICMP | PROTOCOL_ICMPV6, _) if is_icmp(&whole) => self.icmp(&whole, sender, now_ns, read),
+            (packet::PROTOCOL_ICMP | PROTOCOL_ICMPV6, _) if is_icmp(&whole) => {
+                self.decide_icmp_error(&whole, sender, now_ns, read)
+            }
             (packet::PROTOCOL_ICMP, _) => Err(NOT_A_SERVICE),
             (protocol, _) if !self.is_balanced_protocol(protocol) => Err(NOT_A_SERVICE),
-            (UDP, FragmentPart::Later) => self.later_fragment(&whole, read),
+            (UDP, FragmentPart::Later) => self.decide_later_fragment(&whole, read),
             (UDP, _) => {
-                let ports = packet::ports(&whole, intf::LB_COUNTER_DROP_MALFORMED_UDP)?;
+                let ports = packet::parse_ports(&whole, intf::LB_COUNTER_DROP_MALFORMED_UDP)?;
                 let service_slot = self.service_at(whole.vip, ports.1, UDP)?;
                 *read = Some(service_slot);
-                let packet = packet::udp(&whole, ports)?;
+                let packet = packet::parse_udp(&whole, ports)?;
                 let decision = self.decide(service_slot, &packet, &sender, now_ns);
                 self.remember_fragment(&whole, service_slot, &decision);
                 Ok(decision)
             }
             (_, FragmentPart::Whole) => {
-                let ports = packet::ports(&whole, intf::LB_COUNTER_DROP_MALFORMED_TCP)?;
+                let ports = packet::parse_ports(&whole, intf::LB_COUNTER_DROP_MALFORMED_TCP)?;
                 let service_slot = self.service_at(whole.vip, ports.1, TCP)?;
                 *read = Some(service_slot);
-                let packet = packet::tcp(&whole, ports)?;
+                let packet = packet::parse_tcp(&whole, ports)?;
                 Ok(self.decide(service_slot, &packet, &sender, now_ns))
             }
             (_, _) => Err(intf::LB_COUNTER_DROP_FRAGMENT),
@@ -134,7 +136,7 @@ impl LoadBalancer {
 
     /// Sends an ICMP error to the server whose packet it quotes: by the cookie in the quoted TSval, by the flow table,
     /// or by broadcast.
-    fn icmp(
+    fn decide_icmp_error(
         &mut self,
         whole: &IpPacket<'_>,
         sender: Sender,
@@ -142,28 +144,28 @@ impl LoadBalancer {
         read: &mut Option<usize>,
     ) -> Result<Decision, ParseEnd> {
         const COUNTER: intf::lb_counter = intf::LB_COUNTER_ICMP_ERROR;
-        let quote = packet::quote(whole)?;
+        let quote = packet::parse_quote(whole)?;
         let service_slot = self.service_at(quote.vip.ip(), quote.vip.port(), quote.protocol)?;
         *read = Some(service_slot);
         let tuple = FourTuple::new(quote.client, quote.vip).expect("of one packet");
         let protocol = if quote.protocol == UDP { Protocol::Udp } else { Protocol::Tcp };
         if self.is_lb_stamped(service_slot)
-            && quote.value.is_some()
+            && quote.tsval.is_some()
             && self.find_flow(service_slot, &tuple, protocol).is_none()
         {
-            let id = quote.value.map(|value| lb_stamping::recognise(&self.keys, &tuple, value));
+            let id = quote.tsval.map(|value| lb_stamping::decode_server_id(&self.keys, &tuple, value));
             if let Some(id) = id.filter(|id| self.service(service_slot).server(*id).is_some()) {
                 return Ok(self.deliver_to(service_slot, id, COUNTER));
             }
         }
-        let value = quote.value.filter(|_| self.service(service_slot).has_cookies());
+        let value = quote.tsval.filter(|_| self.service(service_slot).has_cookies());
         let mut event = None;
-        match value.map(|value| cookie::recognise(&self.keys, &tuple, value)) {
+        match value.map(|value| cookie::decode_cookie(&self.keys, &tuple, value)) {
             Some(Cookie::Server(id)) if self.service(service_slot).server(id).is_some() => {
                 return Ok(self.deliver_to(service_slot, id, COUNTER));
             }
             Some(Cookie::TableIndex(number)) if self.service(service_slot).is_stateful() => {
-                match self.by_index(service_slot, &tuple, number, COUNTER, sender.mac, now_ns) {
+                match self.decide_by_index(service_slot, &tuple, number, COUNTER, sender.mac, now_ns) {
                     IndexLookup::Decided(decision, _) => return Ok(decision),
                     IndexLookup::UnknownConnection => event = Some(intf::LB_EVENT_CONNECTION_UNKNOWN),
                     IndexLookup::UnknownServer => {}
@@ -176,7 +178,7 @@ impl LoadBalancer {
             .filter(|entry| self.is_usable(service_slot, entry.server, false));
         let decision = match (flow, self.service(service_slot).other_balancer()) {
             (Some(entry), _) => self.deliver_to(service_slot, entry.server, COUNTER),
-            (None, Some(other)) => self.to_other_balancer(service_slot, other),
+            (None, Some(other)) => self.decide_other_balancer(service_slot, other),
             (None, None) => {
                 let over_rate = intf::LB_COUNTER_DROP_BROADCAST_RATE_LIMITED;
                 self.deliver_broadcast((service_slot, whole.client), intf::LIMITED_ICMP_ERROR, over_rate, now_ns)
@@ -185,7 +187,7 @@ impl LoadBalancer {
         Ok(Decision { event, ..decision })
     }
 
-    fn later_fragment(&self, whole: &IpPacket<'_>, read: &mut Option<usize>) -> Result<Decision, ParseEnd> {
+    fn decide_later_fragment(&self, whole: &IpPacket<'_>, read: &mut Option<usize>) -> Result<Decision, ParseEnd> {
         let known = self.fragments.get(&Datagram::of(whole)).filter(|(service_slot, id)| {
             self.services[*service_slot].as_ref().is_some_and(|service| service.server(*id).is_some())
         });
@@ -202,14 +204,14 @@ impl LoadBalancer {
 
     fn count_connections(&mut self, decision: &Decision, to_server: Option<(usize, ServerId)>) {
         let Some((service, server)) = to_server else { return };
-        *self.opened.entry(service).or_default() += u64::from(decision.opens);
+        *self.opened_connections.entry(service).or_default() += u64::from(decision.opens);
         let traffic: &mut ServerTraffic = self.traffic.entry(server).or_default();
         traffic.opened += u64::from(decision.opens);
         traffic.closed += u64::from(decision.closes);
     }
 
     fn count_traffic(&mut self, server: ServerId, bytes: u64) {
-        if self.constants.count_traffic {
+        if self.constants.counts_traffic {
             let traffic = self.traffic.entry(server).or_default();
             traffic.packets += 1;
             traffic.bytes += bytes;
@@ -222,7 +224,7 @@ impl LoadBalancer {
         };
         let (other, first) = (transfer.other_balancer(), packet.flags & SYN != 0);
         if first && matches!(transfer, Transfer::HandedOverTo(_)) {
-            return self.to_other_balancer(service_slot, other);
+            return self.decide_other_balancer(service_slot, other);
         }
         let decision = self.decide_without_counting(service_slot, packet, sender, now_ns);
         if decision.server.is_some() && !first { decision.with_previous_server(other.get()) } else { decision }
@@ -230,9 +232,9 @@ impl LoadBalancer {
 
     /// Decides on a packet of a connection without state on this load balancer. `of`: the service's slot, and the
     /// source.
-    pub(super) fn unknown(&mut self, of: (usize, IpAddr), now_ns: u64) -> Decision {
+    pub(super) fn decide_unknown(&mut self, of: (usize, IpAddr), now_ns: u64) -> Decision {
         match self.service(of.0).other_balancer() {
-            Some(other) => self.to_other_balancer(of.0, other),
+            Some(other) => self.decide_other_balancer(of.0, other),
             None => {
                 let over_rate = intf::LB_COUNTER_DROP_UNKNOWN_COOKIE;
                 self.deliver_broadcast(of, intf::LIMITED_UNKNOWN_COOKIE, over_rate, now_ns)
@@ -242,7 +244,7 @@ impl LoadBalancer {
 
     /// Forwards to the other load balancer of a migration, with `NO_SERVER` as previous server: no server forwards the
     /// packet again.
-    fn to_other_balancer(&self, service_slot: usize, id: ServerId) -> Decision {
+    fn decide_other_balancer(&self, service_slot: usize, id: ServerId) -> Decision {
         let to = self
             .deliver_to(service_slot, id, intf::LB_COUNTER_TO_OTHER_BALANCER)
             .with_previous_server(intf::NO_SERVER as u16);
@@ -263,23 +265,23 @@ impl LoadBalancer {
             return match first && packet.tsecr.is_some() {
                 true => match self.plain_server(service_slot, packet) {
                     Some(id) => self.deliver_to(service_slot, id, intf::LB_COUNTER_NEW_CONNECTION),
-                    None => self.by_rule(service_slot, packet, intf::LB_COUNTER_NEW_CONNECTION),
+                    None => self.decide_by_rule(service_slot, packet, intf::LB_COUNTER_NEW_CONNECTION),
                 },
-                false => self.by_lb_stamped_cookie(service_slot, packet),
+                false => self.decide_lb_stamped(service_slot, packet),
             };
         }
         match (mode.consistency, packet.tsecr.filter(|_| service.has_cookies())) {
-            (Consistency::None, _) => self.by_rule(service_slot, packet, placed_as(first)),
-            (Consistency::HashTable, _) => self.by_hash_table(service_slot, packet),
-            (Consistency::Beamer, _) | (_, None) => self.without_cookie(service_slot, packet, now_ns),
+            (Consistency::None, _) => self.decide_by_rule(service_slot, packet, placement_counter(first)),
+            (Consistency::HashTable, _) => self.decide_by_hash_table(service_slot, packet),
+            (Consistency::Beamer, _) | (_, None) => self.decide_without_cookie(service_slot, packet, now_ns),
             (Consistency::Stateful, Some(tsecr)) if first => {
-                self.new_stateful(service_slot, packet, tsecr, sender.bytes)
+                self.decide_new_stateful(service_slot, packet, tsecr, sender.bytes)
             }
             (Consistency::Stateless, Some(_)) if first => {
-                self.by_rule(service_slot, packet, intf::LB_COUNTER_NEW_CONNECTION)
+                self.decide_by_rule(service_slot, packet, intf::LB_COUNTER_NEW_CONNECTION)
             }
             (Consistency::Stateless | Consistency::Stateful, Some(tsecr)) => {
-                self.by_cookie(service_slot, packet, tsecr.value, sender, now_ns)
+                self.decide_by_cookie(service_slot, packet, tsecr.value, sender, now_ns)
             }
         }
     }
@@ -293,16 +295,21 @@ impl LoadBalancer {
         }
     }
 
-    pub(super) fn by_rule(&mut self, service_slot: usize, packet: &Packet, counter: intf::lb_counter) -> Decision {
+    pub(super) fn decide_by_rule(
+        &mut self,
+        service_slot: usize,
+        packet: &Packet,
+        counter: intf::lb_counter,
+    ) -> Decision {
         let service = self.services[service_slot].as_mut().expect("in the directory");
         let recent = (packet.protocol == Protocol::Tcp).then_some(&mut self.recent);
         match service.place(service_slot, recent, &packet.tuple()) {
-            Some(id) => self.deliver_to(service_slot, id, counter).opening(counter == placed_as(true)),
+            Some(id) => self.deliver_to(service_slot, id, counter).opening(counter == placement_counter(true)),
             None => Decision::end(intf::LB_COUNTER_DROP_NO_ELIGIBLE_SERVER),
         }
     }
 
-    fn by_cookie(
+    fn decide_by_cookie(
         &mut self,
         service_slot: usize,
         packet: &Packet,
@@ -311,24 +318,30 @@ impl LoadBalancer {
         now_ns: u64,
     ) -> Decision {
         let tuple = packet.tuple();
-        match cookie::recognise(&self.keys, &tuple, tsecr) {
+        match cookie::decode_cookie(&self.keys, &tuple, tsecr) {
             Cookie::Server(id) if self.service(service_slot).server(id).is_some() => {
                 self.deliver_to(service_slot, id, intf::LB_COUNTER_ESTABLISHED).closing(packet.is_closing())
             }
             Cookie::TableIndex(number) if self.service(service_slot).is_stateful() => {
-                match self.by_index(service_slot, &tuple, number, intf::LB_COUNTER_CONNECTION_TABLE, sender.mac, now_ns)
-                {
+                match self.decide_by_index(
+                    service_slot,
+                    &tuple,
+                    number,
+                    intf::LB_COUNTER_CONNECTION_TABLE,
+                    sender.mac,
+                    now_ns,
+                ) {
                     IndexLookup::Decided(decision, None) => decision,
                     IndexLookup::Decided(decision, Some(index)) => {
                         decision.closing(self.stateful.update(index, sender.bytes, packet.is_closing()))
                     }
                     IndexLookup::UnknownConnection => self
-                        .unknown((service_slot, packet.client.ip()), now_ns)
+                        .decide_unknown((service_slot, packet.client.ip()), now_ns)
                         .with_event(intf::LB_EVENT_CONNECTION_UNKNOWN),
-                    IndexLookup::UnknownServer => self.unknown((service_slot, packet.client.ip()), now_ns),
+                    IndexLookup::UnknownServer => self.decide_unknown((service_slot, packet.client.ip()), now_ns),
                 }
             }
-            _ => self.unknown((service_slot, packet.client.ip()), now_ns),
+            _ => self.decide_unknown((service_slot, packet.client.ip()), now_ns),
         }
     }
 
@@ -340,30 +353,42 @@ impl LoadBalancer {
 
     /// Returns the bucket's server, if it may get the packet, and the decision, which names the bucket's previous
     /// server.
-    pub(super) fn by_bucket(&mut self, service_slot: usize, packet: &Packet) -> (Option<FlowEntry>, Decision) {
+    pub(super) fn decide_by_bucket(&mut self, service_slot: usize, packet: &Packet) -> (Option<FlowEntry>, Decision) {
         let first = packet.flags & SYN != 0;
-        match self.bucket(service_slot, packet).filter(|choice| self.is_usable(service_slot, choice.server, first)) {
+        match self
+            .bucket_entry(service_slot, packet)
+            .filter(|choice| self.is_usable(service_slot, choice.server, first))
+        {
             Some(choice) => {
                 let decision = self.deliver_to(service_slot, choice.server, intf::LB_COUNTER_BUCKET_HASH);
-                (Some(choice), decision.with_previous_server(choice.before_field()))
+                (Some(choice), decision.with_previous_server(choice.previous_server_field()))
             }
             None => (None, Decision::end(intf::LB_COUNTER_DROP_NO_ELIGIBLE_SERVER)),
         }
     }
 
-    fn bucket(&self, service_slot: usize, packet: &Packet) -> Option<FlowEntry> {
-        self.service(service_slot).placement.as_ref().and_then(|placement| placement.by_bucket(&packet.tuple()))
+    fn bucket_entry(&self, service_slot: usize, packet: &Packet) -> Option<FlowEntry> {
+        self.service(service_slot).placement.as_ref().and_then(|placement| placement.bucket_entry(&packet.tuple()))
     }
 
     /// Decides on a SYN without usable flow entry. `stale`: its unusable entry.
-    fn new_without_cookie(&mut self, service_slot: usize, packet: &Packet, stale: Option<FlowEntry>) -> Decision {
-        let (choice, decision) = self.by_bucket(service_slot, packet);
+    fn decide_new_without_cookie(
+        &mut self,
+        service_slot: usize,
+        packet: &Packet,
+        stale: Option<FlowEntry>,
+    ) -> Decision {
+        let (choice, decision) = self.decide_by_bucket(service_slot, packet);
         let (mut before, decision, kind) = match (choice, stale) {
             (Some(_), None) => return decision,
-            (Some(choice), Some(_)) => (choice.previous_server, decision, Kind::Hint),
+            (Some(choice), Some(_)) => (choice.previous_server, decision, FlowEntryKind::Hint),
             (None, _) => {
-                let bucket = self.bucket(service_slot, packet).map(|choice| choice.server);
-                (bucket, self.by_rule(service_slot, packet, intf::LB_COUNTER_NEW_CONNECTION), Kind::Needed)
+                let bucket = self.bucket_entry(service_slot, packet).map(|choice| choice.server);
+                (
+                    bucket,
+                    self.decide_by_rule(service_slot, packet, intf::LB_COUNTER_NEW_CONNECTION),
+                    FlowEntryKind::Needed,
+                )
             }
         };
         let Some(server) = decision.server else { return decision };
@@ -372,10 +397,16 @@ impl LoadBalancer {
         }
         let entry = FlowEntry { previous_server: before, ..FlowEntry::of(server) };
         self.services[service_slot].as_mut().expect("in the directory").has_flows = true;
-        self.with_flow_entry(service_slot, packet, entry, kind, decision.with_previous_server(entry.before_field()))
+        self.with_flow_entry(
+            service_slot,
+            packet,
+            entry,
+            kind,
+            decision.with_previous_server(entry.previous_server_field()),
+        )
     }
 
-    fn without_cookie(&mut self, service_slot: usize, packet: &Packet, now_ns: u64) -> Decision {
+    fn decide_without_cookie(&mut self, service_slot: usize, packet: &Packet, now_ns: u64) -> Decision {
         let first = packet.flags & SYN != 0;
         let service = self.service(service_slot);
         let by_bucket = service.mode.consistency == Consistency::Beamer;
@@ -383,13 +414,13 @@ impl LoadBalancer {
         if let Some(entry) = found.filter(|entry| self.is_usable(service_slot, entry.server, first)) {
             return self
                 .deliver_to(service_slot, entry.server, intf::LB_COUNTER_FLOW_TABLE)
-                .with_previous_server(entry.before_field());
+                .with_previous_server(entry.previous_server_field());
         }
         if first {
-            return self.new_without_cookie(service_slot, packet, found);
+            return self.decide_new_without_cookie(service_slot, packet, found);
         }
         if by_bucket {
-            return self.by_bucket(service_slot, packet).1;
+            return self.decide_by_bucket(service_slot, packet).1;
         }
         if packet.flags & RST != 0 {
             let (of, over_rate) = ((service_slot, packet.client.ip()), intf::LB_COUNTER_DROP_BROADCAST_RATE_LIMITED);
@@ -400,16 +431,16 @@ impl LoadBalancer {
         // Connections of this load balancer are in the flow table since their second packet. The other load balancer
         // must get all packets of its own connections.
         if let Some(Transfer::HandedOverTo(other)) = self.service(service_slot).mode.transfer {
-            return self.to_other_balancer(service_slot, other);
+            return self.decide_other_balancer(service_slot, other);
         }
-        let (choice, decision) = self.by_bucket(service_slot, packet);
+        let (choice, decision) = self.decide_by_bucket(service_slot, packet);
         match choice.filter(|_| decision.forwards()) {
-            Some(choice) => self.with_flow_entry(service_slot, packet, choice, Kind::Hint, decision),
+            Some(choice) => self.with_flow_entry(service_slot, packet, choice, FlowEntryKind::Hint, decision),
             None => decision,
         }
     }
 
-    fn by_hash_table(&mut self, service_slot: usize, packet: &Packet) -> Decision {
+    fn decide_by_hash_table(&mut self, service_slot: usize, packet: &Packet) -> Decision {
         let syn = packet.flags & SYN != 0;
         let udp = packet.protocol == Protocol::Udp;
         // A datagram without a known flow begins one.
@@ -420,16 +451,16 @@ impl LoadBalancer {
             return self.deliver_to(
                 service_slot,
                 entry.server,
-                if syn { placed_as(true) } else { intf::LB_COUNTER_FLOW_TABLE },
+                if syn { placement_counter(true) } else { intf::LB_COUNTER_FLOW_TABLE },
             );
         }
         if let Some(other) = self.service(service_slot).other_balancer().filter(|_| !first) {
-            return self.to_other_balancer(service_slot, other);
+            return self.decide_other_balancer(service_slot, other);
         }
-        let decision = self.by_rule(service_slot, packet, placed_as(first));
+        let decision = self.decide_by_rule(service_slot, packet, placement_counter(first));
         match (decision.server.filter(|_| first), known) {
             (Some(server), _) => {
-                self.with_flow_entry(service_slot, packet, FlowEntry::of(server), Kind::Needed, decision)
+                self.with_flow_entry(service_slot, packet, FlowEntry::of(server), FlowEntryKind::Needed, decision)
             }
             (None, Some(entry)) => self.deliver_to(service_slot, entry.server, intf::LB_COUNTER_FLOW_TABLE),
             (None, None) => decision,
@@ -441,7 +472,7 @@ impl LoadBalancer {
         service_slot: usize,
         packet: &Packet,
         entry: FlowEntry,
-        kind: Kind,
+        kind: FlowEntryKind,
         decision: Decision,
     ) -> Decision {
         let entered = self.insert_flow(service_slot, packet, entry, kind);
@@ -452,14 +483,14 @@ impl LoadBalancer {
     pub(super) fn deliver_broadcast(
         &mut self,
         of: (usize, IpAddr),
-        reason: Reason,
+        reason: BroadcastReason,
         over_rate: intf::lb_counter,
         now_ns: u64,
     ) -> Decision {
         if self.service(of.0).mode.forwarding.encapsulates() || !self.has_broadcast_vlan(of.0) {
             return Decision::end(intf::LB_COUNTER_DROP_NOT_BROADCAST);
         }
-        if !self.broadcast.take(&self.stateful.key, of, reason, &self.constants.broadcast, now_ns) {
+        if !self.broadcast.take_tokens(&self.stateful.key, of, reason, &self.constants.broadcast, now_ns) {
             return Decision::end(over_rate);
         }
         let lost = reason == intf::LIMITED_OWNER_LOST;
@@ -476,6 +507,6 @@ fn is_icmp(packet: &IpPacket<'_>) -> bool {
 }
 
 /// Returns the counter of a packet that the placement rule places.
-fn placed_as(opens: bool) -> intf::lb_counter {
+fn placement_counter(opens: bool) -> intf::lb_counter {
     if opens { intf::LB_COUNTER_NEW_CONNECTION } else { intf::LB_COUNTER_PER_PACKET }
 }

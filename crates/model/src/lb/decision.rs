@@ -11,7 +11,7 @@ use crate::ServerId;
 pub(super) enum Identification {
     Unchanged,
     /// Id of the previous server, or `NO_SERVER`.
-    Before(u16),
+    PreviousServer(u16),
 }
 
 /// An outcome; for a forwarded packet also its destination and its changes.
@@ -75,7 +75,7 @@ impl Decision {
     }
 
     pub fn with_previous_server(self, before: u16) -> Self {
-        Self { identification: Identification::Before(before), ..self }
+        Self { identification: Identification::PreviousServer(before), ..self }
     }
 
     pub fn forwards(&self) -> bool {
@@ -86,6 +86,6 @@ impl Decision {
         let server = self.server.filter(|_| self.counter < intf::LB_COUNTER_DROP_MALFORMED_IPV4);
         let reported = self.tsecr.map(|(_, value)| value).filter(|value| *value != 0 && server.is_some());
         let reported = reported.filter(|_| self.counter == intf::LB_COUNTER_NEW_CONNECTION);
-        Outcome { counter: self.counter, service, server, reported, event: self.event }
+        Outcome { counter: self.counter, service, server, reported_entry: reported, event: self.event }
     }
 }

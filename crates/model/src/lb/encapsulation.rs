@@ -58,7 +58,7 @@ impl LoadBalancer {
 
     /// Puts an outer header around the packet of `frame`, which fits with it.
     pub(super) fn encapsulate(&self, frame: &mut Vec<u8>, forwarding: Forwarding, tunnel: Tunnel) {
-        let (client, ports) = packet::flow(frame);
+        let (client, ports) = packet::client_and_ports(frame);
         let flow = flow_port(client, ports);
         let inner_protocol = if client.is_ipv4() { PROTOCOL_IPV4 } else { PROTOCOL_IPV6 };
         let header = Header {
@@ -67,7 +67,7 @@ impl LoadBalancer {
             length: packet::ip_length(frame) + forwarding.overhead(tunnel.address),
             protocol: if forwarding == Forwarding::Ipip { inner_protocol } else { PROTOCOL_UDP },
         };
-        let own = self.constants.outer;
+        let own = self.constants.outer_header;
         let (ethertype, mut outer) = match tunnel.address {
             IpAddr::V4(address) => (ETHERTYPE_IPV4, header.ipv4(own.address, address)),
             IpAddr::V6(address) => (ETHERTYPE_IPV6, header.ipv6(own.address_ipv6, address)),

@@ -9,7 +9,7 @@ use coreward_intf as intf;
 use super::LoadBalancer;
 use super::ip_packet::IpPacket;
 use super::packet::Packet;
-use crate::connection_table::{Clock, ConnectionHash};
+use crate::connection_table::{ClockTicks, ConnectionHash};
 use crate::tuple::Protocol;
 use crate::{FourTuple, ServerId};
 
@@ -70,7 +70,7 @@ impl Handshake {
 
 /// Kind of an entry.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Kind {
+pub(super) enum FlowEntryKind {
     /// The bucket finds the same server, unless the bucket has moved since.
     Hint,
     /// Only the entry finds the flow's server.
@@ -100,7 +100,7 @@ impl FlowEntry {
     }
 
     /// Returns the previous server in the form of `struct flow_table_entry`.
-    pub(super) fn before_field(self) -> u16 {
+    pub(super) fn previous_server_field(self) -> u16 {
         match (self.handshake, self.previous_server) {
             (Handshake::HalfOpen(time), _) => intf::HALF_OPEN_FLOW as u16 | time,
             (Handshake::Stamped, _) => intf::STAMPED_FLOW as u16,
@@ -110,7 +110,7 @@ impl FlowEntry {
     }
 
     fn low_word(self) -> u64 {
-        u64::from(self.before_field()) << intf::FLOW_PREVIOUS_SHIFT | u64::from(self.server.get())
+        u64::from(self.previous_server_field()) << intf::FLOW_PREVIOUS_SHIFT | u64::from(self.server.get())
     }
 
     fn from_word(word: u64) -> Self {
@@ -147,12 +147,13 @@ fn service_of(used: u64) -> u64 {
     used >> intf::FLOW_SERVICE_SHIFT & 0xffff
 }
 
-fn age(used: u64, now: Clock) -> u64 {
+fn age(used: u64, now: ClockTicks) -> u64 {
     (now.0.wrapping_sub(used as u32) as i32).max(0) as u64
 }
 
-fn is_idle(used: u64, now: Clock) -> bool {
-    let limit = if used >> intf::FLOW_UDP_SHIFT & 1 == 1 { intf::FLOW_IDLE_UDP } else { intf::FLOW_IDLE_TCP };
+fn is_idle(used: u64, now: ClockTicks) -> bool {
+    let limit =
+        if used >> intf::FLOW_UDP_SHIFT & 1 == 1 { intf::FLOW_IDLE_UDP_TICKS } else { intf::FLOW_IDLE_TCP_TICKS };
     age(used, now) > u64::from(limit)
 }
 
@@ -167,15 +168,15 @@ impl FlowTable {
         &self.words
     }
 
-    fn set(&mut self, key: FlowKey) -> (&mut [u64], &mut [u64]) {
+    fn flow_set_mut(&mut self, key: FlowKey) -> (&mut [u64], &mut [u64]) {
         let sets = (self.words.len() / SET_WORDS) as u64;
-        let set = ((u64::from(key.hash.low()) * sets) >> 32) as usize;
+        let set = ((u64::from(key.hash.low_half()) * sets) >> 32) as usize;
         self.words[set * SET_WORDS..][..SET_WORDS].split_at_mut(ENTRY_COUNT)
     }
 
     /// Returns the flow's entry and marks it as used.
-    pub fn find(&mut self, key: FlowKey, now: Clock) -> Option<FlowEntry> {
-        let (flows, used) = self.set(key);
+    pub fn find(&mut self, key: FlowKey, now: ClockTicks) -> Option<FlowEntry> {
+        let (flows, used) = self.flow_set_mut(key);
         let position = flows.iter().position(|flow| flow >> intf::FLOW_TAG_SHIFT == key.tag())?;
         if is_idle(used[position], now) {
             return None;
@@ -185,8 +186,8 @@ impl FlowTable {
     }
 
     /// Inserts or changes an entry; returns false if it is a hint and there is no room for one.
-    pub fn insert(&mut self, key: FlowKey, entry: FlowEntry, kind: Kind, now: Clock) -> bool {
-        let (flows, used) = self.set(key);
+    pub fn insert(&mut self, key: FlowKey, entry: FlowEntry, kind: FlowEntryKind, now: ClockTicks) -> bool {
+        let (flows, used) = self.flow_set_mut(key);
         // Criteria of replacement, most important first.
         let rank = |position: usize| {
             let (flow, use_of) = (flows[position], used[position]);
@@ -200,11 +201,11 @@ impl FlowTable {
         };
         let position = (0..ENTRY_COUNT).rev().max_by_key(|position| rank(*position)).expect("a set has entries");
         let (is_flow, is_free, is_hint, ..) = rank(position);
-        if kind == Kind::Hint && !(is_flow || is_free || is_hint) {
+        if kind == FlowEntryKind::Hint && !(is_flow || is_free || is_hint) {
             return false;
         }
         flows[position] = key.tag() << intf::FLOW_TAG_SHIFT | entry.low_word();
-        used[position] = u64::from(kind == Kind::Hint) << intf::FLOW_HINT_SHIFT
+        used[position] = u64::from(kind == FlowEntryKind::Hint) << intf::FLOW_HINT_SHIFT
             | u64::from(key.protocol == Protocol::Udp) << intf::FLOW_UDP_SHIFT
             | key.service << intf::FLOW_SERVICE_SHIFT
             | u64::from(now.0);
@@ -212,7 +213,7 @@ impl FlowTable {
     }
 
     /// Removes all flows of a service.
-    pub fn forget(&mut self, service: usize) {
+    pub fn remove_service(&mut self, service: usize) {
         for set in self.words.chunks_mut(SET_WORDS) {
             let (flows, used) = set.split_at_mut(ENTRY_COUNT);
             let theirs = flows.iter_mut().zip(used).filter(|(_, used)| service_of(**used) == service as u64);
@@ -243,7 +244,13 @@ impl LoadBalancer {
     }
 
     /// Inserts a packet's flow; returns false if it is a hint and there is no room for one.
-    pub(super) fn insert_flow(&mut self, service: usize, packet: &Packet, entry: FlowEntry, kind: Kind) -> bool {
+    pub(super) fn insert_flow(
+        &mut self,
+        service: usize,
+        packet: &Packet,
+        entry: FlowEntry,
+        kind: FlowEntryKind,
+    ) -> bool {
         let key = self.flow_key(service, &packet.tuple(), packet.protocol);
         self.flows.insert(key, entry, kind, self.stateful.clock)
     }

@@ -12,8 +12,8 @@ use super::packet::{self, FRAGMENT_OFFSET, IPV4_HEADER, PROTOCOL_ICMP};
 use super::packet_ipv6::{self, IPV6_HEADER, PROTOCOL_ICMPV6};
 
 /// Bytes of the dropped packet that an error quotes.
-const QUOTED: usize = 68;
-const QUOTED_IPV6: usize = 504;
+const QUOTED_BYTES_IPV4: usize = 68;
+const QUOTED_BYTES_IPV6: usize = 504;
 const INTERNETWORK_CONTROL: u8 = 0xc0;
 const DESTINATION_UNREACHABLE: u8 = 3;
 const FRAGMENTATION_NEEDED: u8 = 4;
@@ -38,7 +38,13 @@ impl LoadBalancer {
         };
         let reason = intf::LIMITED_FRAGMENTATION_NEEDED;
         let is_sent = may_answer
-            && self.broadcast.take(&self.stateful.key, (slot, source), reason, &self.constants.broadcast, now_ns);
+            && self.broadcast.take_tokens(
+                &self.stateful.key,
+                (slot, source),
+                reason,
+                &self.constants.broadcast,
+                now_ns,
+            );
         if !is_sent {
             return intf::LB_COUNTER_DROP_EXCEEDS_MTU;
         }
@@ -51,7 +57,7 @@ impl LoadBalancer {
 
 fn may_answer(frame: &[u8]) -> bool {
     let packet = &frame[ETHERNET_HEADER..];
-    packet.len() >= QUOTED
+    packet.len() >= QUOTED_BYTES_IPV4
         && packet[9] != PROTOCOL_ICMP
         && (1..224).contains(&packet[12])
         && u16_at(packet, 6) & FRAGMENT_OFFSET == 0
@@ -59,7 +65,7 @@ fn may_answer(frame: &[u8]) -> bool {
 
 fn may_answer_ipv6(frame: &[u8]) -> bool {
     let IpAddr::V6(source) = packet_ipv6::address_at(frame, ETHERNET_HEADER + 8) else { return false };
-    packet_ipv6::length(frame) > IPV6_MIN_MTU
+    packet_ipv6::packet_length(frame) > IPV6_MIN_MTU
         && frame[ETHERNET_HEADER + 6] != PROTOCOL_ICMPV6
         && !source.is_multicast()
         && source != Ipv6Addr::UNSPECIFIED
@@ -67,21 +73,21 @@ fn may_answer_ipv6(frame: &[u8]) -> bool {
 
 /// Returns the error about the packet of `frame`, without MAC addresses.
 fn icmp_fragmentation_needed(frame: &[u8], mtu: usize) -> Vec<u8> {
-    let quoted = &frame[ETHERNET_HEADER..][..QUOTED];
+    let quoted = &frame[ETHERNET_HEADER..][..QUOTED_BYTES_IPV4];
     let [client, vip] = packet::ipv4_addresses(quoted);
     let mut message = vec![DESTINATION_UNREACHABLE, FRAGMENTATION_NEEDED, 0, 0];
     message.extend((mtu as u32).to_be_bytes());
     message.extend(quoted);
     let checksum = packet::checksum(&message);
     message[2..4].copy_from_slice(&checksum.to_be_bytes());
-    let length = IPV4_HEADER + ICMP_HEADER + QUOTED;
+    let length = IPV4_HEADER + ICMP_HEADER + QUOTED_BYTES_IPV4;
     let header = Header { traffic_class: INTERNETWORK_CONTROL, flow_label: 0, length, protocol: PROTOCOL_ICMP };
     [&frame[..ETHERNET_HEADER], &header.ipv4(vip, client), &message].concat()
 }
 
 /// Returns the ICMPv6 error about the packet of `frame`, without MAC addresses.
 fn icmpv6_packet_too_big(frame: &[u8], mtu: usize) -> Vec<u8> {
-    let quoted = &frame[ETHERNET_HEADER..][..QUOTED_IPV6];
+    let quoted = &frame[ETHERNET_HEADER..][..QUOTED_BYTES_IPV6];
     let address = |at: usize| Ipv6Addr::from(<[u8; 16]>::try_from(&quoted[at..at + 16]).expect("16 bytes"));
     let (client, vip) = (address(8), address(24));
     let mut message = vec![PACKET_TOO_BIG, 0, 0, 0];

@@ -23,7 +23,7 @@ pub(super) fn u32_at(frame: &[u8], offset: usize) -> u32 {
 }
 
 /// Fields of an IP header that are read first, unchecked.
-pub(super) struct Outer {
+pub(super) struct FrameFields {
     pub destination_mac: [u8; 6],
     /// Protocol number; in IPv6 the number of the next header.
     pub protocol: u8,
@@ -46,7 +46,7 @@ pub(super) struct IpPacket<'a> {
     pub identification: u32,
     pub part: FragmentPart,
     /// Offset of the transport header in the frame.
-    pub transport: usize,
+    pub transport_offset: usize,
     /// Bytes after the IP headers, to the packet's end.
     pub payload: &'a [u8],
 }
@@ -57,5 +57,5 @@ pub(super) struct Quote {
     pub client: SocketAddr,
     pub vip: SocketAddr,
     /// TSval, if the quoted packet is TCP and the quote includes TSval.
-    pub value: Option<u32>,
+    pub tsval: Option<u32>,
 }

@@ -5,14 +5,14 @@ use std::collections::HashMap;
 use coreward_intf as intf;
 
 use super::decision::{Decision, Identification};
-use super::flow::{Handshake, Kind};
+use super::flow::{FlowEntryKind, Handshake};
 use super::ip_packet::FragmentPart;
 use super::packet::{self, Packet, RST, SYN};
 use super::{FlowEntry, LoadBalancer, Mac, Outcome, Server};
 use crate::consistency::Timestamps;
 use crate::cookie::{CookieKey, FleetKeys};
 use crate::key_activation;
-use crate::lb_stamping::{self, Clock, OwnOffsets, connection_word};
+use crate::lb_stamping::{self, OwnOffsets, ServerClock, connection_word};
 use crate::tuple::Protocol;
 use crate::{FourTuple, ServerId};
 
@@ -22,7 +22,7 @@ pub struct LbStamped {
     /// Server that the cookies name.
     pub server: ServerId,
     /// Clock of the server.
-    pub clock: Clock,
+    pub clock: ServerClock,
 }
 
 /// State of LB-side stamping.
@@ -33,7 +33,7 @@ pub(super) struct LbStamping {
     /// Servers by the service's slot and the answers' source address.
     servers: HashMap<(usize, Mac), LbStamped>,
     /// Last known source address of answers.
-    addresses: HashMap<(usize, ServerId), Mac>,
+    server_macs: HashMap<(usize, ServerId), Mac>,
     time_keys: HashMap<usize, CookieKey>,
     own_offsets: OwnOffsets,
 }
@@ -41,7 +41,7 @@ pub(super) struct LbStamping {
 impl LbStamping {
     /// Removes an address from its server; another server with the same address takes it over.
     fn remove_address(&mut self, service_slot: usize, mac: Mac) {
-        let others = self.addresses.iter().filter(|((of, _), at)| *of == service_slot && **at == mac);
+        let others = self.server_macs.iter().filter(|((of, _), at)| *of == service_slot && **at == mac);
         match others.map(|((_, id), _)| *id).min() {
             Some(other) => {
                 self.servers.entry((service_slot, mac)).and_modify(|known| known.server = other);
@@ -56,14 +56,15 @@ impl LbStamping {
         if !lb_stamping::can_name(id) {
             return;
         }
-        let left = self.addresses.insert((service_slot, id), mac).filter(|left| *left != mac);
+        let left = self.server_macs.insert((service_slot, id), mac).filter(|left| *left != mac);
         let known =
             left.and_then(|left| self.servers.get(&(service_slot, left)).copied()).filter(|known| known.server == id);
         if let (Some(left), Some(_)) = (left, known) {
             self.remove_address(service_slot, left);
         }
         let here = self.servers.get(&(service_slot, mac)).copied();
-        let other_stays = |here: LbStamped| !eligible && self.addresses.get(&(service_slot, here.server)) == Some(&mac);
+        let other_stays =
+            |here: LbStamped| !eligible && self.server_macs.get(&(service_slot, here.server)) == Some(&mac);
         if here.is_some_and(|here| here.server != id && other_stays(here)) {
             return;
         }
@@ -72,7 +73,7 @@ impl LbStamping {
     }
 
     pub fn forget_server(&mut self, service_slot: usize, id: ServerId) {
-        if let Some(mac) = self.addresses.remove(&(service_slot, id))
+        if let Some(mac) = self.server_macs.remove(&(service_slot, id))
             && self.servers.get(&(service_slot, mac)).is_some_and(|known| known.server == id)
         {
             self.remove_address(service_slot, mac);
@@ -80,7 +81,7 @@ impl LbStamping {
     }
 
     pub fn forget_service(&mut self, service_slot: usize) {
-        self.addresses.retain(|(of, _), _| *of != service_slot);
+        self.server_macs.retain(|(of, _), _| *of != service_slot);
         self.servers.retain(|(of, _), _| *of != service_slot);
         self.time_keys.remove(&service_slot);
     }
@@ -131,23 +132,23 @@ impl LoadBalancer {
     }
 
     /// Processes a frame from a server of a service with LB-side stamping; `None`: any other frame.
-    pub(super) fn answer(&mut self, frame: &mut [u8]) -> Option<Outcome> {
-        packet::outer(frame).filter(|outer| outer.destination_mac == self.own_mac)?;
+    pub(super) fn process_reply(&mut self, frame: &mut [u8]) -> Option<Outcome> {
+        packet::read_frame_fields(frame).filter(|outer| outer.destination_mac == self.own_mac)?;
         let whole = packet::parse_ip(frame).ok()?;
         if whole.protocol != Protocol::Tcp.number() || whole.part != FragmentPart::Whole {
             return None;
         }
-        let ports = packet::ports(&whole, intf::LB_COUNTER_DROP_MALFORMED_TCP).ok()?;
+        let ports = packet::parse_ports(&whole, intf::LB_COUNTER_DROP_MALFORMED_TCP).ok()?;
         let service_slot = self.service_at(whole.client, ports.0, whole.protocol).ok()?;
         if !self.is_lb_stamped(service_slot) {
             return None;
         }
-        let (key, packet) = ((service_slot, packet::source_mac(frame)), packet::tcp_answer(&whole, ports));
+        let (key, packet) = ((service_slot, packet::source_mac(frame)), packet::parse_tcp_reply(&whole, ports));
         let mut answered = Outcome {
             counter: intf::LB_COUNTER_REPLY_UNCHANGED,
             service: Some(service_slot),
             server: None,
-            reported: None,
+            reported_entry: None,
             event: None,
         };
         let (Ok(packet), Some(mut known)) = (packet, self.lb_stamping.servers.get(&key).copied()) else {
@@ -160,7 +161,7 @@ impl LoadBalancer {
         let own = packet.tsecr.map(|tsecr| tsecr.tsval(frame));
         if let Some(own) = own.filter(|_| packet.flags & RST == 0) {
             let connection = connection_word(&self.stateful.key, &packet.tuple());
-            known.clock.sample(connection, own.value, self.now_ms());
+            known.clock.record_sample(connection, own.value, self.now_ms());
         }
         let stamped = self.stamps_answer(service_slot, &packet, &mut known, own.map(|own| own.value), &mut answered);
         if let Some(own) = own.filter(|_| stamped) {
@@ -193,19 +194,19 @@ impl LoadBalancer {
             let plain = plain.filter(|plain| !plain.handshake.is_half_open() || plain.server == known.server);
             // An answer proves that the connection exists, but a reset answers any packet.
             if plain.is_none() && milliseconds.is_none() && packet.flags & RST == 0 {
-                self.insert_flow(service_slot, packet, FlowEntry::of(known.server), Kind::Needed);
+                self.insert_flow(service_slot, packet, FlowEntry::of(known.server), FlowEntryKind::Needed);
                 answered.event = Some(intf::LB_EVENT_FLOW_INSERTED);
             }
             return plain.is_none() && milliseconds.is_some();
         }
-        known.clock.syn_ack(connection_word(&self.stateful.key, &packet.tuple()), milliseconds, self.now_ms());
+        known.clock.record_syn_ack(connection_word(&self.stateful.key, &packet.tuple()), milliseconds, self.now_ms());
         if milliseconds.is_some() && known.clock.can_be_stamped() && plain.is_none() {
             return true;
         }
         let handshake = Handshake::half_open(milliseconds.unwrap_or(0));
         let entry = FlowEntry { handshake, ..FlowEntry::of(known.server) };
         if plain != Some(entry) {
-            self.insert_flow(service_slot, packet, entry, Kind::Needed);
+            self.insert_flow(service_slot, packet, entry, FlowEntryKind::Needed);
             answered.event = Some(intf::LB_EVENT_FLOW_INSERTED);
         }
         false
@@ -221,7 +222,7 @@ impl LoadBalancer {
         let (tuple, now_ms) = (packet.tuple(), self.now_ms());
         let hash = self.connection_hash(service_slot, &tuple);
         let offset_ms = known.clock.learn_offset(&mut self.lb_stamping.own_offsets, hash, milliseconds, now_ms);
-        let keys = self.keys.at(milliseconds.wrapping_sub(offset_ms), self.lb_stamping.switch_ms);
+        let keys = self.keys.at_tsval(milliseconds.wrapping_sub(offset_ms), self.lb_stamping.switch_ms);
         lb_stamping::stamp(&keys, &self.lb_stamping.time_key(service_slot), &tuple, known.server, milliseconds)
     }
 
@@ -232,14 +233,14 @@ impl LoadBalancer {
     }
 
     /// Decides on a client's packet that opens no connection, or has no timestamps.
-    pub(super) fn by_lb_stamped_cookie(&mut self, service_slot: usize, packet: &Packet) -> Decision {
+    pub(super) fn decide_lb_stamped(&mut self, service_slot: usize, packet: &Packet) -> Decision {
         let first = packet.flags & SYN != 0;
         if let Some(entry) = self.find_plain_flow(service_slot, packet)
             && self.is_usable(service_slot, entry.server, first)
             && (first || !self.is_stamped_flow(service_slot, packet, entry))
         {
             if entry.handshake.is_half_open() && !first {
-                self.insert_flow(service_slot, packet, FlowEntry::of(entry.server), Kind::Needed);
+                self.insert_flow(service_slot, packet, FlowEntry::of(entry.server), FlowEntryKind::Needed);
             }
             return self.deliver_to(service_slot, entry.server, intf::LB_COUNTER_FLOW_TABLE);
         }
@@ -247,13 +248,13 @@ impl LoadBalancer {
             if packet.flags & RST != 0 {
                 return Decision::end(intf::LB_COUNTER_DROP_UNKNOWN_COOKIE);
             }
-            return match self.by_bucket(service_slot, packet) {
-                (None, _) if first => self.by_rule(service_slot, packet, intf::LB_COUNTER_NEW_CONNECTION),
+            return match self.decide_by_bucket(service_slot, packet) {
+                (None, _) if first => self.decide_by_rule(service_slot, packet, intf::LB_COUNTER_NEW_CONNECTION),
                 (_, decision) => decision.with_identification(Identification::Unchanged),
             };
         };
         let tuple = packet.tuple();
-        let id = lb_stamping::recognise(&self.keys, &tuple, tsecr.value);
+        let id = lb_stamping::decode_server_id(&self.keys, &tuple, tsecr.value);
         let Some(server) = self.service(service_slot).server(id) else {
             return Decision::end(intf::LB_COUNTER_DROP_UNKNOWN_COOKIE);
         };
@@ -270,11 +271,11 @@ impl LoadBalancer {
         if !entry.handshake.is_half_open() || entry.handshake.is_answered_by(tsecr.value) {
             return false;
         }
-        let id = lb_stamping::recognise(&self.keys, &packet.tuple(), tsecr.value);
+        let id = lb_stamping::decode_server_id(&self.keys, &packet.tuple(), tsecr.value);
         let is_known = self.service(service_slot).server(id).is_some();
         if is_known {
             let stamped = FlowEntry { handshake: Handshake::Stamped, ..FlowEntry::of(id) };
-            self.insert_flow(service_slot, packet, stamped, Kind::Needed);
+            self.insert_flow(service_slot, packet, stamped, FlowEntryKind::Needed);
         }
         is_known
     }

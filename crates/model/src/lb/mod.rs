@@ -36,7 +36,7 @@ use std::net::IpAddr;
 
 use coreward_intf as intf;
 
-use crate::connection_table::{Clock, Connection, ConnectionIndex, OwnerNumber, TableSize};
+use crate::connection_table::{ClockTicks, Connection, ConnectionIndex, OwnerNumber, TableSize};
 use crate::consistency::{Consistency, ServiceMode, Timestamps, Transfer};
 use crate::cookie::{CookieKey, FleetKeys};
 use crate::placement::PlacementTable;
@@ -48,8 +48,8 @@ use flow::{Datagram, FlowTable};
 pub use lb_stamped::LbStamped;
 use lb_stamped::LbStamping;
 use place::{Placement, RecentPlacements};
-use rate::Broadcast;
-pub use rate::{BroadcastRates, Bucket, Buckets, REASON_COUNT, Rate, Reason};
+use rate::BroadcastLimiter;
+pub use rate::{BroadcastRates, BroadcastReason, REASON_COUNT, Rate, TokenBucket, TokenBucketSelector};
 pub use stateful::Owner;
 use stateful::Stateful;
 pub use vlan::Vlans;
@@ -89,7 +89,7 @@ pub struct Outcome {
     /// Server to which the frame was sent, if any.
     pub server: Option<ServerId>,
     /// Entry of the connection table that the SYN's TSecr names to the server, if any.
-    pub reported: Option<u32>,
+    pub reported_entry: Option<u32>,
     /// Event in addition to the counter (`enum lb_event`).
     pub event: Option<intf::lb_event>,
 }
@@ -137,11 +137,11 @@ struct Service {
     mode: ServiceMode,
     servers: Vec<Option<Server>>,
     /// Servers that are down by the load balancer's own checks.
-    masked: HashSet<ServerId>,
-    down: HashSet<ServerId>,
+    masked_servers: HashSet<ServerId>,
+    down_servers: HashSet<ServerId>,
     placement: Option<Placement>,
     /// Counter of rule `RoundRobin`, which continues from table to table.
-    round_robin: u64,
+    round_robin_counter: u64,
     /// Whether a SYN has entered a flow into the flow table.
     has_flows: bool,
 }
@@ -152,10 +152,10 @@ impl Service {
             address,
             mode,
             servers: vec![None; ServerId::COUNT],
-            masked: HashSet::new(),
-            down: HashSet::new(),
+            masked_servers: HashSet::new(),
+            down_servers: HashSet::new(),
             placement: None,
-            round_robin: 0,
+            round_robin_counter: 0,
             has_flows: false,
         }
     }
@@ -189,13 +189,13 @@ impl Service {
     }
 
     fn is_down(&self, id: ServerId) -> bool {
-        self.masked.contains(&id) || self.down.contains(&id)
+        self.masked_servers.contains(&id) || self.down_servers.contains(&id)
     }
 }
 
 /// Settings of a load balancer: sizes, rates and the setup of the device.
 #[derive(Debug, Clone, Copy)]
-pub struct Constants {
+pub struct LbSettings {
     /// Rate limits of broadcasts, by reason of the broadcast.
     pub broadcast: [BroadcastRates; REASON_COUNT],
     /// Sets of the flow table.
@@ -203,9 +203,9 @@ pub struct Constants {
     /// Size of the connection table.
     pub connection_table: TableSize,
     /// Whether packets and bytes are counted by server.
-    pub count_traffic: bool,
+    pub counts_traffic: bool,
     /// Fields that all outer headers share.
-    pub outer: Outer,
+    pub outer_header: OuterHeader,
     /// VLANs of the load balancer.
     pub vlans: Vlans,
 }
@@ -213,7 +213,7 @@ pub struct Constants {
 /// Reference model of a load balancer.
 #[derive(Debug)]
 pub struct LoadBalancer {
-    constants: Constants,
+    constants: LbSettings,
     own_mac: Mac,
     keys: FleetKeys,
     services: Vec<Option<Service>>,
@@ -221,7 +221,7 @@ pub struct LoadBalancer {
     vips: HashSet<IpAddr>,
     recent: RecentPlacements,
     flows: FlowTable,
-    broadcast: Broadcast,
+    broadcast: BroadcastLimiter,
     fragments: HashMap<Datagram, (usize, ServerId)>,
     tunnels: HashMap<ServerId, Tunnel>,
     server_vlans: HashMap<ServerId, Vlan>,
@@ -231,12 +231,12 @@ pub struct LoadBalancer {
     lb_stamping: LbStamping,
     traffic: HashMap<ServerId, ServerTraffic>,
     /// New connections by service slot.
-    opened: HashMap<usize, u64>,
+    opened_connections: HashMap<usize, u64>,
 }
 
 impl LoadBalancer {
     /// Returns a load balancer without services.
-    pub fn new(constants: Constants, own_mac: Mac, keys: FleetKeys) -> Self {
+    pub fn new(constants: LbSettings, own_mac: Mac, keys: FleetKeys) -> Self {
         let no_key = CookieKey { k0: 0, k1: 0 };
         let mut lb_stamping = LbStamping::default();
         lb_stamping.set_keys(FleetKeys { keys: [no_key; 2], ..keys }, &keys, 0);
@@ -249,7 +249,7 @@ impl LoadBalancer {
             vips: HashSet::new(),
             recent: RecentPlacements::default(),
             flows: FlowTable::new(constants.flow_set_count),
-            broadcast: Broadcast::default(),
+            broadcast: BroadcastLimiter::default(),
             fragments: HashMap::new(),
             tunnels: HashMap::new(),
             server_vlans: HashMap::new(),
@@ -257,7 +257,7 @@ impl LoadBalancer {
             stateful: Stateful::new(constants.connection_table),
             lb_stamping,
             traffic: HashMap::new(),
-            opened: HashMap::new(),
+            opened_connections: HashMap::new(),
         }
     }
 
@@ -269,8 +269,8 @@ impl LoadBalancer {
     }
 
     /// Sets the fields that all outer headers share.
-    pub fn set_outer(&mut self, outer: Outer) {
-        self.constants.outer = outer;
+    pub fn set_outer_header(&mut self, outer: OuterHeader) {
+        self.constants.outer_header = outer;
     }
 
     /// Sets the VLANs.
@@ -280,7 +280,7 @@ impl LoadBalancer {
 
     /// Sets whether packets and bytes are counted by server.
     pub fn set_traffic_counting(&mut self, is_enabled: bool) {
-        self.constants.count_traffic = is_enabled;
+        self.constants.counts_traffic = is_enabled;
     }
 
     /// Sets the services and returns the slot of each. A known service keeps its slot with its state; a new one gets
@@ -326,16 +326,16 @@ impl LoadBalancer {
         let free = self.services.iter().position(Option::is_none).expect("at most as many services as slots");
         self.services[free] = Some(Service::new(address, mode));
         // Flows of the service that previously had the slot.
-        self.flows.forget(free);
+        self.flows.remove_service(free);
         self.fragments.retain(|_, (service_slot, _)| *service_slot != free);
         self.lb_stamping.forget_service(free);
-        self.opened.remove(&free);
+        self.opened_connections.remove(&free);
         free
     }
 
     /// Sets whether a server is down by the load balancer's own checks.
     pub fn set_masked(&mut self, service: usize, id: ServerId, is_masked: bool) {
-        let masked = &mut self.service_mut(service).masked;
+        let masked = &mut self.service_mut(service).masked_servers;
         if is_masked {
             masked.insert(id)
         } else {
@@ -348,8 +348,8 @@ impl LoadBalancer {
         self.move_lb_stamped(service, id, server);
         self.service_mut(service).servers[usize::from(id.get())] = server;
         let Some(Server { mac, .. }) = server else {
-            self.service_mut(service).masked.remove(&id);
-            self.service_mut(service).down.remove(&id);
+            self.service_mut(service).masked_servers.remove(&id);
+            self.service_mut(service).down_servers.remove(&id);
             return;
         };
         for service in self.services.iter_mut().flatten() {
@@ -362,12 +362,12 @@ impl LoadBalancer {
     /// Installs a placement table of the service.
     pub fn install_table(&mut self, service: usize, table: PlacementTable) {
         let service = self.service_mut(service);
-        service.down = table.down.iter().copied().collect();
+        service.down_servers = table.down_servers.iter().copied().collect();
         service.placement = Some(Placement::new(table));
     }
 
     /// Sets `paid_until` of token buckets of broadcasts (ns).
-    pub fn set_paid_until(&mut self, buckets: Buckets, paid_until: u64) {
+    pub fn set_paid_until(&mut self, buckets: TokenBucketSelector, paid_until: u64) {
         self.broadcast.set_paid_until(buckets, paid_until);
     }
 
@@ -392,13 +392,13 @@ impl LoadBalancer {
     }
 
     /// Sets the clock of the connection table.
-    pub fn set_clock(&mut self, clock: Clock) {
+    pub fn set_clock(&mut self, clock: ClockTicks) {
         self.stateful.clock = clock;
     }
 
     /// Records a sweep of the connection table by user space.
-    pub fn sweep(&mut self) {
-        self.stateful.swept = self.stateful.clock;
+    pub fn record_sweep(&mut self) {
+        self.stateful.last_sweep = self.stateful.clock;
     }
 
     /// Returns the connections with an entry.
@@ -422,13 +422,13 @@ impl LoadBalancer {
     }
 
     /// Returns the number of connections assigned to each core since the table was switched in.
-    pub fn assigned(&self, service: usize) -> &[u32] {
-        self.service(service).placement.as_ref().map_or(&[], |placement| &placement.state.assigned)
+    pub fn assigned_counts(&self, service: usize) -> &[u32] {
+        self.service(service).placement.as_ref().map_or(&[], |placement| &placement.state.assigned_counts)
     }
 
     /// Returns the counter of rule `RoundRobin`.
-    pub fn round_robin(&self, service: usize) -> u64 {
-        self.service(service).round_robin
+    pub fn round_robin_counter(&self, service: usize) -> u64 {
+        self.service(service).round_robin_counter
     }
 
     /// Returns the traffic to each server that got a packet.
@@ -442,8 +442,8 @@ impl LoadBalancer {
     }
 
     /// Returns the number of new connections of the service in this slot.
-    pub fn opened(&self, service: usize) -> u64 {
-        self.opened.get(&service).copied().unwrap_or_default()
+    pub fn opened_connections(&self, service: usize) -> u64 {
+        self.opened_connections.get(&service).copied().unwrap_or_default()
     }
 
     /// Returns the flow table in the layout of `struct flow_set`.

@@ -5,11 +5,11 @@ use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use coreward_intf as intf;
 
 use super::ip_packet::{
-    ETHERNET_HEADER, FragmentPart, ICMP_HEADER, IpPacket, NOT_A_SERVICE, Outer, ParseEnd, QUOTED_BYTES, Quote, u16_at,
-    u32_at,
+    ETHERNET_HEADER, FragmentPart, FrameFields, ICMP_HEADER, IpPacket, NOT_A_SERVICE, ParseEnd, QUOTED_BYTES, Quote,
+    u16_at, u32_at,
 };
 use super::packet_ipv6::{self, PROTOCOL_ICMPV6};
-use super::timestamp_option::{Malformed, TCP_HEADER, quoted_value, timestamp_at};
+use super::timestamp_option::{Malformed, TCP_HEADER, quoted_tsval, timestamp_offset};
 use crate::FourTuple;
 use crate::tuple::Protocol;
 
@@ -38,21 +38,21 @@ pub(super) fn ipv4_addresses(packet: &[u8]) -> [Ipv4Addr; 2] {
 }
 
 /// Returns the fields that are read first; `None`: neither IPv4 nor IPv6, or too short for a destination address.
-pub(super) fn outer(frame: &[u8]) -> Option<Outer> {
+pub(super) fn read_frame_fields(frame: &[u8]) -> Option<FrameFields> {
     if packet_ipv6::is_ipv6(frame) {
-        return packet_ipv6::outer(frame);
+        return packet_ipv6::read_frame_fields(frame);
     }
     if frame.len() < ETHERNET_HEADER + IPV4_HEADER || u16_at(frame, 12) != ETHERTYPE_IPV4 {
         return None;
     }
-    Some(Outer {
+    Some(FrameFields {
         destination_mac: frame[..6].try_into().expect("six bytes"),
         protocol: frame[ETHERNET_HEADER + 9],
         vip: address_at(frame, ETHERNET_HEADER + 16),
     })
 }
 
-fn part(packet: &[u8]) -> FragmentPart {
+fn fragment_part(packet: &[u8]) -> FragmentPart {
     match u16_at(packet, 6) {
         field if field & FRAGMENT_OFFSET != 0 => FragmentPart::Later,
         field if field & MORE_FRAGMENTS != 0 => FragmentPart::First,
@@ -66,12 +66,12 @@ fn header_length(packet: &[u8]) -> Option<usize> {
     (packet[0] >> 4 == 4 && length >= IPV4_HEADER).then_some(length)
 }
 
-/// Parses a frame that [`outer`] accepted.
+/// Parses a frame that [`read_frame_fields`] accepted.
 pub(super) fn parse_ip(frame: &[u8]) -> Result<IpPacket<'_>, ParseEnd> {
-    if packet_ipv6::is_ipv6(frame) { packet_ipv6::ipv6(frame) } else { ipv4(frame) }
+    if packet_ipv6::is_ipv6(frame) { packet_ipv6::parse_ipv6(frame) } else { parse_ipv4(frame) }
 }
 
-fn ipv4(frame: &[u8]) -> Result<IpPacket<'_>, ParseEnd> {
+fn parse_ipv4(frame: &[u8]) -> Result<IpPacket<'_>, ParseEnd> {
     const MALFORMED: ParseEnd = intf::LB_COUNTER_DROP_MALFORMED_IPV4;
     let packet = &frame[ETHERNET_HEADER..];
     let header = header_length(packet).ok_or(MALFORMED)?;
@@ -84,14 +84,14 @@ fn ipv4(frame: &[u8]) -> Result<IpPacket<'_>, ParseEnd> {
         vip: address_at(packet, 16),
         protocol: packet[9],
         identification: u16_at(packet, 4).into(),
-        part: part(packet),
-        transport: ETHERNET_HEADER + header,
+        part: fragment_part(packet),
+        transport_offset: ETHERNET_HEADER + header,
         payload: &packet[header..total],
     })
 }
 
 /// Returns source and destination port. `malformed`: the counter of a packet that is too short for both.
-pub(super) fn ports(packet: &IpPacket<'_>, malformed: ParseEnd) -> Result<(u16, u16), ParseEnd> {
+pub(super) fn parse_ports(packet: &IpPacket<'_>, malformed: ParseEnd) -> Result<(u16, u16), ParseEnd> {
     if packet.payload.len() < 4 {
         return Err(malformed);
     }
@@ -114,15 +114,15 @@ pub(super) struct Packet {
 pub(super) struct Tsecr {
     pub value: u32,
     /// Offset of the TCP header in the frame, and of TSecr from there.
-    transport: usize,
-    at: usize,
+    transport_offset: usize,
+    tsecr_offset: usize,
 }
 
 impl Tsecr {
     /// Returns TSval, which precedes TSecr.
     pub fn tsval(self, frame: &[u8]) -> Tsecr {
-        let at = self.at - 4;
-        Tsecr { value: u32_at(frame, self.transport + at), at, ..self }
+        let at = self.tsecr_offset - 4;
+        Tsecr { value: u32_at(frame, self.transport_offset + at), tsecr_offset: at, ..self }
     }
 }
 
@@ -137,8 +137,8 @@ impl Packet {
 }
 
 /// Parses TCP between `ports` in a client's `packet`.
-pub(super) fn tcp(packet: &IpPacket<'_>, ports: (u16, u16)) -> Result<Packet, ParseEnd> {
-    let read = tcp_header(packet, ports)?;
+pub(super) fn parse_tcp(packet: &IpPacket<'_>, ports: (u16, u16)) -> Result<Packet, ParseEnd> {
+    let read = parse_tcp_header(packet, ports)?;
     let flags = read.flags;
     // Only a SYN opens a connection; clients send no SYN-ACK. All other packets have ACK, except a bare RST.
     let possible = if flags & SYN != 0 { flags & (ACK | FIN | RST) == 0 } else { flags & (ACK | RST) != 0 };
@@ -146,12 +146,12 @@ pub(super) fn tcp(packet: &IpPacket<'_>, ports: (u16, u16)) -> Result<Packet, Pa
 }
 
 /// Parses TCP between `ports` in a server's `packet`, as a client's packet of that connection.
-pub(super) fn tcp_answer(packet: &IpPacket<'_>, ports: (u16, u16)) -> Result<Packet, ParseEnd> {
-    let Packet { client, vip, protocol, flags, tsecr } = tcp_header(packet, ports)?;
+pub(super) fn parse_tcp_reply(packet: &IpPacket<'_>, ports: (u16, u16)) -> Result<Packet, ParseEnd> {
+    let Packet { client, vip, protocol, flags, tsecr } = parse_tcp_header(packet, ports)?;
     Ok(Packet { client: vip, vip: client, protocol, flags, tsecr })
 }
 
-fn tcp_header(packet: &IpPacket<'_>, ports: (u16, u16)) -> Result<Packet, ParseEnd> {
+fn parse_tcp_header(packet: &IpPacket<'_>, ports: (u16, u16)) -> Result<Packet, ParseEnd> {
     const MALFORMED: ParseEnd = intf::LB_COUNTER_DROP_MALFORMED_TCP;
     let segment = packet.payload;
     if segment.len() < TCP_HEADER {
@@ -162,17 +162,17 @@ fn tcp_header(packet: &IpPacket<'_>, ports: (u16, u16)) -> Result<Packet, ParseE
         return Err(MALFORMED);
     }
     let options = &segment[TCP_HEADER..header];
-    let tsecr = timestamp_at(options).map_err(|Malformed| MALFORMED)?.map(|at| Tsecr {
+    let tsecr = timestamp_offset(options).map_err(|Malformed| MALFORMED)?.map(|at| Tsecr {
         value: u32_at(options, at + 6),
-        transport: packet.transport,
-        at: TCP_HEADER + at + 6,
+        transport_offset: packet.transport_offset,
+        tsecr_offset: TCP_HEADER + at + 6,
     });
     let (client, vip) = (SocketAddr::new(packet.client, ports.0), SocketAddr::new(packet.vip, ports.1));
     Ok(Packet { client, vip, protocol: Protocol::Tcp, flags, tsecr })
 }
 
 /// Parses UDP between `ports` in `packet`: whole, or the first fragment of a longer datagram.
-pub(super) fn udp(packet: &IpPacket<'_>, ports: (u16, u16)) -> Result<Packet, ParseEnd> {
+pub(super) fn parse_udp(packet: &IpPacket<'_>, ports: (u16, u16)) -> Result<Packet, ParseEnd> {
     const MALFORMED: ParseEnd = intf::LB_COUNTER_DROP_MALFORMED_UDP;
     if packet.payload.len() < UDP_HEADER {
         return Err(MALFORMED);
@@ -185,11 +185,11 @@ pub(super) fn udp(packet: &IpPacket<'_>, ports: (u16, u16)) -> Result<Packet, Pa
     Ok(Packet { client, vip, protocol: Protocol::Udp, flags: 0, tsecr: None })
 }
 
-pub(super) fn quote(packet: &IpPacket<'_>) -> Result<Quote, ParseEnd> {
-    if packet.vip.is_ipv6() { packet_ipv6::quote(packet) } else { quote_ipv4(packet) }
+pub(super) fn parse_quote(packet: &IpPacket<'_>) -> Result<Quote, ParseEnd> {
+    if packet.vip.is_ipv6() { packet_ipv6::parse_quote(packet) } else { parse_quote_ipv4(packet) }
 }
 
-fn quote_ipv4(packet: &IpPacket<'_>) -> Result<Quote, ParseEnd> {
+fn parse_quote_ipv4(packet: &IpPacket<'_>) -> Result<Quote, ParseEnd> {
     const MALFORMED: ParseEnd = intf::LB_COUNTER_DROP_MALFORMED_ICMP;
     if packet.part != FragmentPart::Whole {
         return Err(NOT_A_SERVICE);
@@ -209,7 +209,7 @@ fn quote_ipv4(packet: &IpPacket<'_>) -> Result<Quote, ParseEnd> {
     if quoted.len() < header + QUOTED_BYTES {
         return Err(MALFORMED);
     }
-    if address_at(quoted, 12) != packet.vip || part(quoted) == FragmentPart::Later {
+    if address_at(quoted, 12) != packet.vip || fragment_part(quoted) == FragmentPart::Later {
         return Err(NOT_A_SERVICE);
     }
     let segment = &quoted[header..];
@@ -217,7 +217,7 @@ fn quote_ipv4(packet: &IpPacket<'_>) -> Result<Quote, ParseEnd> {
         protocol: quoted[9],
         client: SocketAddr::new(address_at(quoted, 16), u16_at(segment, 2)),
         vip: SocketAddr::new(packet.vip, u16_at(segment, 0)),
-        value: if quoted[9] == Protocol::Tcp.number() { quoted_value(segment) } else { None },
+        tsval: if quoted[9] == Protocol::Tcp.number() { quoted_tsval(segment) } else { None },
     })
 }
 
@@ -239,11 +239,11 @@ fn updated_checksum(checksum: u16, old: u16, new: u16) -> u16 {
 
 /// Sets TSecr (or TSval, if `tsecr` is the position of TSval) and updates the TCP checksum.
 pub(super) fn set_tsecr(frame: &mut [u8], tsecr: &Tsecr, value: u32) {
-    let (at, checksum) = (tsecr.transport + tsecr.at, tsecr.transport + 16);
+    let (at, checksum) = (tsecr.transport_offset + tsecr.tsecr_offset, tsecr.transport_offset + 16);
     for half in [0, 2] {
         let (old, new) = (u16_at(frame, at + half), (value >> (16 - 8 * half)) as u16);
         // At an odd offset both bytes count in the other half of the checksum's words (RFC 1071, Sect. 2 B).
-        let odd = !tsecr.at.is_multiple_of(2);
+        let odd = !tsecr.tsecr_offset.is_multiple_of(2);
         let counted = |word: u16| if odd { word.swap_bytes() } else { word };
         let mended = updated_checksum(u16_at(frame, checksum), counted(old), counted(new));
         frame[checksum..checksum + 2].copy_from_slice(&mended.to_be_bytes());
@@ -258,7 +258,7 @@ pub(super) fn source_mac(frame: &[u8]) -> [u8; 6] {
 /// Returns the length of the packet in bytes.
 pub(super) fn ip_length(frame: &[u8]) -> usize {
     if packet_ipv6::is_ipv6(frame) {
-        return packet_ipv6::length(frame);
+        return packet_ipv6::packet_length(frame);
     }
     usize::from(u16_at(frame, ETHERNET_HEADER + 2))
 }
@@ -273,7 +273,7 @@ pub(super) fn traffic_class(frame: &[u8]) -> u8 {
 
 /// Returns client and ports of a packet that is forwarded, as far as its outer header depends on them: ports are 0
 /// where a decision reads none.
-pub(super) fn flow(frame: &[u8]) -> (IpAddr, [u8; 4]) {
+pub(super) fn client_and_ports(frame: &[u8]) -> (IpAddr, [u8; 4]) {
     let packet = parse_ip(frame).expect("a packet that is forwarded");
     let has_ports = ![PROTOCOL_ICMP, PROTOCOL_ICMPV6].contains(&packet.protocol) && packet.part != FragmentPart::Later;
     let ports = packet.payload.get(..4).filter(|_| has_ports).and_then(|ports| ports.try_into().ok());

@@ -5,9 +5,10 @@ use std::net::{IpAddr, Ipv6Addr, SocketAddr};
 use coreward_intf as intf;
 
 use super::ip_packet::{
-    ETHERNET_HEADER, FragmentPart, ICMP_HEADER, IpPacket, NOT_A_SERVICE, Outer, ParseEnd, QUOTED_BYTES, Quote, u16_at,
+    ETHERNET_HEADER, FragmentPart, FrameFields, ICMP_HEADER, IpPacket, NOT_A_SERVICE, ParseEnd, QUOTED_BYTES, Quote,
+    u16_at,
 };
-use super::timestamp_option::quoted_value;
+use super::timestamp_option::quoted_tsval;
 use crate::tuple::Protocol;
 
 pub(super) const ETHERTYPE_IPV6: u16 = 0x86dd;
@@ -22,7 +23,7 @@ const AUTHENTICATION: u8 = 51;
 const EXTENSION_HEADERS: [u8; 5] = [0, 43, FRAGMENT, AUTHENTICATION, 60];
 const MAX_EXTENSION_HEADERS: usize = 6;
 /// Largest offset in the frame of a transport header.
-const LAST_TRANSPORT: usize = 111;
+const MAX_TRANSPORT_OFFSET: usize = 111;
 
 pub(super) fn is_ipv6(frame: &[u8]) -> bool {
     frame.len() >= ETHERNET_HEADER + IPV6_HEADER && u16_at(frame, 12) == ETHERTYPE_IPV6
@@ -33,8 +34,8 @@ pub(super) fn address_at(bytes: &[u8], offset: usize) -> IpAddr {
 }
 
 /// Returns the fields of a frame that are read first. [`is_ipv6`] has accepted the frame.
-pub(super) fn outer(frame: &[u8]) -> Option<Outer> {
-    Some(Outer {
+pub(super) fn read_frame_fields(frame: &[u8]) -> Option<FrameFields> {
+    Some(FrameFields {
         destination_mac: frame[..6].try_into().expect("six bytes"),
         protocol: frame[ETHERNET_HEADER + 6],
         vip: address_at(frame, ETHERNET_HEADER + 24),
@@ -42,20 +43,21 @@ pub(super) fn outer(frame: &[u8]) -> Option<Outer> {
 }
 
 /// Parses a frame that [`is_ipv6`] accepted.
-pub(super) fn ipv6(frame: &[u8]) -> Result<IpPacket<'_>, ParseEnd> {
+pub(super) fn parse_ipv6(frame: &[u8]) -> Result<IpPacket<'_>, ParseEnd> {
     let packet = &frame[ETHERNET_HEADER..];
     let end = IPV6_HEADER + usize::from(u16_at(packet, 4));
     if packet[0] >> 4 != 6 || end > packet.len() {
         return Err(intf::LB_COUNTER_DROP_MALFORMED_IPV6);
     }
-    let ExtensionChainEnd { protocol, part, identification, transport } = skip_extension_headers(&packet[..end])?;
+    let ExtensionChainEnd { protocol, part, identification, transport_offset: transport } =
+        skip_extension_headers(&packet[..end])?;
     Ok(IpPacket {
         client: address_at(packet, 8),
         vip: address_at(packet, 24),
         protocol,
         identification,
         part,
-        transport: ETHERNET_HEADER + transport,
+        transport_offset: ETHERNET_HEADER + transport,
         payload: packet.get(transport..end).unwrap_or_default(),
     })
 }
@@ -67,7 +69,7 @@ struct ExtensionChainEnd {
     /// Identification of a fragmented datagram, else 0.
     identification: u32,
     /// Offset of the transport header.
-    transport: usize,
+    transport_offset: usize,
 }
 
 /// Finds the end of the extension headers.
@@ -86,7 +88,7 @@ fn skip_extension_headers(packet: &[u8]) -> Result<ExtensionChainEnd, ParseEnd> 
             AUTHENTICATION => (length + 2) * 4,
             _ => (length + 1) * 8,
         };
-        if ETHERNET_HEADER + at > LAST_TRANSPORT {
+        if ETHERNET_HEADER + at > MAX_TRANSPORT_OFFSET {
             return Err(intf::LB_COUNTER_DROP_EXTENSION_HEADERS);
         }
         // An atomic fragment is a whole packet: all its bits are 0 but the reserved ones (RFC 6946).
@@ -94,13 +96,13 @@ fn skip_extension_headers(packet: &[u8]) -> Result<ExtensionChainEnd, ParseEnd> 
             let part = if field & !0x7 == 0 { FragmentPart::First } else { FragmentPart::Later };
             let identification = packet.get(at - 4..at).ok_or(intf::LB_COUNTER_DROP_MALFORMED_IPV6)?;
             let identification = u32::from_be_bytes(identification.try_into().expect("four bytes"));
-            return Ok(ExtensionChainEnd { protocol: next, part, identification, transport: at });
+            return Ok(ExtensionChainEnd { protocol: next, part, identification, transport_offset: at });
         }
     }
-    Ok(ExtensionChainEnd { protocol: next, part: FragmentPart::Whole, identification: 0, transport: at })
+    Ok(ExtensionChainEnd { protocol: next, part: FragmentPart::Whole, identification: 0, transport_offset: at })
 }
 
-pub(super) fn quote(packet: &IpPacket<'_>) -> Result<Quote, ParseEnd> {
+pub(super) fn parse_quote(packet: &IpPacket<'_>) -> Result<Quote, ParseEnd> {
     const MALFORMED: ParseEnd = intf::LB_COUNTER_DROP_MALFORMED_ICMP;
     let message = packet.payload;
     if message.len() < ICMP_HEADER {
@@ -122,11 +124,11 @@ pub(super) fn quote(packet: &IpPacket<'_>) -> Result<Quote, ParseEnd> {
         protocol,
         client: SocketAddr::new(address_at(quoted, 24), u16_at(segment, 2)),
         vip: SocketAddr::new(packet.vip, u16_at(segment, 0)),
-        value: if protocol == Protocol::Tcp.number() { quoted_value(segment) } else { None },
+        tsval: if protocol == Protocol::Tcp.number() { quoted_tsval(segment) } else { None },
     })
 }
 
-pub(super) fn length(frame: &[u8]) -> usize {
+pub(super) fn packet_length(frame: &[u8]) -> usize {
     IPV6_HEADER + usize::from(u16_at(frame, ETHERNET_HEADER + 4))
 }
 

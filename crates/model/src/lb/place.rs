@@ -14,18 +14,18 @@ const FALLBACK_MEMBERS: usize = 16;
 #[derive(Debug, Clone)]
 pub(super) struct Placement {
     table: PlacementTable,
-    hashes: Vec<ToeplitzTables>,
+    toeplitz_tables: Vec<ToeplitzTables>,
     pub state: PlacementState,
 }
 
 impl Placement {
     pub fn new(table: PlacementTable) -> Self {
         let hashes = table.groups.iter().map(|key| key.tables()).collect();
-        Self { state: PlacementState::for_table(&table), hashes, table }
+        Self { state: PlacementState::for_table(&table), toeplitz_tables: hashes, table }
     }
 
     fn hash(&self, group: usize, tuple: &FourTuple) -> u32 {
-        self.hashes[group].hash(&tuple.bytes())
+        self.toeplitz_tables[group].hash(&tuple.bytes())
     }
 
     /// Whether the rule can choose differently for the same packet.
@@ -34,13 +34,13 @@ impl Placement {
     }
 
     /// Returns the bucket's server and its previous server, whatever the loads; `None`: the table has no members.
-    pub fn by_bucket(&self, tuple: &FourTuple) -> Option<FlowEntry> {
+    pub fn bucket_entry(&self, tuple: &FourTuple) -> Option<FlowEntry> {
         if self.table.members.is_empty() {
             return None;
         }
         let bucket = self.table.bucket_count.bucket(self.hash(0, tuple)) as usize;
-        let server = *self.table.consistent.get(bucket)?;
-        let before = self.table.previous_consistent.get(bucket).copied().flatten();
+        let server = *self.table.consistent_servers.get(bucket)?;
+        let before = self.table.previous_consistent_servers.get(bucket).copied().flatten();
         Some(FlowEntry { previous_server: before, ..FlowEntry::of(server) })
     }
 }
@@ -115,15 +115,16 @@ impl Service {
         {
             return Some(id);
         }
-        placement.state.round_robin = self.round_robin;
+        placement.state.round_robin_counter = self.round_robin_counter;
         let chosen = placement.table.choose_counted(
             &mut placement.state,
-            |group| placement.hashes[group].hash(&bytes),
+            |group| placement.toeplitz_tables[group].hash(&bytes),
             |id| self.can_take_new_connections(id),
         );
-        self.round_robin = placement.state.round_robin;
-        let id =
-            chosen.filter(|id| self.can_take_new_connections(*id)).or_else(|| self.fallback(&placement.table, hash))?;
+        self.round_robin_counter = placement.state.round_robin_counter;
+        let id = chosen
+            .filter(|id| self.can_take_new_connections(*id))
+            .or_else(|| self.choose_fallback(&placement.table, hash))?;
         if let Some(recent) = recent {
             *recent.entry(hash) = key | u64::from(id.get());
         }
@@ -131,7 +132,7 @@ impl Service {
     }
 
     /// Returns the next member that can take a connection, starting from a member drawn by hash.
-    fn fallback(&self, table: &PlacementTable, hash: u32) -> Option<ServerId> {
+    fn choose_fallback(&self, table: &PlacementTable, hash: u32) -> Option<ServerId> {
         let (start, _) = two_draws(mix(hash), table.members.len() as u32);
         let turns = table.members.iter().cycle().skip(start as usize).take(FALLBACK_MEMBERS.min(table.members.len()));
         turns.map(|member| member.server).find(|id| self.can_take_new_connections(*id))

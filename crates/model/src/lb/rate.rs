@@ -19,25 +19,25 @@ pub struct Rate {
 
 /// State of one token bucket.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct Bucket {
+pub struct TokenBucket {
     /// Time up to which the taken tokens are paid for (ns).
-    pub paid_until: u64,
+    pub paid_until_ns: u64,
 }
 
-impl Bucket {
+impl TokenBucket {
     /// Takes a token; returns false if there is none.
     pub fn take(&mut self, rate: Rate, now_ns: u64) -> bool {
-        let start = self.paid_until.max(now_ns);
+        let start = self.paid_until_ns.max(now_ns);
         if start - now_ns > rate.burst_ns {
             return false;
         }
-        self.paid_until = start.wrapping_add(rate.interval_ns);
+        self.paid_until_ns = start.wrapping_add(rate.interval_ns);
         true
     }
 }
 
 /// Reason of a broadcast: `enum limited_kind`.
-pub type Reason = intf::limited_kind;
+pub type BroadcastReason = intf::limited_kind;
 /// Number of reasons.
 pub const REASON_COUNT: usize = intf::LIMITED_KIND_COUNT as usize;
 
@@ -54,16 +54,16 @@ pub struct BroadcastRates {
 
 /// A selection of token buckets.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Buckets {
+pub enum TokenBucketSelector {
     /// Bucket of a service by its slot, for one reason.
-    Service(usize, Reason),
+    Service(usize, BroadcastReason),
     /// Bucket of the load balancer, for one reason.
-    Total(Reason),
+    Total(BroadcastReason),
     /// Every eighth bucket of sources from this one on.
     Sources(usize),
 }
 
-impl Buckets {
+impl TokenBucketSelector {
     /// Returns the positions of the buckets of a [`Sources`](Self::Sources).
     pub fn sources(first: usize) -> impl Iterator<Item = usize> {
         (first % 8..intf::BROADCAST_SHARDS as usize).step_by(8)
@@ -72,34 +72,34 @@ impl Buckets {
 
 /// Token buckets of all sources and services, and of the load balancer.
 #[derive(Debug)]
-pub(super) struct Broadcast {
-    per_source: Vec<Bucket>,
-    per_service: Vec<[Bucket; REASON_COUNT]>,
-    total: [Bucket; REASON_COUNT],
+pub(super) struct BroadcastLimiter {
+    per_source: Vec<TokenBucket>,
+    per_service: Vec<[TokenBucket; REASON_COUNT]>,
+    total: [TokenBucket; REASON_COUNT],
 }
 
-impl Default for Broadcast {
+impl Default for BroadcastLimiter {
     fn default() -> Self {
         Self {
-            per_source: vec![Bucket::default(); intf::BROADCAST_SHARDS as usize],
+            per_source: vec![TokenBucket::default(); intf::BROADCAST_SHARDS as usize],
             per_service: vec![Default::default(); intf::MAX_SERVICES as usize],
             total: Default::default(),
         }
     }
 }
 
-impl Broadcast {
+impl BroadcastLimiter {
     /// Whether a packet from `source` may be broadcast to the servers of the service.
-    pub fn take(
+    pub fn take_tokens(
         &mut self,
         key: &CookieKey,
         (service, source): (usize, IpAddr),
-        reason: Reason,
+        reason: BroadcastReason,
         rates: &[BroadcastRates; REASON_COUNT],
         now_ns: u64,
     ) -> bool {
         let sender = SocketAddr::new(source, (reason as u16).swap_bytes());
-        let shard = ConnectionHash::new(key, service as u16, sender).low() as usize % self.per_source.len();
+        let shard = ConnectionHash::new(key, service as u16, sender).low_half() as usize % self.per_source.len();
         let (reason, rates) = (reason as usize, rates[reason as usize]);
         let is_within = self.per_source[shard].take(rates.per_source, now_ns);
         // A source above its rate leaves half of the burst to other sources.
@@ -108,12 +108,14 @@ impl Broadcast {
             && self.total[reason].take(shared(rates.total), now_ns)
     }
 
-    pub fn set_paid_until(&mut self, buckets: Buckets, paid_until: u64) {
-        let bucket = Bucket { paid_until };
+    pub fn set_paid_until(&mut self, buckets: TokenBucketSelector, paid_until: u64) {
+        let bucket = TokenBucket { paid_until_ns: paid_until };
         match buckets {
-            Buckets::Service(service, reason) => self.per_service[service][reason as usize] = bucket,
-            Buckets::Total(reason) => self.total[reason as usize] = bucket,
-            Buckets::Sources(first) => Buckets::sources(first).for_each(|at| self.per_source[at] = bucket),
+            TokenBucketSelector::Service(service, reason) => self.per_service[service][reason as usize] = bucket,
+            TokenBucketSelector::Total(reason) => self.total[reason as usize] = bucket,
+            TokenBucketSelector::Sources(first) => {
+                TokenBucketSelector::sources(first).for_each(|at| self.per_source[at] = bucket)
+            }
         }
     }
 }
@@ -127,8 +129,8 @@ mod tests {
     #[test]
     fn burst_is_followed_by_the_rate() {
         let rate = Rate { interval_ns: 10, burst_ns: 20 };
-        let mut bucket = Bucket::default();
-        let taken = |bucket: &mut Bucket, now| (0..5).filter(|_| bucket.take(rate, now)).count();
+        let mut bucket = TokenBucket::default();
+        let taken = |bucket: &mut TokenBucket, now| (0..5).filter(|_| bucket.take(rate, now)).count();
         assert_eq!(taken(&mut bucket, 1000), 3);
         assert_eq!(taken(&mut bucket, 1009), 0);
         assert_eq!(taken(&mut bucket, 1010), 1);
@@ -137,7 +139,7 @@ mod tests {
 
     /// Returns the number of genuine packets that are accepted within a second: of 100, each from a source of its own.
     /// Meanwhile `junk` sources send 10,000 packets each.
-    fn accepted(junk: &[(Ipv4Addr, usize, Reason)], genuine: (usize, Reason)) -> usize {
+    fn accepted(junk: &[(Ipv4Addr, usize, BroadcastReason)], genuine: (usize, BroadcastReason)) -> usize {
         let rate = |per_second: u64, burst: u64| Rate {
             interval_ns: 1_000_000_000 / per_second,
             burst_ns: (burst - 1) * 1_000_000_000 / per_second,
@@ -145,16 +147,16 @@ mod tests {
         let rates = [BroadcastRates { per_source: rate(250, 64), per_service: rate(1000, 128), total: rate(3000, 300) };
             REASON_COUNT];
         let (mut broadcast, key) =
-            (Broadcast::default(), CookieKey { k0: 0x5d3c_91ab_04e7_aa13, k1: 0x0f1e_77c9_d2b4_5a61 });
+            (BroadcastLimiter::default(), CookieKey { k0: 0x5d3c_91ab_04e7_aa13, k1: 0x0f1e_77c9_d2b4_5a61 });
         let mut accepted = 0;
         for n in 0..10_000u64 {
             let now_ns = 1_000_000_000 + n * 100_000;
             for (source, service, reason) in junk {
-                broadcast.take(&key, (*service, (*source).into()), *reason, &rates, now_ns);
+                broadcast.take_tokens(&key, (*service, (*source).into()), *reason, &rates, now_ns);
             }
             if n % 100 == 0 {
                 let (source, (service, reason)) = (Ipv4Addr::from(0x0a00_0000 + n as u32), genuine);
-                accepted += usize::from(broadcast.take(&key, (service, source.into()), reason, &rates, now_ns));
+                accepted += usize::from(broadcast.take_tokens(&key, (service, source.into()), reason, &rates, now_ns));
             }
         }
         accepted
@@ -184,11 +186,11 @@ mod tests {
         let total = Rate { interval_ns: 100_000, burst_ns: 0 };
         let rates = [BroadcastRates { per_source: rate, per_service: rate, total }; REASON_COUNT];
         let (mut broadcast, key) =
-            (Broadcast::default(), CookieKey { k0: 0x5d3c_91ab_04e7_aa13, k1: 0x0f1e_77c9_d2b4_5a61 });
+            (BroadcastLimiter::default(), CookieKey { k0: 0x5d3c_91ab_04e7_aa13, k1: 0x0f1e_77c9_d2b4_5a61 });
         let sent = (0..1_000_000u64)
             .filter(|n| {
                 let from = ((n % 1024) as usize, Ipv4Addr::from(*n as u32).into());
-                broadcast.take(&key, from, intf::LIMITED_RESET, &rates, 1_000_000_000 + n * 1000)
+                broadcast.take_tokens(&key, from, intf::LIMITED_RESET, &rates, 1_000_000_000 + n * 1000)
             })
             .count();
         assert!((9_000..=10_001).contains(&sent), "{sent}");

@@ -10,10 +10,10 @@ use coreward_intf as intf;
 use super::decision::Decision;
 use super::packet::{self, Packet};
 use super::{LoadBalancer, Mac};
-use crate::connection_table::table::{ConnectionTable, NewConnection, NotTaken, OwnMemory, RecentConnections};
+use crate::connection_table::table::{ConnectionTable, NewConnection, OwnMemory, RecentConnections, TakeError};
 use crate::connection_table::{
-    Clock, Connection, ConnectionHash, ConnectionIndex, OwnerNumber, TableSize, Timers, owner_and_slot, source_shard,
-    syn_tsecr,
+    ClockTicks, Connection, ConnectionHash, ConnectionIndex, OwnerNumber, TableSize, Timeouts, owner_and_slot,
+    source_shard, syn_tsecr,
 };
 use crate::cookie::CookieKey;
 use crate::{FourTuple, ServerId};
@@ -35,15 +35,15 @@ pub(super) struct Stateful {
     pub key: CookieKey,
     pub owner: Option<OwnerNumber>,
     pub owners: [Owner; intf::MAX_OWNERS as usize],
-    pub clock: Clock,
+    pub clock: ClockTicks,
     /// Time of user space's last sweep.
-    pub swept: Clock,
+    pub last_sweep: ClockTicks,
     /// Entries that one source prefix may hold; `None`: any number.
     pub entries_per_source: Option<u32>,
     table: ConnectionTable<OwnMemory>,
     recent: RecentConnections,
     /// Entries that each source prefix holds.
-    held: Vec<u32>,
+    entries_by_source: Vec<u32>,
 }
 
 /// Result of a look-up by the index in a cookie.
@@ -64,22 +64,22 @@ impl Stateful {
             key: CookieKey { k0: 0, k1: 0 },
             owner: None,
             owners: Default::default(),
-            clock: Clock::default(),
-            swept: Clock::default(),
+            clock: ClockTicks::default(),
+            last_sweep: ClockTicks::default(),
             entries_per_source: None,
             table,
             recent: RecentConnections::default(),
-            held: vec![0; intf::SOURCE_SHARDS as usize],
+            entries_by_source: vec![0; intf::SOURCE_SHARDS as usize],
         }
     }
 
-    fn held(&mut self, client: IpAddr) -> &mut u32 {
-        &mut self.held[source_shard(&self.key, client)]
+    fn source_entries_mut(&mut self, client: IpAddr) -> &mut u32 {
+        &mut self.entries_by_source[source_shard(&self.key, client)]
     }
 
     fn may_take_entry(&mut self, client: IpAddr) -> bool {
         let limit = self.entries_per_source;
-        limit.is_none_or(|limit| *self.held(client) < limit)
+        limit.is_none_or(|limit| *self.source_entries_mut(client) < limit)
     }
 
     pub fn connection(&self, index: ConnectionIndex) -> Option<Connection> {
@@ -99,7 +99,7 @@ impl Stateful {
         let released: Vec<&Connection> = connections.iter().filter(is_unchanged).filter(release).collect();
         for connection in released {
             self.table.push(connection.index);
-            *self.held(connection.client.ip()) -= 1;
+            *self.source_entries_mut(connection.client.ip()) -= 1;
         }
     }
 
@@ -122,7 +122,7 @@ impl LoadBalancer {
     }
 
     /// Decides by the index `number` in a cookie. `from`: the sender of the frame.
-    pub(super) fn by_index(
+    pub(super) fn decide_by_index(
         &mut self,
         service_slot: usize,
         tuple: &FourTuple,
@@ -133,7 +133,10 @@ impl LoadBalancer {
     ) -> IndexLookup {
         let (owner, entry) = owner_and_slot(number);
         if self.stateful.owner != Some(owner) {
-            return IndexLookup::Decided(self.by_owner((service_slot, tuple.client().ip()), owner, from, now_ns), None);
+            return IndexLookup::Decided(
+                self.decide_owner((service_slot, tuple.client().ip()), owner, from, now_ns),
+                None,
+            );
         }
         let hash = self.connection_hash(service_slot, tuple);
         match self.stateful.table.find(hash, entry, service_slot as u16) {
@@ -144,10 +147,10 @@ impl LoadBalancer {
     }
 
     /// Forwards to the load balancer that owns the entry, but never from one load balancer to the next.
-    fn by_owner(&mut self, of: (usize, IpAddr), owner: OwnerNumber, from: Mac, now_ns: u64) -> Decision {
+    fn decide_owner(&mut self, of: (usize, IpAddr), owner: OwnerNumber, from: Mac, now_ns: u64) -> Decision {
         let owners = self.stateful.owners;
         match owners[usize::from(owner.get())] {
-            Owner::Unknown => self.unknown(of, now_ns),
+            Owner::Unknown => self.decide_unknown(of, now_ns),
             Owner::Reachable(mac) if !owners.contains(&Owner::Reachable(from)) => {
                 Decision::forward(intf::LB_COUNTER_TO_OWNER, mac)
             }
@@ -160,20 +163,20 @@ impl LoadBalancer {
 
     /// Gives a new connection the slot of an expired entry.
     fn reuse(&mut self, new: &NewConnection, server: ServerId) -> Option<ConnectionIndex> {
-        let (clock, swept) = (self.stateful.clock, self.stateful.swept);
+        let (clock, swept) = (self.stateful.clock, self.stateful.last_sweep);
         let is_expired = |connection: &Connection| {
             let identity = connection.identity;
             let known = self.service(usize::from(identity.service)).server(identity.server).is_some();
-            Timers::default().is_expired(connection, known, swept, clock)
+            Timeouts::default().is_expired(connection, known, swept, clock)
         };
         let (index, before) = self.stateful.table.reuse(new, server, clock, is_expired)?;
-        let held = self.stateful.held(before.client.ip());
+        let held = self.stateful.source_entries_mut(before.client.ip());
         *held = held.saturating_sub(1);
         Some(index)
     }
 
     /// Gives a SYN an entry, or finds the entry of its first transmission. TSecr names the entry to the server.
-    pub(super) fn new_stateful(
+    pub(super) fn decide_new_stateful(
         &mut self,
         service_slot: usize,
         packet: &Packet,
@@ -182,7 +185,7 @@ impl LoadBalancer {
     ) -> Decision {
         let hash = self.connection_hash(service_slot, &packet.tuple());
         let owner = self.stateful.owner;
-        let recent = self.stateful.recent.slot(hash);
+        let recent = self.stateful.recent.find_slot(hash);
         let before = recent.and_then(|recent| self.stateful.table.find(hash, recent, service_slot as u16));
         if let (Some((index, id)), Some(owner)) = (before, owner)
             && self.service(service_slot).takes_new_connections(id)
@@ -192,7 +195,7 @@ impl LoadBalancer {
             let decision = self.deliver_to(service_slot, id, intf::LB_COUNTER_NEW_CONNECTION).opening(opens);
             return decision.with_tsecr(tsecr, syn_tsecr(owner, index.slot()));
         }
-        let decision = self.by_rule(service_slot, packet, intf::LB_COUNTER_NEW_CONNECTION);
+        let decision = self.decide_by_rule(service_slot, packet, intf::LB_COUNTER_NEW_CONNECTION);
         let decision = if tsecr.value == 0 { decision } else { decision.with_tsecr(tsecr, 0) };
         let (Some(server), Some(owner)) = (decision.server(), owner) else { return decision };
         if !self.stateful.may_take_entry(packet.client.ip()) {
@@ -201,13 +204,13 @@ impl LoadBalancer {
         let new = NewConnection { hash, service: service_slot as u16, client: packet.client, bytes };
         let (index, decision) = match self.stateful.table.take(&new, server, self.stateful.clock) {
             Ok(index) => (index, decision),
-            Err(NotTaken::Full) => match self.reuse(&new, server) {
+            Err(TakeError::Full) => match self.reuse(&new, server) {
                 Some(index) => (index, decision.with_event(intf::LB_EVENT_CONNECTION_REUSED)),
                 None => return decision.with_event(intf::LB_EVENT_CONNECTION_TABLE_FULL),
             },
-            Err(NotTaken::Contended) => unreachable!("no other operation takes entries here"),
+            Err(TakeError::Contended) => unreachable!("no other operation takes entries here"),
         };
-        *self.stateful.held(packet.client.ip()) += 1;
+        *self.stateful.source_entries_mut(packet.client.ip()) += 1;
         self.stateful.recent.remember(hash, index);
         decision.with_tsecr(tsecr, syn_tsecr(owner, index.slot()))
     }

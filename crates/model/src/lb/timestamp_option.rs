@@ -11,7 +11,7 @@ const TIMESTAMP_LENGTH: usize = 10;
 pub(super) struct Malformed;
 
 /// Returns the offset of the timestamp option. The options after it are not checked.
-pub(super) fn timestamp_at(options: &[u8]) -> Result<Option<usize>, Malformed> {
+pub(super) fn timestamp_offset(options: &[u8]) -> Result<Option<usize>, Malformed> {
     let mut at = 0;
     while at < options.len() {
         match options[at] {
@@ -33,10 +33,10 @@ pub(super) fn timestamp_at(options: &[u8]) -> Result<Option<usize>, Malformed> {
 }
 
 /// Returns TSval in the quoted part of a TCP segment.
-pub(super) fn quoted_value(segment: &[u8]) -> Option<u32> {
+pub(super) fn quoted_tsval(segment: &[u8]) -> Option<u32> {
     let header = usize::from(segment.get(12)? >> 4) * 4;
     let options = segment.get(TCP_HEADER..header.min(segment.len()))?;
     // A truncated list is malformed: then there is no timestamp.
-    let at = timestamp_at(options).ok().flatten()?;
+    let at = timestamp_offset(options).ok().flatten()?;
     Some(u32_at(options, at + 2))
 }

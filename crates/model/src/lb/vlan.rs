@@ -9,17 +9,17 @@ use crate::ServerId;
 use crate::vlan::Vlan;
 
 const ETHERTYPE_VLAN: u16 = 0x8100;
-const TAG: usize = 4;
+const TAG_BYTES: usize = 4;
 /// Offset of a tag, and of the ethertype without one.
-const TAG_AT: usize = ETHERNET_HEADER - 2;
-const PRIORITY: u16 = 0xf000;
-const ID: u16 = 0x0fff;
+const TAG_OFFSET: usize = ETHERNET_HEADER - 2;
+const PRIORITY_MASK: u16 = 0xf000;
+const VLAN_ID_MASK: u16 = 0x0fff;
 
-/// VLANs of a load balancer. `in_use` is false only if the program was loaded without VLANs.
+/// VLANs of a load balancer. `is_tagging_enabled` is false only if the program was loaded without VLANs.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Vlans {
     /// Whether tags are read and written.
-    pub in_use: bool,
+    pub is_tagging_enabled: bool,
     /// VLAN of clients' packets.
     pub vip: Vlan,
 }
@@ -37,24 +37,25 @@ impl LoadBalancer {
 
     /// Whether one frame can reach all servers of the service.
     pub(super) fn has_broadcast_vlan(&self, service: usize) -> bool {
-        !self.constants.vlans.in_use || self.broadcast_vlans.get(&service) != Some(&None)
+        !self.constants.vlans.is_tagging_enabled || self.broadcast_vlans.get(&service) != Some(&None)
     }
 
     /// Processes `frame` and turns it into the frame that leaves. `now_ns` is a monotonic clock.
     pub fn receive(&mut self, frame: &mut Vec<u8>, now_ns: u64) -> Outcome {
-        if !self.constants.vlans.in_use {
+        if !self.constants.vlans.is_tagging_enabled {
             return self.receive_untagged(frame, now_ns);
         }
         let tag = self.remove_tag(frame);
-        let outcome = if tag.unwrap_or(0) & ID == self.constants.vlans.vip.get() {
+        let outcome = if tag.unwrap_or(0) & VLAN_ID_MASK == self.constants.vlans.vip.get() {
             self.receive_untagged(frame, now_ns)
         } else {
             let not_ours = || Decision::end(intf::LB_COUNTER_PASSED_NOT_SERVICE).outcome(None);
-            self.answer(frame).unwrap_or_else(not_ours)
+            self.process_reply(frame).unwrap_or_else(not_ours)
         };
         if outcome.verdict() != Verdict::Drop {
-            let own =
-                self.own_vlan(&outcome).map(|vlan| (vlan.get() != 0).then(|| tag.unwrap_or(0) & PRIORITY | vlan.get()));
+            let own = self
+                .egress_vlan(&outcome)
+                .map(|vlan| (vlan.get() != 0).then(|| tag.unwrap_or(0) & PRIORITY_MASK | vlan.get()));
             insert_tag(frame, own.unwrap_or(tag));
         }
         outcome
@@ -62,17 +63,17 @@ impl LoadBalancer {
 
     /// Removes the tag of a frame to this load balancer, and returns the tag's priority and VLAN.
     fn remove_tag(&self, frame: &mut Vec<u8>) -> Option<u16> {
-        let is_ours = frame.len() >= ETHERNET_HEADER + TAG
+        let is_ours = frame.len() >= ETHERNET_HEADER + TAG_BYTES
             && frame[..6] == self.own_mac
-            && u16_at(frame, TAG_AT) == ETHERTYPE_VLAN;
+            && u16_at(frame, TAG_OFFSET) == ETHERTYPE_VLAN;
         is_ours.then(|| {
-            let removed: Vec<u8> = frame.drain(TAG_AT..TAG_AT + TAG).collect();
+            let removed: Vec<u8> = frame.drain(TAG_OFFSET..TAG_OFFSET + TAG_BYTES).collect();
             u16_at(&removed, 2)
         })
     }
 
     /// Returns the VLAN in which a frame leaves; `None`: the VLAN in which it came.
-    fn own_vlan(&self, outcome: &Outcome) -> Option<Vlan> {
+    fn egress_vlan(&self, outcome: &Outcome) -> Option<Vlan> {
         match outcome.counter {
             intf::LB_COUNTER_BROADCAST | intf::LB_COUNTER_BROADCAST_OWNER_LOST => {
                 *self.broadcast_vlans.get(&outcome.service?).unwrap_or(&Some(Vlan::UNTAGGED))
@@ -84,6 +85,6 @@ impl LoadBalancer {
 
 fn insert_tag(frame: &mut Vec<u8>, tag: Option<u16>) {
     if let Some(tag) = tag {
-        frame.splice(TAG_AT..TAG_AT, [ETHERTYPE_VLAN.to_be_bytes(), tag.to_be_bytes()].concat());
+        frame.splice(TAG_OFFSET..TAG_OFFSET, [ETHERTYPE_VLAN.to_be_bytes(), tag.to_be_bytes()].concat());
     }
 }

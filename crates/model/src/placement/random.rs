@@ -43,9 +43,9 @@ impl PlacementTable {
             assignment_cost: uniform_below(rng, 4) * 700,
             core_slots,
             members,
-            consistent,
-            previous_consistent,
-            down: Vec::new(),
+            consistent_servers: consistent,
+            previous_consistent_servers: previous_consistent,
+            down_servers: Vec::new(),
             core_slot_ages: Vec::new(),
         }
     }

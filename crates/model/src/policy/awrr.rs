@@ -1,7 +1,7 @@
 //! `awrr`: weighted round robin whose weights follow the reported loads (Barbette et al., Cheetah, NSDI'20, Sect. 4.1).
 //! A server of mean load has 10 turns, an idle one 20, one far above the mean 2, each times the server's weight.
 
-use super::wrr_schedule::weighted_turns;
+use super::wrr_schedule::weighted_turn_table;
 use super::{Policy, Pool, independent_key};
 use crate::placement::{BucketCount, PlacementTable};
 use crate::rss::RssKey;
@@ -32,13 +32,13 @@ impl Policy for AdaptiveWeightedRoundRobin {
         NAME
     }
 
-    fn place(&mut self, pool: &Pool, buckets: BucketCount, generation: u64) -> PlacementTable {
+    fn compute_table(&mut self, pool: &Pool, buckets: BucketCount, generation: u64) -> PlacementTable {
         let neutral = pool.neutral_load();
         let loads: Vec<f64> = pool.eligible().map(|server| server.mean_load(neutral)).collect();
         let average = mean(&loads).unwrap_or(0.0);
         let by_load = loads.iter().map(|load| f64::from(turns(*load, average)));
         let shares: Vec<f64> = by_load.zip(pool.shares()).map(|(turns, (_, share))| turns * share).collect();
-        weighted_turns(pool, buckets, generation, self.key.clone(), &shares)
+        weighted_turn_table(pool, buckets, generation, self.key.clone(), &shares)
     }
 }
 

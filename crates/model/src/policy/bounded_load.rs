@@ -4,7 +4,7 @@
 //! Skipping full servers on the ring gives the same table as a ring without them.
 
 use super::consistent_hash::weighted_ring_table;
-use super::{LoadMetric, Policy, Pool, TelemetryLevel, by_bucket, independent_key};
+use super::{LoadMetric, Policy, Pool, TelemetryLevel, independent_key, table_by_bucket};
 use crate::ServerId;
 use crate::placement::{BucketCount, PlacementTable};
 use crate::rss::RssKey;
@@ -38,20 +38,22 @@ impl Policy for BoundedLoad {
         true
     }
 
-    fn place(&mut self, pool: &Pool, buckets: BucketCount, generation: u64) -> PlacementTable {
+    fn compute_table(&mut self, pool: &Pool, buckets: BucketCount, generation: u64) -> PlacementTable {
         let shares = pool.shares();
-        let below =
-            below_bound(&LoadMetric::Connections.server_loads(pool), &LoadMetric::Connections.comparison_shares(pool));
+        let below = positions_below_bound(
+            &LoadMetric::Connections.server_loads(pool),
+            &LoadMetric::Connections.comparison_shares(pool),
+        );
         let ring: Vec<(ServerId, f64)> = below.iter().map(|position| shares[*position]).collect();
         let of_ring = weighted_ring_table(&ring, buckets.get() as usize);
         let positions: Vec<usize> = of_ring.into_iter().map(|position| below[position]).collect();
-        by_bucket(pool, buckets, generation, self.key.clone(), &positions)
+        table_by_bucket(pool, buckets, generation, self.key.clone(), &positions)
     }
 }
 
 /// Returns the positions of servers below their bound. There is at least one, because the bound counts the next
 /// connection (ceil(c m / n) in the paper). `open`, `parts`: connections and share of each server.
-fn below_bound(open: &[f64], parts: &[f64]) -> Vec<usize> {
+fn positions_below_bound(open: &[f64], parts: &[f64]) -> Vec<usize> {
     let per_part = (open.iter().sum::<f64>() + 1.0) / parts.iter().sum::<f64>();
     (0..open.len()).filter(|position| open[*position] < BALANCE_FACTOR * per_part * parts[*position]).collect()
 }
@@ -73,7 +75,7 @@ mod tests {
     }
 
     fn servers_of_buckets(open: &[u32]) -> Vec<u16> {
-        let table = BoundedLoad::new(1).place(&pool(open), BucketCount::new(BUCKET_COUNT as u64).unwrap(), 1);
+        let table = BoundedLoad::new(1).compute_table(&pool(open), BucketCount::new(BUCKET_COUNT as u64).unwrap(), 1);
         (0..BUCKET_COUNT as u32).map(|bucket| table.candidates_of(0, bucket)[0].server.get()).collect()
     }
 
@@ -107,6 +109,6 @@ mod tests {
     #[test]
     fn single_server_gets_all_buckets() {
         assert!(servers_of_buckets(&[1_000_000]).iter().all(|server| *server == 1));
-        assert_eq!(below_bound(&[7.0, 7.0], &[1.0, 1.0]), [0, 1]);
+        assert_eq!(positions_below_bound(&[7.0, 7.0], &[1.0, 1.0]), [0, 1]);
     }
 }

@@ -92,7 +92,7 @@ impl BucketLoads {
     fn find_least(&mut self, servers: &[&PoolServer], key: &RssKey, most: usize) {
         let stride = self.columns.len();
         let limit = most.min(stride);
-        for (bucket, least) in (0..).zip(&mut self.least).filter(|(_, least)| least.places().len() < limit) {
+        for (bucket, least) in (0..).zip(&mut self.least).filter(|(_, least)| least.ranked_cores().len() < limit) {
             let loads = &self.loads[bucket as usize * stride..][..stride];
             let place = |((source, load), server): ((u32, &f64), &&PoolServer)| {
                 std::iter::once(RankedCore { load: *load, core: core_at(server, key, bucket), source })
@@ -109,7 +109,7 @@ impl BucketLoads {
 
     /// Returns the least loaded cores of the bucket, enough if they exist; `None`: not cached.
     pub fn least(&self, bucket: u32) -> Option<&[RankedCore]> {
-        self.least.get(bucket as usize).map(LeastLoaded::places)
+        self.least.get(bucket as usize).map(LeastLoaded::ranked_cores)
     }
 }
 

@@ -30,15 +30,15 @@ impl Policy for CrossRss {
         1
     }
 
-    fn place(&mut self, pool: &Pool, buckets: BucketCount, generation: u64) -> PlacementTable {
-        core_aware(pool, buckets, generation, &self.key, Rule::Table, |_, _| 1, &mut self.cache)
+    fn compute_table(&mut self, pool: &Pool, buckets: BucketCount, generation: u64) -> PlacementTable {
+        core_aware_table(pool, buckets, generation, &self.key, Rule::Table, |_, _| 1, &mut self.cache)
     }
 }
 
 /// Returns a table with the least loaded cores of each bucket; `per_bucket` gives their number from the number of
 /// eligible servers and of groups. Before the first report, a table with one candidate per bucket is a modulo table.
 /// With several candidates, the data plane balances by counting assignments.
-pub fn core_aware(
+pub fn core_aware_table(
     pool: &Pool,
     buckets: BucketCount,
     generation: u64,

@@ -26,7 +26,7 @@ use std::borrow::Cow;
 
 use coreward_intf as intf;
 
-use super::crossrss::core_aware;
+use super::crossrss::core_aware_table;
 use super::normalized_load::NormalizedLoad;
 use super::policy_cache::PolicyCache;
 use super::{LoadSpread, Loads, Policy, Pool, ServerClass, TelemetryLevel, independent_key};
@@ -96,7 +96,7 @@ impl Cost {
                 let newest = newest as f64;
                 let smoothed = match *opened {
                     None => newest,
-                    Some(old) if !pool.new_interval => old,
+                    Some(old) if !pool.is_new_interval => old,
                     Some(old) => OPENED_ALPHA * newest + (1.0 - OPENED_ALPHA) * old,
                 };
                 *opened = Some(smoothed);
@@ -112,7 +112,7 @@ fn deficit(pool: &Pool, kept: &mut PolicyCache) -> f64 {
     let levels = NormalizedLoad::of(pool);
     let of_class = |(class, spread): (&ServerClass, &LoadSpread)| {
         let (level, speed) = levels.level(*class);
-        speed * spread.missing(level)
+        speed * spread.missing_load(level)
     };
     kept.spreads(pool).iter().map(of_class).sum()
 }
@@ -200,13 +200,13 @@ impl Policy for CrossRssPlus {
         scale_to_fit(buckets, 1)
     }
 
-    fn place(&mut self, pool: &Pool, buckets: BucketCount, generation: u64) -> PlacementTable {
+    fn compute_table(&mut self, pool: &Pool, buckets: BucketCount, generation: u64) -> PlacementTable {
         let pool = &*self.preprocess(pool);
         let kept = &mut self.cache;
         let per_bucket = |servers: usize, groups: usize| servers.min(scale_to_fit(buckets, groups)).max(1);
-        let mut table = core_aware(pool, buckets, generation, &self.key, Rule::LeastAssigned, per_bucket, kept);
+        let mut table = core_aware_table(pool, buckets, generation, &self.key, Rule::LeastAssigned, per_bucket, kept);
         // A load balancer counts only its own assignments; other load balancers assign about as many.
-        let cost = self.cost.connection_cost(pool, kept) * f64::from(pool.load_balancers);
+        let cost = self.cost.connection_cost(pool, kept) * f64::from(pool.load_balancer_count);
         // At least the smallest step: a burst in a pool of equal cores is then spread evenly and does not pile up on
         // the lowest id.
         table.assignment_cost = fixed_point(cost).max(1);

@@ -4,7 +4,7 @@ use std::collections::HashMap;
 
 use super::bucket_loads::{BucketLoads, core_at, core_of};
 use super::normalized_load::NormalizedLoad;
-use super::policy_cache::{KeptGroup, PolicyCache};
+use super::policy_cache::{CachedGroup, PolicyCache};
 use super::rack_aggregate::RackAggregate;
 use super::{CandidateList, Loads, Pool, PoolServer};
 use crate::load::fixed_point;
@@ -97,13 +97,13 @@ impl CoreSlots<'_> {
 /// to the lowest id).
 pub struct LeastCores {
     limit: usize,
-    found: Vec<(f64, f64, Core)>,
+    kept_cores: Vec<(f64, f64, Core)>,
 }
 
 impl LeastCores {
     /// Returns an empty list for up to `most` cores, at least 1.
     pub fn new(most: usize) -> Self {
-        Self { limit: most, found: Vec::with_capacity(most + 1) }
+        Self { limit: most, kept_cores: Vec::with_capacity(most + 1) }
     }
 
     /// Offers a core and returns whether it is among the least so far; few of a thousand are.
@@ -111,24 +111,24 @@ impl LeastCores {
         let is_before = |(other, other_load, other_core): &(f64, f64, Core)| {
             other.total_cmp(&compared).then(other_load.total_cmp(&load)).then(other_core.cmp(&core)).is_lt()
         };
-        if self.found.len() == self.limit && self.found.last().is_some_and(is_before) {
+        if self.kept_cores.len() == self.limit && self.kept_cores.last().is_some_and(is_before) {
             return false;
         }
-        let position = self.found.partition_point(is_before);
-        self.found.insert(position, (compared, load, core));
-        self.found.truncate(self.limit);
+        let position = self.kept_cores.partition_point(is_before);
+        self.kept_cores.insert(position, (compared, load, core));
+        self.kept_cores.truncate(self.limit);
         true
     }
 
     /// Returns the largest value that a core may have to be among the least.
     pub fn bound(&self) -> f64 {
-        let is_full = self.found.len() == self.limit;
-        self.found.last().filter(|_| is_full).map_or(f64::INFINITY, |(compared, ..)| *compared)
+        let is_full = self.kept_cores.len() == self.limit;
+        self.kept_cores.last().filter(|_| is_full).map_or(f64::INFINITY, |(compared, ..)| *compared)
     }
 
     /// Returns the cores with load and compared value, the least first.
     pub fn cores(&self) -> impl Iterator<Item = (Core, f64, f64)> {
-        self.found.iter().map(|(compared, load, core)| (*core, *load, *compared))
+        self.kept_cores.iter().map(|(compared, load, core)| (*core, *load, *compared))
     }
 }
 
@@ -151,15 +151,15 @@ pub fn fill_candidates(
     table.groups = groups.iter().map(|group| group.key.clone()).collect();
     table.candidates_per_bucket = per_bucket as u32;
     table.candidates.reserve(groups.len() * buckets.get() as usize * per_bucket);
-    kept.groups.resize_with(groups.len(), KeptGroup::default);
+    kept.groups.resize_with(groups.len(), CachedGroup::default);
     for (group, kept) in groups.iter().zip(&mut kept.groups) {
-        let known = LocalServers::new(&cores, group, &mut kept.reached, per_bucket);
+        let known = LocalServers::new(&cores, group, &mut kept.bucket_loads, per_bucket);
         let relayed = RackCores::new(&cores, group, &mut kept.relayed, per_bucket);
         for bucket in 0..buckets.get() {
             let found = if without_loads {
                 cores.rotate_equal_cores(group, bucket)
             } else {
-                cores.least(&known, &relayed, bucket, per_bucket)
+                cores.least_cores(&known, &relayed, bucket, per_bucket)
             };
             for position in 0..per_bucket {
                 let (core, compared) = found[position.min(found.len() - 1)];
@@ -178,20 +178,20 @@ struct LocalServers<'a, 'g> {
     is_partial: bool,
     /// Level and speed of each server ([`NormalizedLoad::level`]); empty where all are alike.
     levels: Vec<(f64, f64)>,
-    reached: &'g BucketLoads,
+    bucket_loads: &'g BucketLoads,
 }
 
 impl<'a, 'g> LocalServers<'a, 'g> {
     fn new(cores: &Cores<'_>, group: &'g RssGroup<'a>, reached: &'g mut BucketLoads, most: usize) -> Self {
         let servers: Vec<&PoolServer> =
-            group.all().filter(|server| !is_reduced(server) || !group.reaches_cores(server)).collect();
+            group.all().filter(|server| !has_aggregated_loads(server) || !group.reaches_cores(server)).collect();
         let is_partial = servers.iter().any(|server| server.ramp < 1.0);
         // A bucket keeps cores in the order of loads alone.
         let remembered = if cores.levels.is_uniform() && !is_partial { most } else { 0 };
         reached.update(&servers, &group.key, cores.buckets, cores.neutral_load, remembered);
         let level = |server: &&PoolServer| cores.levels.level(server.class());
         let levels = if cores.levels.is_uniform() { Vec::new() } else { servers.iter().map(level).collect() };
-        Self { group, servers, is_partial, levels, reached }
+        Self { group, servers, is_partial, levels, bucket_loads: reached }
     }
 }
 
@@ -204,7 +204,7 @@ struct RackCores<'a, 'g> {
 
 impl<'a, 'g> RackCores<'a, 'g> {
     fn new(cores: &Cores<'a>, group: &RssGroup<'_>, kept: &'g mut RackAggregate, most: usize) -> Self {
-        let lists: Vec<&CandidateList> = cores.pool.lists(&group.key).collect();
+        let lists: Vec<&CandidateList> = cores.pool.candidate_lists(&group.key).collect();
         let is_kept = cores.levels.is_uniform() && !lists.is_empty();
         if is_kept {
             kept.update(&cores.pool.racks, &group.key, cores.buckets, most);
@@ -220,13 +220,13 @@ struct Cores<'a> {
     neutral_load: f64,
     levels: NormalizedLoad,
     /// Eligible servers, by id, whose cores are in the racks' summaries.
-    reduced: Vec<Option<&'a PoolServer>>,
+    aggregated_servers: Vec<Option<&'a PoolServer>>,
 }
 
 impl<'a> Cores<'a> {
     fn new(pool: &'a Pool, buckets: BucketCount) -> Self {
         let mut reduced = Vec::new();
-        let mut is_reduced = pool.eligible().filter(|server| is_reduced(server)).peekable();
+        let mut is_reduced = pool.eligible().filter(|server| has_aggregated_loads(server)).peekable();
         if is_reduced.peek().is_some() {
             let highest = pool.servers.last().map_or(0, |server| usize::from(server.id.get()));
             reduced.resize(highest + 1, None);
@@ -234,11 +234,17 @@ impl<'a> Cores<'a> {
         for server in is_reduced {
             reduced[usize::from(server.id.get())] = Some(server);
         }
-        Self { pool, buckets, neutral_load: pool.neutral_load(), levels: NormalizedLoad::of(pool), reduced }
+        Self {
+            pool,
+            buckets,
+            neutral_load: pool.neutral_load(),
+            levels: NormalizedLoad::of(pool),
+            aggregated_servers: reduced,
+        }
     }
 
     /// Returns the least loaded cores that take part in the bucket's connections, each with its compared value.
-    fn least(
+    fn least_cores(
         &self,
         known: &LocalServers<'_, '_>,
         relayed: &RackCores<'_, '_>,
@@ -248,7 +254,7 @@ impl<'a> Cores<'a> {
         let mut least = LeastCores::new(most);
         self.offer_local(known, bucket, &mut least);
         self.offer_relayed(relayed, bucket, &mut least);
-        if least.found.is_empty() {
+        if least.kept_cores.is_empty() {
             for server in known.group.all() {
                 let (core, load) = self.core(known.group, server, bucket);
                 least.offer(EXCLUDED_LOAD, load, Core { server: server.id, core });
@@ -260,7 +266,7 @@ impl<'a> Cores<'a> {
     fn offer_relayed(&self, relayed: &RackCores<'_, '_>, bucket: u32, least: &mut LeastCores) {
         // The rack may not know yet that a server takes no new connections, or only some.
         let taking_part = |core: &Core| {
-            let server = self.reduced.get(usize::from(core.server.get())).copied().flatten();
+            let server = self.aggregated_servers.get(usize::from(core.server.get())).copied().flatten();
             server.filter(|server| self.pool.is_candidate(server, bucket))
         };
         if let Some(cores) = relayed.cores {
@@ -282,12 +288,12 @@ impl<'a> Cores<'a> {
     }
 
     fn offer_local(&self, known: &LocalServers<'_, '_>, bucket: u32, least: &mut LeastCores) {
-        if let Some(places) = known.reached.least(bucket) {
+        if let Some(places) = known.bucket_loads.least(bucket) {
             places.iter().all(|place| least.offer(place.load, place.load, place.core));
             return;
         }
         let looked_up: Vec<f64>;
-        let loads = match known.reached.bucket_loads(bucket) {
+        let loads = match known.bucket_loads.bucket_loads(bucket) {
             Some(loads) => loads,
             None => {
                 looked_up = known.servers.iter().map(|server| self.core(known.group, server, bucket).1).collect();
@@ -332,7 +338,7 @@ impl<'a> Cores<'a> {
     }
 }
 
-fn is_reduced(server: &PoolServer) -> bool {
+fn has_aggregated_loads(server: &PoolServer) -> bool {
     matches!(server.loads, Some(Loads::Aggregated { .. }))
 }
 
@@ -341,7 +347,7 @@ mod tests {
     use super::*;
     use crate::ServerId;
     use crate::placement::{PlacementState, Rule};
-    use crate::policy::crossrss::core_aware;
+    use crate::policy::crossrss::core_aware_table;
     use crate::rss::{IndirectionTable, Rss};
 
     const SERVER_COUNT: u64 = 4;
@@ -367,7 +373,7 @@ mod tests {
         const CONNECTION_COUNT: u32 = 20_000;
         let (key, mut kept) = (RssKey::new(&[1; 40]).unwrap(), PolicyCache::default());
         let buckets = BucketCount::new(1024).unwrap();
-        let table = core_aware(pool, buckets, 1, &key, rule, |_, _| per_bucket, &mut kept);
+        let table = core_aware_table(pool, buckets, 1, &key, rule, |_, _| per_bucket, &mut kept);
         assert_eq!(table.groups.len(), 2);
         let mut state = PlacementState::for_table(&table);
         let last = ServerId::try_from(SERVER_COUNT - 1).unwrap();

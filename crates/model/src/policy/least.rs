@@ -13,7 +13,7 @@
 
 use coreward_intf as intf;
 
-use super::{LoadMetric, Policy, Pool, TelemetryLevel, independent_key, table_of, table_with};
+use super::{LoadMetric, Policy, Pool, TelemetryLevel, base_table, independent_key, table_with};
 use crate::ServerId;
 use crate::load::fixed_point;
 use crate::placement::{BucketCount, Candidate, Core, PlacementTable, Rule};
@@ -29,8 +29,8 @@ const RNG_STREAM_CANDIDATES: u64 = 7;
 pub struct LeastByMetric {
     key: RssKey,
     seed: u64,
-    measure: LoadMetric,
-    candidates: usize,
+    metric: LoadMetric,
+    candidate_count: usize,
 }
 
 impl LeastByMetric {
@@ -41,22 +41,22 @@ impl LeastByMetric {
 
     /// Returns the policy by a metric.
     pub fn with_metric(measure: LoadMetric, seed: u64) -> Self {
-        Self { key: independent_key(seed), seed, measure, candidates: intf::MAX_CANDIDATES as usize }
+        Self { key: independent_key(seed), seed, metric: measure, candidate_count: intf::MAX_CANDIDATES as usize }
     }
 
     /// Returns the policy with all servers as candidates, even in a large pool: for simulations only.
     pub fn without_sampling(seed: u64) -> Self {
-        Self { candidates: usize::MAX, ..Self::new(seed) }
+        Self { candidate_count: usize::MAX, ..Self::new(seed) }
     }
 
     /// Returns every server's load in the table, by id, and the cost of one connection.
     fn loads(&self, pool: &Pool) -> (Vec<u32>, u32) {
-        let have = self.measure.server_loads(pool);
+        let have = self.metric.server_loads(pool);
         let per_connection = self.per_connection(pool, &have);
-        let compared = normalize(&have, &self.measure.comparison_shares(pool), pool.opened_connections, per_connection);
+        let compared = normalize(&have, &self.metric.comparison_shares(pool), pool.opened_connections, per_connection);
         let most = compared.iter().copied().fold(0.0, f64::max);
-        let unit = match self.measure {
-            LoadMetric::Connections => f64::from(load_of_one(most)),
+        let unit = match self.metric {
+            LoadMetric::Connections => f64::from(connection_load(most)),
             _ => f64::from(fixed_point(1.0)) / most.max(f64::MIN_POSITIVE),
         };
         let cost = ((per_connection * unit) as u32).clamp(1, fixed_point(1.0));
@@ -65,7 +65,7 @@ impl LeastByMetric {
 
     /// Returns an open connection's mean share of the metric.
     fn per_connection(&self, pool: &Pool, have: &[f64]) -> f64 {
-        if self.measure == LoadMetric::Connections {
+        if self.metric == LoadMetric::Connections {
             return 1.0;
         }
         let open: f64 = pool.eligible().map(|server| f64::from(server.open_connections)).sum();
@@ -87,7 +87,7 @@ fn normalize(have: &[f64], parts: &[f64], opened_connections: Option<u64>, per_c
 
 impl Policy for LeastByMetric {
     fn name(&self) -> &'static str {
-        match self.measure {
+        match self.metric {
             LoadMetric::Connections => NAMES[0],
             LoadMetric::Packets => NAMES[1],
             LoadMetric::Bytes => NAMES[2],
@@ -96,15 +96,15 @@ impl Policy for LeastByMetric {
     }
 
     fn telemetry_level(&self) -> TelemetryLevel {
-        self.measure.telemetry_level()
+        self.metric.telemetry_level()
     }
 
     fn reads_traffic(&self) -> bool {
-        self.measure != LoadMetric::Cpu
+        self.metric != LoadMetric::Cpu
     }
 
-    fn place(&mut self, pool: &Pool, buckets: BucketCount, generation: u64) -> PlacementTable {
-        let mut table = table_of(pool, Rule::LeastAssigned, buckets, generation, self.key.clone());
+    fn compute_table(&mut self, pool: &Pool, buckets: BucketCount, generation: u64) -> PlacementTable {
+        let mut table = base_table(pool, Rule::LeastAssigned, buckets, generation, self.key.clone());
         self.add_candidates(&mut table, pool);
         table
     }
@@ -113,7 +113,7 @@ impl Policy for LeastByMetric {
 impl LeastByMetric {
     /// Returns a table without the consistent choices. A load balancer replaces candidates whose loads are too old by
     /// this table's candidates.
-    pub fn candidates(&self, pool: &Pool, buckets: BucketCount) -> PlacementTable {
+    pub fn candidate_table(&self, pool: &Pool, buckets: BucketCount) -> PlacementTable {
         let mut table = table_with(pool, Rule::LeastAssigned, buckets, 0, self.key.clone(), Vec::new());
         self.add_candidates(&mut table, pool);
         table
@@ -125,7 +125,7 @@ impl LeastByMetric {
         }
         let (loads, cost) = self.loads(pool);
         // A load balancer counts only its own assignments; other load balancers assign about as many.
-        table.assignment_cost = cost.saturating_mul(pool.load_balancers);
+        table.assignment_cost = cost.saturating_mul(pool.load_balancer_count);
         table.core_slots = table.members.iter().map(|member| Core { server: member.server, core: 0 }).collect();
         table.core_slots.truncate(intf::MAX_CORE_SLOTS as usize);
         let mut all: Vec<Candidate> = pool
@@ -138,7 +138,7 @@ impl LeastByMetric {
                 core_slot: position.min(table.core_slots.len() - 1) as u16,
             })
             .collect();
-        let per_bucket = all.len().min(self.candidates);
+        let per_bucket = all.len().min(self.candidate_count);
         let mut rng = seeded_rng(self.seed ^ table.generation, RNG_STREAM_CANDIDATES);
         let joining = pool.eligible().any(|server| server.ramp < 1.0);
         for bucket in 0..table.bucket_count.get() {
@@ -179,7 +179,7 @@ fn replace_excluded(candidates: &mut [Candidate], is_candidate: impl Fn(ServerId
 
 /// Returns the load of one connection: the fullest server has at most 1.0, and the result is at least the smallest
 /// step.
-fn load_of_one(most: f64) -> u32 {
+fn connection_load(most: f64) -> u32 {
     (fixed_point(1.0) / (most as u32).max(1)).max(1)
 }
 
@@ -199,7 +199,7 @@ mod tests {
 
     #[test]
     fn small_pool_is_not_sampled() {
-        let table = LeastByMetric::new(1).place(&pool(&[40, 3, 20], 2), BucketCount::PUBLISHED, 1);
+        let table = LeastByMetric::new(1).compute_table(&pool(&[40, 3, 20], 2), BucketCount::PUBLISHED, 1);
         for bucket in 0..128 {
             let servers: Vec<u16> = table.candidates_of(0, bucket).iter().map(|c| c.server.get()).collect();
             assert_eq!(servers, [2, 3, 1]);
@@ -213,7 +213,8 @@ mod tests {
     fn large_pool_is_sampled_evenly_for_every_table() {
         let mut policy = LeastByMetric::new(3);
         let servers = pool(&[5; 400], 1);
-        let tables = [1, 2].map(|generation| policy.place(&servers, BucketCount::new(2048).unwrap(), generation));
+        let tables =
+            [1, 2].map(|generation| policy.compute_table(&servers, BucketCount::new(2048).unwrap(), generation));
         assert_ne!(tables[0].candidates, tables[1].candidates);
         let mut stands = vec![0; 401];
         tables[0].candidates.iter().for_each(|candidate| stands[usize::from(candidate.server.get())] += 1);
@@ -224,13 +225,13 @@ mod tests {
             of_bucket.dedup();
             assert_eq!(of_bucket.len(), 8);
         }
-        let all = LeastByMetric::without_sampling(3).place(&servers, BucketCount::new(1).unwrap(), 1);
+        let all = LeastByMetric::without_sampling(3).compute_table(&servers, BucketCount::new(1).unwrap(), 1);
         assert_eq!(all.candidates_of(0, 0).len(), 400);
     }
 
     fn counts_after(policy: &mut LeastByMetric, servers: &[PoolServer], connections: u32) -> Vec<u32> {
         let pool = Pool::new(servers.to_vec(), 1).with_opened_connections(connections.into());
-        let table = policy.place(&pool, BucketCount::PUBLISHED, 1);
+        let table = policy.compute_table(&pool, BucketCount::PUBLISHED, 1);
         let mut state = PlacementState::for_table(&table);
         let mut open: Vec<u32> = servers.iter().map(|server| server.open_connections).collect();
         for hash in 0..connections {
@@ -268,7 +269,7 @@ mod tests {
         };
         let servers = [server(1, 10.0, 500.0, 0.9), server(2, 50.0, 100.0, 0.5), server(3, 90.0, 900.0, 0.1)];
         for (measure, least) in [(LoadMetric::Packets, 1), (LoadMetric::Bytes, 2), (LoadMetric::Cpu, 3)] {
-            let table = LeastByMetric::with_metric(measure, 1).place(
+            let table = LeastByMetric::with_metric(measure, 1).compute_table(
                 &Pool::new(servers.to_vec(), 1),
                 BucketCount::PUBLISHED,
                 1,
@@ -277,7 +278,7 @@ mod tests {
             assert!(table.assignment_cost > 1);
         }
         // Thirty connections bring 150 packets a second, five each.
-        let table = LeastByMetric::with_metric(LoadMetric::Packets, 1).place(
+        let table = LeastByMetric::with_metric(LoadMetric::Packets, 1).compute_table(
             &Pool::new(servers.to_vec(), 1),
             BucketCount::PUBLISHED,
             1,

@@ -85,7 +85,7 @@ impl LeastLoaded {
     }
 
     /// Returns the cores, the least first.
-    pub fn places(&self) -> &[RankedCore] {
+    pub fn ranked_cores(&self) -> &[RankedCore] {
         &self.0
     }
 }
@@ -107,7 +107,7 @@ mod tests {
     /// Checks that the kept cores are the first ones of all cores in order.
     fn assert_is_prefix(least: &LeastLoaded, mut all: Vec<RankedCore>) -> Result<(), TestCaseError> {
         all.sort_by(|left, right| left.load.total_cmp(&right.load).then(left.core.cmp(&right.core)));
-        prop_assert_eq!(least.places(), &all[..least.places().len()]);
+        prop_assert_eq!(least.ranked_cores(), &all[..least.ranked_cores().len()]);
         Ok(())
     }
 
@@ -121,9 +121,9 @@ mod tests {
                 let old = std::mem::replace(&mut loads[position], load);
                 least.update_source(old, place(position, load));
                 let all: Vec<RankedCore> = loads.iter().enumerate().map(|(at, load)| place(at, *load)).collect();
-                if least.places().len() < usize::from(MAX_CANDIDATES) {
+                if least.ranked_cores().len() < usize::from(MAX_CANDIDATES) {
                     least.find(all.iter().map(|place| std::iter::once(*place)));
-                    prop_assert_eq!(least.places().len(), MAX_KEPT_CORES);
+                    prop_assert_eq!(least.ranked_cores().len(), MAX_KEPT_CORES);
                 }
                 assert_is_prefix(&least, all)?;
             }
@@ -148,9 +148,9 @@ mod tests {
                 if let Some(bound) = least.remove_source(rack as u32) {
                     lists[rack].iter().take_while(|place| least.insert_core(bound, **place)).count();
                 }
-                if least.places().len() < usize::from(MAX_CANDIDATES) {
+                if least.ranked_cores().len() < usize::from(MAX_CANDIDATES) {
                     least.find(lists.iter().map(|list| list.iter().copied()));
-                    prop_assert_eq!(least.places().len(), MAX_KEPT_CORES);
+                    prop_assert_eq!(least.ranked_cores().len(), MAX_KEPT_CORES);
                 }
                 assert_is_prefix(&least, lists.concat())?;
             }

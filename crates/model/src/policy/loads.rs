@@ -15,7 +15,7 @@ pub enum Loads {
         /// Sum over all cores.
         sum: f64,
         /// Number of cores, at least 1.
-        cores: u32,
+        core_count: u32,
     },
 }
 
@@ -46,7 +46,7 @@ impl Loads {
     pub fn count(&self) -> u32 {
         match self {
             Loads::Local(cores) | Loads::Relayed(cores) => cores.len() as u32,
-            Loads::Aggregated { cores, .. } => *cores,
+            Loads::Aggregated { core_count: cores, .. } => *cores,
         }
     }
 
@@ -67,14 +67,14 @@ pub struct ServerClass {
 
 impl ServerClass {
     /// Returns integers that sort like the values, which are positive floating-point numbers.
-    fn order(&self) -> (u32, u64) {
+    fn sort_key(&self) -> (u32, u64) {
         (self.weight.get(), self.speed.to_bits())
     }
 }
 
 impl PartialEq for ServerClass {
     fn eq(&self, other: &Self) -> bool {
-        self.order() == other.order()
+        self.sort_key() == other.sort_key()
     }
 }
 
@@ -88,7 +88,7 @@ impl PartialOrd for ServerClass {
 
 impl Ord for ServerClass {
     fn cmp(&self, other: &Self) -> std::cmp::Ordering {
-        self.order().cmp(&other.order())
+        self.sort_key().cmp(&other.sort_key())
     }
 }
 
@@ -127,14 +127,14 @@ pub type SpreadBins = Vec<(u16, Bin)>;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Bin {
     /// Number of cores.
-    pub cores: u64,
+    pub core_count: u64,
     /// Sum of their loads in 2^-32 of a core.
     pub sum: u64,
 }
 
 impl Bin {
     fn of(load: f64) -> Self {
-        Self { cores: 1, sum: (load * LOAD_UNIT) as u64 }
+        Self { core_count: 1, sum: (load * LOAD_UNIT) as u64 }
     }
 }
 
@@ -150,7 +150,7 @@ impl LoadSpread {
     /// Removes a core that was added with this load.
     pub fn remove(&mut self, load: f64) {
         let (known, less) = (&mut self.bins[usize::from(bin_of(load))], Bin::of(load));
-        known.cores -= less.cores;
+        known.core_count -= less.core_count;
         known.sum -= less.sum;
     }
 
@@ -163,7 +163,7 @@ impl LoadSpread {
     pub fn remove_all(&mut self, other: impl Iterator<Item = (u16, Bin)>) {
         for (bin, less) in other {
             let known = &mut self.bins[usize::from(bin)];
-            known.cores = known.cores.saturating_sub(less.cores);
+            known.core_count = known.core_count.saturating_sub(less.core_count);
             known.sum = known.sum.saturating_sub(less.sum);
         }
     }
@@ -175,21 +175,21 @@ impl LoadSpread {
             self.bins.resize(position + 1, Bin::default());
         }
         let known = &mut self.bins[position];
-        known.cores = known.cores.saturating_add(more.cores);
+        known.core_count = known.core_count.saturating_add(more.core_count);
         known.sum = known.sum.saturating_add(more.sum);
     }
 
     /// Returns the bins with a core, by load.
     pub fn bins(&self) -> impl Iterator<Item = (u16, Bin)> {
         let numbered = self.bins.iter().enumerate().map(|(bin, cores)| (bin as u16, *cores));
-        numbered.filter(|(_, bin)| bin.cores > 0)
+        numbered.filter(|(_, bin)| bin.core_count > 0)
     }
 
     /// Returns the load that brings every core below `level` up to it. The cores of one bin count with their mean load.
     /// Only the bin of `level` is inexact: each of its cores adds an error of at most a quarter of the bin's width
     /// (level / 512).
-    pub fn missing(&self, level: f64) -> f64 {
-        let of_bin = |bin: &Bin| (bin.cores as f64 * level - bin.sum as f64 / LOAD_UNIT).max(0.0);
+    pub fn missing_load(&self, level: f64) -> f64 {
+        let of_bin = |bin: &Bin| (bin.core_count as f64 * level - bin.sum as f64 / LOAD_UNIT).max(0.0);
         self.bins.iter().map(of_bin).sum()
     }
 }
@@ -244,7 +244,7 @@ mod tests {
             let mut sum = spread(&loads);
             go.iter().for_each(|load| sum.remove(*load));
             prop_assert_eq!(&sum, &spread(stay));
-            prop_assert_eq!(sum.missing(0.7), spread(stay).missing(0.7));
+            prop_assert_eq!(sum.missing_load(0.7), spread(stay).missing_load(0.7));
         }
 
         #[test]
@@ -253,7 +253,7 @@ mod tests {
             level in 0.001..2.0f64,
         ) {
             let exact: f64 = loads.iter().map(|load| (level - load).max(0.0)).sum();
-            let found = spread(&loads).missing(level);
+            let found = spread(&loads).missing_load(level);
             let in_bin = loads.iter().filter(|load| bin_of(**load) == bin_of(level)).count();
             let rounding = 1e-9 * loads.len() as f64;
             prop_assert!(found <= exact + rounding, "{found} is more than {exact}");

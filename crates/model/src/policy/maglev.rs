@@ -60,7 +60,7 @@ impl BucketOrder {
         // 1 to size - 1, as published for a prime size; otherwise the next number that shares no divisor with the size,
         // so that the order passes every bucket.
         let first = (hash >> 32) as usize % (size - 1).max(1) + 1;
-        let skip = (first..first + size).find(|skip| coprime(*skip, size)).expect("1 modulo the size is coprime");
+        let skip = (first..first + size).find(|skip| are_coprime(*skip, size)).expect("1 modulo the size is coprime");
         Self { next, skip: skip % size, size }
     }
 }
@@ -75,8 +75,8 @@ impl Iterator for BucketOrder {
     }
 }
 
-fn coprime(a: usize, b: usize) -> bool {
-    if b == 0 { a == 1 } else { coprime(b, a % b) }
+fn are_coprime(a: usize, b: usize) -> bool {
+    if b == 0 { a == 1 } else { are_coprime(b, a % b) }
 }
 
 #[cfg(test)]

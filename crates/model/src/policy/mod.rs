@@ -94,7 +94,7 @@ pub trait Policy: Send {
     }
 
     /// Returns the table for the pool.
-    fn place(&mut self, pool: &Pool, buckets: BucketCount, generation: u64) -> PlacementTable;
+    fn compute_table(&mut self, pool: &Pool, buckets: BucketCount, generation: u64) -> PlacementTable;
 }
 
 type PolicyFactory = fn(u64) -> Box<dyn Policy>;
@@ -138,7 +138,7 @@ pub fn names() -> Vec<&'static str> {
 }
 
 /// Returns the names of the policies whose choice depends on the pool alone.
-pub fn fixed_names() -> Vec<&'static str> {
+pub fn load_independent_names() -> Vec<&'static str> {
     REGISTRY.iter().filter(|(_, make)| make(0).is_load_independent()).map(|(name, _)| *name).collect()
 }
 
@@ -149,16 +149,16 @@ pub fn telemetry_level(name: &str) -> TelemetryLevel {
         let checked = if policy.reads_loads() { TelemetryLevel::Connections } else { TelemetryLevel::Nothing };
         policy.telemetry_level().max(checked)
     };
-    named(name, 0).map(telemetry_of).unwrap_or_default()
+    policy_by_name(name, 0).map(telemetry_of).unwrap_or_default()
 }
 
 /// Whether the policy's tables depend on loads or counts, and so expire; false for an unknown name.
 pub fn reads_loads(name: &str) -> bool {
-    named(name, 0).is_ok_and(|policy| policy.reads_loads())
+    policy_by_name(name, 0).is_ok_and(|policy| policy.reads_loads())
 }
 
 /// Returns the policy with that name. Fails when it is unknown.
-pub fn named(name: &str, seed: u64) -> Result<Box<dyn Policy>, UnknownPolicy> {
+pub fn policy_by_name(name: &str, seed: u64) -> Result<Box<dyn Policy>, UnknownPolicy> {
     let found = REGISTRY.iter().find(|(known, _)| *known == name);
     found.map(|(_, make)| make(seed)).ok_or_else(|| UnknownPolicy(name.to_string()))
 }
@@ -174,12 +174,12 @@ fn independent_key(seed: u64) -> RssKey {
 
 /// Returns a table with members and the consistent choice, and one group without candidates. Every policy starts from
 /// it.
-fn table_of(pool: &Pool, rule: Rule, buckets: BucketCount, generation: u64, key: RssKey) -> PlacementTable {
+fn base_table(pool: &Pool, rule: Rule, buckets: BucketCount, generation: u64, key: RssKey) -> PlacementTable {
     let weights: Vec<(ServerId, u32)> = pool.eligible().map(|server| (server.id, server.weight.get())).collect();
     table_with(pool, rule, buckets, generation, key, weighted_rendezvous(&weights, buckets))
 }
 
-/// Like [`table_of`], with a known consistent choice.
+/// Like [`base_table`], with a known consistent choice.
 fn table_with(
     pool: &Pool,
     rule: Rule,
@@ -203,9 +203,9 @@ fn table_with(
         assignment_cost: 0,
         core_slots: Vec::new(),
         members,
-        consistent,
-        previous_consistent: Vec::new(),
-        down: Vec::new(),
+        consistent_servers: consistent,
+        previous_consistent_servers: Vec::new(),
+        down_servers: Vec::new(),
         core_slot_ages: Vec::new(),
     }
 }
@@ -213,13 +213,19 @@ fn table_with(
 /// Returns the table with member i mod n for bucket i: `hash`, and `crossrss` until the first report.
 fn modulo_placement(pool: &Pool, buckets: BucketCount, generation: u64, key: RssKey) -> PlacementTable {
     let positions = hash::weighted_modulo_table(&pool.shares(), buckets.get() as usize);
-    by_bucket(pool, buckets, generation, key, &positions)
+    table_by_bucket(pool, buckets, generation, key, &positions)
 }
 
 /// Returns a table in which each bucket goes to the eligible server at its entry in `positions` (by id); no positions
 /// without an eligible server.
-fn by_bucket(pool: &Pool, buckets: BucketCount, generation: u64, key: RssKey, positions: &[usize]) -> PlacementTable {
-    let mut table = table_of(pool, Rule::Table, buckets, generation, key);
+fn table_by_bucket(
+    pool: &Pool,
+    buckets: BucketCount,
+    generation: u64,
+    key: RssKey,
+    positions: &[usize],
+) -> PlacementTable {
+    let mut table = base_table(pool, Rule::Table, buckets, generation, key);
     if table.members.is_empty() {
         return table;
     }

@@ -17,17 +17,17 @@ use crate::placement::{BucketCount, weighted_rendezvous};
 /// State of one policy.
 #[derive(Debug, Default)]
 pub struct PolicyCache {
-    pub(super) groups: Vec<KeptGroup>,
+    pub(super) groups: Vec<CachedGroup>,
     spreads: LoadSpreads,
     relayed: RelayedSpreads,
-    consistent: Consistent,
+    consistent: ConsistentChoice,
 }
 
 /// Cache of one group of servers.
 #[derive(Debug, Default)]
-pub struct KeptGroup {
+pub struct CachedGroup {
     /// Loads of the group's servers that report to this controller.
-    pub reached: BucketLoads,
+    pub bucket_loads: BucketLoads,
     pub relayed: RackAggregate,
 }
 
@@ -63,7 +63,7 @@ impl PolicyCache {
 }
 
 #[derive(Debug, Default)]
-struct Consistent {
+struct ConsistentChoice {
     source: Option<(Vec<(ServerId, u32)>, BucketCount)>,
     choice: Vec<ServerId>,
 }
@@ -182,9 +182,10 @@ mod tests {
                 let pool = Pool::new(servers.iter().enumerate().filter_map(with_id).collect(), 2);
                 let pool = pool.with_opened_connections(opened);
                 plus_anew.cache = PolicyCache::default();
-                prop_assert_eq!(plus.place(&pool, buckets, generation), plus_anew.place(&pool, buckets, generation));
-                let anew = CrossRss::new(7).place(&pool, buckets, generation);
-                prop_assert_eq!(published.place(&pool, buckets, generation), anew);
+                let anew = plus_anew.compute_table(&pool, buckets, generation);
+                prop_assert_eq!(plus.compute_table(&pool, buckets, generation), anew);
+                let anew = CrossRss::new(7).compute_table(&pool, buckets, generation);
+                prop_assert_eq!(published.compute_table(&pool, buckets, generation), anew);
             }
         }
     }

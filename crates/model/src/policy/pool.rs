@@ -52,10 +52,10 @@ pub const MAX_CORES_OVER_MEDIAN: u32 = 8;
 pub struct Pool {
     pub(super) servers: Vec<PoolServer>,
     pub(super) racks: Vec<Arc<RackSummary>>,
-    pub(super) load_balancers: u32,
+    pub(super) load_balancer_count: u32,
     pub(super) opened_connections: Option<u64>,
     pub(super) counts_requests: bool,
-    pub(super) new_interval: bool,
+    pub(super) is_new_interval: bool,
     /// Position in `servers` by id; empty until the first look-up.
     positions: Vec<Option<u16>>,
     /// Whether each server has loads from one rack's summary at most, which the rack's next summary replaces.
@@ -83,10 +83,10 @@ impl Pool {
         Self {
             servers,
             racks: Vec::new(),
-            load_balancers,
+            load_balancer_count: load_balancers,
             opened_connections: None,
             counts_requests: false,
-            new_interval: true,
+            is_new_interval: true,
             positions: Vec::new(),
             in_one_rack: true,
             totals: OnceLock::new(),
@@ -95,19 +95,37 @@ impl Pool {
 
     /// Returns the pool with these servers, at the same time.
     pub fn replace_servers(self, servers: Vec<PoolServer>) -> Self {
-        let Self { load_balancers, opened_connections, counts_requests, new_interval, racks, .. } = self;
-        let pool = Self { opened_connections, counts_requests, new_interval, ..Self::new(servers, load_balancers) };
+        let Self {
+            load_balancer_count: load_balancers,
+            opened_connections,
+            counts_requests,
+            is_new_interval: new_interval,
+            racks,
+            ..
+        } = self;
+        let pool = Self {
+            opened_connections,
+            counts_requests,
+            is_new_interval: new_interval,
+            ..Self::new(servers, load_balancers)
+        };
         pool.with_rack_summaries(racks)
     }
 
     /// Returns the pool at the time of the next table, as [`Pool::new`] would.
     pub fn for_next_table(self, load_balancers: u32) -> Self {
         let load_balancers = load_balancers.max(1);
-        Self { load_balancers, opened_connections: None, counts_requests: false, new_interval: true, ..self }
+        Self {
+            load_balancer_count: load_balancers,
+            opened_connections: None,
+            counts_requests: false,
+            is_new_interval: true,
+            ..self
+        }
     }
 
     /// Replaces a server, without the racks' data. A server that is not in the pool is ignored.
-    pub fn renew(&mut self, server: PoolServer) {
+    pub fn replace_server(&mut self, server: PoolServer) {
         let Some(known) = self.position(server.id).map(|position| &mut self.servers[position]) else { return };
         let relayed = match (&server.loads, &known.loads) {
             (None, Some(loads)) if !matches!(loads, Loads::Local(_)) => known.loads.take(),
@@ -184,7 +202,7 @@ impl Pool {
     }
 
     /// Returns the racks' lists for servers with this RSS key.
-    pub(super) fn lists(&self, key: &RssKey) -> impl Iterator<Item = &CandidateList> {
+    pub(super) fn candidate_lists(&self, key: &RssKey) -> impl Iterator<Item = &CandidateList> {
         self.racks.iter().flat_map(|rack| &rack.lists).filter(move |list| list.key == *key)
     }
 
@@ -195,7 +213,7 @@ impl Pool {
 
     /// Returns the pool for another table in the same report interval.
     pub fn for_same_interval(self) -> Self {
-        Self { new_interval: false, ..self }
+        Self { is_new_interval: false, ..self }
     }
 
     /// Returns the pool in which a "connection" is one request, for UDP services that place each datagram on its own:
@@ -287,7 +305,7 @@ impl Pool {
     /// Whether the server takes part in the bucket's connections. A server in slow start takes part in a fraction of
     /// the buckets, always the same ones.
     pub fn is_candidate(&self, server: &PoolServer, bucket: u32) -> bool {
-        server.ramp >= 1.0 || part_of(bucket, server.id) < server.ramp
+        server.ramp >= 1.0 || hash_fraction(bucket, server.id) < server.ramp
     }
 
     /// Returns the mean load of a connection: all load over all open connections.
@@ -304,7 +322,7 @@ impl Pool {
 }
 
 /// Returns a number from 0 to 1 that depends on bucket and server.
-fn part_of(bucket: u32, server: ServerId) -> f64 {
+fn hash_fraction(bucket: u32, server: ServerId) -> f64 {
     let bits = mix(bucket << 16 | u32::from(server.get())).wrapping_mul(0x9e37_79b9_7f4a_7c15);
     (bits >> 11) as f64 / (1u64 << 53) as f64
 }
@@ -406,7 +424,7 @@ mod tests {
         let of = |(server, tenths): &(u64, u32)| {
             let loads = match tenths {
                 1 => Loads::Relayed(vec![0.5; 2].into()),
-                _ => Loads::Aggregated { sum: f64::from(*tenths) / 10.0, cores: 3 },
+                _ => Loads::Aggregated { sum: f64::from(*tenths) / 10.0, core_count: 3 },
             };
             crate::policy::ReducedServer { id: id(*server), loads }
         };
@@ -423,7 +441,7 @@ mod tests {
                 for (server, tenths) in here {
                     let loads = tenths.map(|tenths| Loads::from(vec![f64::from(tenths) / 10.0; 2]));
                     servers[server] = PoolServer { loads, has_new_load: tenths != Some(1), ..servers[server].clone() };
-                    pool.renew(servers[server].clone());
+                    pool.replace_server(servers[server].clone());
                 }
                 for (rack, of_rack) in relayed {
                     racks[rack] = summary(&of_rack);
@@ -434,7 +452,7 @@ mod tests {
                 prop_assert_eq!(pool.servers(), anew.servers());
                 prop_assert_eq!(pool.neutral_load(), anew.neutral_load());
                 prop_assert_eq!(pool.has_loads(), anew.has_loads());
-                prop_assert_eq!(pool.load_balancers, anew.load_balancers);
+                prop_assert_eq!(pool.load_balancer_count, anew.load_balancer_count);
                 prop_assert_eq!(pool.opened_connections, anew.opened_connections);
             }
         }

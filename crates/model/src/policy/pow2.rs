@@ -3,7 +3,7 @@
 //! `pow2:connections` and so on compare another metric.
 
 use super::wrr_schedule::turns;
-use super::{LoadMetric, Policy, Pool, TelemetryLevel, independent_key, table_of};
+use super::{LoadMetric, Policy, Pool, TelemetryLevel, base_table, independent_key};
 use crate::load::fixed_point;
 use crate::placement::{BucketCount, PlacementTable, Rule};
 use crate::rss::RssKey;
@@ -13,18 +13,18 @@ pub const NAMES: [&str; 4] = ["pow2", "pow2:connections", "pow2:packets", "pow2:
 
 pub struct PowerOfTwo {
     key: RssKey,
-    measure: LoadMetric,
+    metric: LoadMetric,
 }
 
 impl PowerOfTwo {
     pub fn new(measure: LoadMetric, seed: u64) -> Self {
-        Self { key: independent_key(seed), measure }
+        Self { key: independent_key(seed), metric: measure }
     }
 }
 
 impl Policy for PowerOfTwo {
     fn name(&self) -> &'static str {
-        match self.measure {
+        match self.metric {
             LoadMetric::Cpu => NAMES[0],
             LoadMetric::Connections => NAMES[1],
             LoadMetric::Packets => NAMES[2],
@@ -33,19 +33,18 @@ impl Policy for PowerOfTwo {
     }
 
     fn telemetry_level(&self) -> TelemetryLevel {
-        self.measure.telemetry_level()
+        self.metric.telemetry_level()
     }
 
     fn reads_traffic(&self) -> bool {
-        self.measure != LoadMetric::Cpu
+        self.metric != LoadMetric::Cpu
     }
 
-    fn place(&mut self, pool: &Pool, buckets: BucketCount, generation: u64) -> PlacementTable {
-        let mut table = table_of(pool, Rule::PowerOfTwo, buckets, generation, self.key.clone());
-        if self.measure != LoadMetric::Cpu {
-            let parts = self.measure.comparison_shares(pool);
-            let full: Vec<f64> =
-                self.measure.server_loads(pool).iter().zip(parts).map(|(of, part)| of / part).collect();
+    fn compute_table(&mut self, pool: &Pool, buckets: BucketCount, generation: u64) -> PlacementTable {
+        let mut table = base_table(pool, Rule::PowerOfTwo, buckets, generation, self.key.clone());
+        if self.metric != LoadMetric::Cpu {
+            let parts = self.metric.comparison_shares(pool);
+            let full: Vec<f64> = self.metric.server_loads(pool).iter().zip(parts).map(|(of, part)| of / part).collect();
             let fullest = full.iter().copied().fold(f64::MIN_POSITIVE, f64::max);
             for (member, full) in table.members.iter_mut().zip(full) {
                 member.load = fixed_point(full / fullest);
@@ -63,7 +62,7 @@ mod tests {
     use crate::policy::{PoolServer, TrafficRates, Weight};
 
     fn members(measure: LoadMetric, servers: Vec<PoolServer>) -> Vec<(u16, u32)> {
-        let table = PowerOfTwo::new(measure, 1).place(&Pool::new(servers, 1), BucketCount::PUBLISHED, 1);
+        let table = PowerOfTwo::new(measure, 1).compute_table(&Pool::new(servers, 1), BucketCount::PUBLISHED, 1);
         table.members.iter().map(|member| (member.server.get(), member.load)).collect()
     }
 

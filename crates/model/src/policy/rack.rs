@@ -82,7 +82,7 @@ impl RackSummary {
                 summary.servers.push(ReducedServer { id: server.id, loads: Loads::Relayed(cores.clone()) });
                 continue;
             }
-            let loads = Loads::Aggregated { sum: loads.sum(), cores: loads.count() };
+            let loads = Loads::Aggregated { sum: loads.sum(), core_count: loads.count() };
             summary.servers.push(ReducedServer { id: server.id, loads });
             if !server.eligible {
                 continue;

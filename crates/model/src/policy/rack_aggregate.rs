@@ -85,12 +85,12 @@ impl RackAggregate {
         }
         self.count = racks.iter().flat_map(|rack| lists(rack, key)).map(|list| list.per_bucket).sum();
         let limit = most.min(self.count);
-        for (bucket, least) in (0..).zip(&mut self.least).filter(|(_, least)| least.places().len() < limit) {
+        for (bucket, least) in (0..).zip(&mut self.least).filter(|(_, least)| least.ranked_cores().len() < limit) {
             let lists = racks
                 .iter()
                 .enumerate()
                 .flat_map(|(position, rack)| lists(rack, key).map(move |list| (position, list)));
-            least.find(lists.map(|(position, list)| places(position, list, bucket)));
+            least.find(lists.map(|(position, list)| ranked_cores(position, list, bucket)));
         }
     }
 
@@ -100,7 +100,7 @@ impl RackAggregate {
         for (bucket, least) in (0..).zip(&mut self.least) {
             let Some(bound) = least.remove_source(position as u32) else { continue };
             for list in &lists {
-                for place in places(position, list, bucket) {
+                for place in ranked_cores(position, list, bucket) {
                     if !least.insert_core(bound, place) {
                         break;
                     }
@@ -111,10 +111,10 @@ impl RackAggregate {
 
     /// Returns the least loaded cores of the bucket, at least as many as needed, if they exist.
     pub fn least(&self, bucket: u32) -> &[RankedCore] {
-        self.least.get(bucket as usize).map_or(&[], LeastLoaded::places)
+        self.least.get(bucket as usize).map_or(&[], LeastLoaded::ranked_cores)
     }
 
-    /// Whether `places` are all cores that exist.
+    /// Whether `ranked_cores` are all cores that exist.
     pub fn is_complete(&self, places: &[RankedCore]) -> bool {
         places.len() >= self.count
     }
@@ -124,7 +124,7 @@ fn lists<'a>(rack: &'a RackSummary, key: &'a RssKey) -> impl Iterator<Item = &'a
     rack.lists.iter().filter(move |list| list.key == *key)
 }
 
-fn places(position: usize, list: &CandidateList, bucket: u32) -> impl Iterator<Item = RankedCore> {
+fn ranked_cores(position: usize, list: &CandidateList, bucket: u32) -> impl Iterator<Item = RankedCore> {
     let candidates = list.bucket(bucket).iter();
     candidates.map(move |(core, load)| RankedCore { load: *load, core: *core, source: position as u32 })
 }

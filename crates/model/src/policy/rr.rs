@@ -1,6 +1,6 @@
 //! `rr`: new connections go to the servers in turn, each as often as its weight.
 
-use super::wrr_schedule::weighted_turns;
+use super::wrr_schedule::weighted_turn_table;
 use super::{Policy, Pool, independent_key};
 use crate::placement::{BucketCount, PlacementTable};
 use crate::rss::RssKey;
@@ -26,8 +26,8 @@ impl Policy for RoundRobin {
         false
     }
 
-    fn place(&mut self, pool: &Pool, buckets: BucketCount, generation: u64) -> PlacementTable {
+    fn compute_table(&mut self, pool: &Pool, buckets: BucketCount, generation: u64) -> PlacementTable {
         let shares: Vec<f64> = pool.shares().into_iter().map(|(_, share)| share).collect();
-        weighted_turns(pool, buckets, generation, self.key.clone(), &shares)
+        weighted_turn_table(pool, buckets, generation, self.key.clone(), &shares)
     }
 }

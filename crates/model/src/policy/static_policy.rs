@@ -1,7 +1,7 @@
 //! Policies whose table depends on the pool alone: hash, consistent-hash, maglev. They differ in how they share
 //! buckets.
 
-use super::{Policy, Pool, by_bucket, independent_key};
+use super::{Policy, Pool, independent_key, table_by_bucket};
 use crate::ServerId;
 use crate::placement::{BucketCount, PlacementTable};
 use crate::rss::RssKey;
@@ -34,8 +34,8 @@ impl Policy for StaticPolicy {
         true
     }
 
-    fn place(&mut self, pool: &Pool, buckets: BucketCount, generation: u64) -> PlacementTable {
+    fn compute_table(&mut self, pool: &Pool, buckets: BucketCount, generation: u64) -> PlacementTable {
         let positions = (self.assign_buckets)(&pool.shares(), buckets.get() as usize);
-        by_bucket(pool, buckets, generation, self.key.clone(), &positions)
+        table_by_bucket(pool, buckets, generation, self.key.clone(), &positions)
     }
 }

@@ -1,7 +1,7 @@
 //! `wrr`: new connections go to the servers in turn, each as often as its weight times its capacity (default: its
 //! cores).
 
-use super::wrr_schedule::weighted_turns;
+use super::wrr_schedule::weighted_turn_table;
 use super::{Policy, Pool, independent_key};
 use crate::placement::{BucketCount, PlacementTable};
 use crate::rss::RssKey;
@@ -31,8 +31,8 @@ impl Policy for WeightedRoundRobin {
         true
     }
 
-    fn place(&mut self, pool: &Pool, buckets: BucketCount, generation: u64) -> PlacementTable {
-        weighted_turns(pool, buckets, generation, self.key.clone(), &shares(pool))
+    fn compute_table(&mut self, pool: &Pool, buckets: BucketCount, generation: u64) -> PlacementTable {
+        weighted_turn_table(pool, buckets, generation, self.key.clone(), &shares(pool))
     }
 }
 
@@ -75,7 +75,7 @@ mod tests {
         assert_eq!(shares(&pool), [4.0, 4.0, 4.0, 32.0]);
 
         let pool = Pool::new(vec![by_load, server(2, None, Some(4))], 1);
-        let table = WeightedRoundRobin::new(1).place(&pool, BucketCount::PUBLISHED, 1);
+        let table = WeightedRoundRobin::new(1).compute_table(&pool, BucketCount::PUBLISHED, 1);
         assert_eq!(table.members.iter().map(|member| member.server.get()).collect::<Vec<_>>(), [1, 2, 1]);
     }
 }

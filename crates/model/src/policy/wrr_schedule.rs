@@ -5,19 +5,19 @@ use std::collections::BinaryHeap;
 
 use coreward_intf as intf;
 
-use super::{Pool, table_of};
+use super::{Pool, base_table};
 use crate::placement::{BucketCount, PlacementTable, Rule};
 use crate::rss::RssKey;
 
 /// Returns a table with turns by `shares`: one share per eligible server of the pool, by id, above 0.
-pub fn weighted_turns(
+pub fn weighted_turn_table(
     pool: &Pool,
     buckets: BucketCount,
     generation: u64,
     key: RssKey,
     shares: &[f64],
 ) -> PlacementTable {
-    let mut table = table_of(pool, Rule::RoundRobin, buckets, generation, key);
+    let mut table = base_table(pool, Rule::RoundRobin, buckets, generation, key);
     table.members = turns(shares).into_iter().map(|position| table.members[position]).collect();
     table
 }

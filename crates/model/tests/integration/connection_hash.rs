@@ -57,7 +57,7 @@ fn collisions(hash: fn(&CookieKey, SocketAddr) -> u64, set: ClientSet, shift: u3
 /// Returns the hash: the low half selects places, the upper half is the tag.
 fn whole(key: &CookieKey, client: SocketAddr) -> u64 {
     let hash = ConnectionHash::new(key, 3, client);
-    u64::from(hash.tag()) << 32 | u64::from(hash.low())
+    u64::from(hash.tag()) << 32 | u64::from(hash.low_half())
 }
 
 /// Returns a hash by one multiplication without a fold: places depend on the low bits of the tuple alone.

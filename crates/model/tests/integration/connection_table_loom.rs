@@ -9,8 +9,8 @@ use std::sync::atomic::AtomicU64 as PlainWord;
 
 use coreward_intf as intf;
 use coreward_model::ServerId;
-use coreward_model::connection_table::table::{AtomicStorage, ConnectionTable, NewConnection, NotTaken, StorageCell};
-use coreward_model::connection_table::{Clock, Connection, ConnectionHash, ConnectionIndex, Identity, TableSize};
+use coreward_model::connection_table::table::{AtomicStorage, ConnectionTable, NewConnection, StorageCell, TakeError};
+use coreward_model::connection_table::{ClockTicks, Connection, ConnectionHash, ConnectionIndex, Identity, TableSize};
 use coreward_model::cookie::CookieKey;
 use loom::sync::Arc;
 use loom::sync::atomic::{AtomicU64, Ordering};
@@ -135,8 +135,8 @@ fn server(client: u16) -> ServerId {
     ServerId::try_from(u64::from(client)).unwrap()
 }
 
-fn take(table: &Table, client: u16) -> Result<ConnectionIndex, NotTaken> {
-    table.take(&packet(client), server(client), Clock(5))
+fn take(table: &Table, client: u16) -> Result<ConnectionIndex, TakeError> {
+    table.take(&packet(client), server(client), ClockTicks(5))
 }
 
 fn identity(client: u16, generation: u16) -> Identity {
@@ -182,8 +182,8 @@ fn concurrent_packets_and_user_space_neither_lose_nor_duplicate_slots() {
         for (client, outcome) in others.map(|other| other.join().unwrap()) {
             match outcome {
                 Ok(index) => taken.push((client, index)),
-                Err(NotTaken::Full) => {}
-                Err(NotTaken::Contended) => panic!("three changes cannot spoil eight attempts"),
+                Err(TakeError::Full) => {}
+                Err(TakeError::Contended) => panic!("three changes cannot spoil eight attempts"),
             }
         }
         assert!(!taken.is_empty(), "one slot was free all the time");
@@ -282,7 +282,7 @@ fn reuse_beside<T>(other: impl Fn(&Table, ConnectionIndex) -> Option<T>) -> (Opt
 /// Reuses the expired entry of client 1.
 fn reuse(table: &Table, client: u16) -> Option<ConnectionIndex> {
     let is_first = |connection: &Connection| connection.client.port() == 1;
-    table.reuse(&packet(client), server(client), Clock(5), is_first).map(|(index, _)| index)
+    table.reuse(&packet(client), server(client), ClockTicks(5), is_first).map(|(index, _)| index)
 }
 
 #[test]

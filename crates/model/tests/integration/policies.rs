@@ -5,7 +5,8 @@ use std::net::Ipv4Addr;
 
 use coreward_model::placement::{BucketCount, PlacementState, PlacementTable, Rule};
 use coreward_model::policy::{
-    Capacity, Policy, Pool, PoolServer, REGISTRY, TelemetryLevel, TrafficRates, Weight, named, names, telemetry_level,
+    Capacity, Policy, Pool, PoolServer, REGISTRY, TelemetryLevel, TrafficRates, Weight, names, policy_by_name,
+    telemetry_level,
 };
 use coreward_model::rss::{IndirectionTable, Rss, RssKey, seeded_rng};
 use coreward_model::{FourTuple, ServerId};
@@ -30,7 +31,7 @@ fn server(number: u64, rss_key: &RssKey, loads: Option<[f64; 4]>) -> PoolServer 
 }
 
 fn table_of(policy: &mut dyn Policy, pool: &Pool, generation: u32) -> PlacementTable {
-    policy.place(pool, BucketCount::PUBLISHED, generation.into())
+    policy.compute_table(pool, BucketCount::PUBLISHED, generation.into())
 }
 
 fn tuples(count: u32) -> impl Iterator<Item = FourTuple> {
@@ -49,7 +50,7 @@ fn core_of(server: &PoolServer, tuple: &FourTuple) -> u16 {
 fn hash_uses_all_cores_of_every_server() {
     let rss_key = key(1);
     let pool = Pool::new((1..=4).map(|n| server(n, &rss_key, None)).collect(), 1);
-    let table = named("hash", 5).unwrap().place(&pool, BucketCount::PUBLISHED, 1);
+    let table = policy_by_name("hash", 5).unwrap().compute_table(&pool, BucketCount::PUBLISHED, 1);
     let mut counts: HashMap<(ServerId, u16), u32> = HashMap::new();
     for tuple in tuples(16_000) {
         let chosen = table.choose(&mut PlacementState::default(), &tuple).unwrap();
@@ -66,7 +67,7 @@ fn crossrss_before_the_first_report_stripes_the_buckets() {
     let rss_key = key(1);
     let pool = Pool::new([9, 3, 5].map(|n| server(n, &rss_key, None)).to_vec(), 1);
     for policy in ["crossrss", "crossrss-plus"] {
-        let table = table_of(named(policy, 1).unwrap().as_mut(), &pool, 1);
+        let table = table_of(policy_by_name(policy, 1).unwrap().as_mut(), &pool, 1);
         for bucket in 0..128 {
             assert_eq!(table.candidates_of(0, bucket)[0].server, id([3, 5, 9][bucket as usize % 3]), "bucket {bucket}");
         }
@@ -79,7 +80,7 @@ fn crossrss_takes_the_strictly_least_loaded_core_and_the_lowest_id_of_equals() {
     let loads = [[0.5, 0.2, 0.3, 0.4], [0.3, 0.3, 0.3, 0.3], [0.2, 0.2, 0.9, 0.9]];
     let servers: Vec<_> = (0..3).map(|n| server(n as u64 + 1, &rss_key, Some(loads[n]))).collect();
     let pool = Pool::new(servers, 1);
-    let table = table_of(named("crossrss", 1).unwrap().as_mut(), &pool, 1);
+    let table = table_of(policy_by_name("crossrss", 1).unwrap().as_mut(), &pool, 1);
     assert_eq!(table.rule, Rule::Table);
     for bucket in 0..128 {
         let load = |server: &&PoolServer| {
@@ -98,7 +99,7 @@ fn crossrss_plus_spreads_a_burst_between_reports() {
     let servers: Vec<_> = (1..=4).map(|n| server(n, &rss_key, Some([0.5 - n as f64 / 1000.0; 4]))).collect();
     let pool = Pool::new(servers, 1);
     let largest_share = |policy: &str| {
-        let table = table_of(named(policy, 1).unwrap().as_mut(), &pool, 1);
+        let table = table_of(policy_by_name(policy, 1).unwrap().as_mut(), &pool, 1);
         let mut state = PlacementState::for_table(&table);
         let mut counts: HashMap<ServerId, u32> = HashMap::new();
         tuples(400).for_each(|tuple| *counts.entry(table.choose(&mut state, &tuple).unwrap()).or_default() += 1);
@@ -113,7 +114,7 @@ fn crossrss_plus_fills_an_idle_pool_evenly() {
     let rss_key = key(1);
     let idle = |n| PoolServer { open_connections: 0, ..server(n, &rss_key, Some([0.0; 4])) };
     let pool = Pool::new((1..=4).map(idle).collect(), 1);
-    let table = table_of(named("crossrss-plus", 1).unwrap().as_mut(), &pool, 1);
+    let table = table_of(policy_by_name("crossrss-plus", 1).unwrap().as_mut(), &pool, 1);
     let mut state = PlacementState::for_table(&table);
     let mut counts: HashMap<ServerId, u32> = HashMap::new();
     tuples(400).for_each(|tuple| *counts.entry(table.choose(&mut state, &tuple).unwrap()).or_default() += 1);
@@ -124,7 +125,7 @@ fn crossrss_plus_fills_an_idle_pool_evenly() {
 fn crossrss_plus_fills_cores_evenly_before_the_first_report() {
     let rss_key = key(1);
     let pool = Pool::new((1..=4).map(|n| server(n, &rss_key, None)).collect(), 1);
-    let table = table_of(named("crossrss-plus", 1).unwrap().as_mut(), &pool, 1);
+    let table = table_of(policy_by_name("crossrss-plus", 1).unwrap().as_mut(), &pool, 1);
     let mut state = PlacementState::for_table(&table);
     let mut counts: HashMap<(ServerId, u16), u32> = HashMap::new();
     for tuple in tuples(1_600) {
@@ -141,10 +142,10 @@ fn connections_of_one_interval_fill_the_deficits() {
     // The mean is 0.5; two cores lack 0.2 and 0.1.
     let loads = [[0.3, 0.5, 0.5, 0.7], [0.5, 0.4, 0.5, 0.6]];
     let pool = || Pool::new((0..2).map(|n| server(n as u64 + 1, &rss_key, Some(loads[n]))).collect(), 2);
-    let mut policy = named("crossrss-plus", 1).unwrap();
+    let mut policy = policy_by_name("crossrss-plus", 1).unwrap();
     // The loads do not change, so newest and recent loads are the same.
     let mut cost = |opened| {
-        let table = policy.place(&pool().with_opened_connections(opened), BucketCount::PUBLISHED, 1);
+        let table = policy.compute_table(&pool().with_opened_connections(opened), BucketCount::PUBLISHED, 1);
         f64::from(table.assignment_cost) / f64::from(coreward_intf::LOAD_ONE)
     };
     // 1.5 x 0.3 over 30 connections; each of the two load balancers gets half of them.
@@ -162,7 +163,7 @@ fn policies_that_use_opened_connections_request_them() {
     let mut users = Vec::new();
     for (name, make) in REGISTRY {
         let table = |opened| {
-            let table = make(1).place(&pool.clone().with_opened_connections(opened), BucketCount::PUBLISHED, 1);
+            let table = make(1).compute_table(&pool.clone().with_opened_connections(opened), BucketCount::PUBLISHED, 1);
             (table.assignment_cost, table.candidates)
         };
         if table(10) != table(1000) {
@@ -179,7 +180,7 @@ fn request_cost_is_its_own_load() {
     let loads = [[0.3, 0.5, 0.5, 0.7], [0.5, 0.4, 0.5, 0.6]];
     let pool = Pool::new((0..2).map(|n| server(n as u64 + 1, &rss_key, Some(loads[n]))).collect(), 2);
     let pool = pool.with_opened_connections(400).counting_requests();
-    let table = table_of(named("crossrss-plus", 1).unwrap().as_mut(), &pool, 1);
+    let table = table_of(policy_by_name("crossrss-plus", 1).unwrap().as_mut(), &pool, 1);
     // All load, 4, over the requests of an interval; each of the two load balancers gets half of them.
     let cost = f64::from(table.assignment_cost) / f64::from(coreward_intf::LOAD_ONE);
     assert!((cost - 0.02).abs() < 1e-5, "{cost}");
@@ -192,7 +193,7 @@ fn servers_beyond_four_rss_groups_count_with_their_mean_load() {
     let mut servers: Vec<_> = (1..=7).map(|n| server(n, &key(n.min(6)), Some([0.5; 4]))).collect();
     servers.push(PoolServer { rss: None, ..server(8, &key(1), Some([0.0, 0.0, 0.2, 0.2])) });
     let pool = Pool::new(servers, 1);
-    let table = table_of(named("crossrss", 1).unwrap().as_mut(), &pool, 1);
+    let table = table_of(policy_by_name("crossrss", 1).unwrap().as_mut(), &pool, 1);
     assert_eq!(table.groups.len(), 4);
     assert_eq!(table.groups[0], key(6));
     let chosen: HashSet<_> =
@@ -208,7 +209,7 @@ fn stale_server_is_neutral_and_draining_one_gets_nothing() {
     servers.push(server(3, &rss_key, None));
     let first = |servers: &[PoolServer]| {
         let pool = Pool::new(servers.to_vec(), 1);
-        let table = table_of(named("crossrss", 1).unwrap().as_mut(), &pool, 1);
+        let table = table_of(policy_by_name("crossrss", 1).unwrap().as_mut(), &pool, 1);
         table.candidates_of(0, 0)[0].server
     };
     assert_eq!(first(&servers), id(1));
@@ -243,7 +244,8 @@ proptest! {
         let allowed: HashSet<ServerId> = servers.iter().filter(|s| s.eligible).map(|s| s.id).collect();
         let pool = Pool::new(servers, 2);
         for name in names() {
-            let table = named(name, seed).unwrap().place(&pool, BucketCount::new(1 << bits).unwrap(), 1);
+            let buckets = BucketCount::new(1 << bits).unwrap();
+            let table = policy_by_name(name, seed).unwrap().compute_table(&pool, buckets, 1);
             let mut state = PlacementState::for_table(&table);
             for tuple in tuples(50) {
                 let chosen = table.choose(&mut state, &tuple);
@@ -266,9 +268,9 @@ fn load_independent_policies_have_one_table_for_any_loads() {
         Pool::new((1..=20).map(|n| if n % 2 == 0 { busy(n) } else { idle(n) }).collect(), 1)
     });
     for name in names() {
-        let mut policy = named(name, 1).unwrap();
+        let mut policy = policy_by_name(name, 1).unwrap();
         let [left, right] = pools.each_ref().map(|pool| {
-            let table = policy.place(pool, BucketCount::PUBLISHED, 1);
+            let table = policy.compute_table(pool, BucketCount::PUBLISHED, 1);
             let members: Vec<ServerId> = table.members.iter().map(|member| member.server).collect();
             let loads: Vec<u32> = table.members.iter().map(|member| member.load).collect();
             (table.candidates, members, if table.rule == Rule::PowerOfTwo { loads } else { Vec::new() })
@@ -280,7 +282,7 @@ fn load_independent_policies_have_one_table_for_any_loads() {
 #[test]
 fn unknown_policy_is_rejected_with_the_list_of_policies() {
     assert_eq!(
-        named("crosrss", 1).err().unwrap().to_string(),
+        policy_by_name("crosrss", 1).err().unwrap().to_string(),
         "policy \"crosrss\" does not exist: expected one of hash, consistent-hash, maglev, bounded-load, rr, \
          wrr, awrr, pow2, pow2:connections, pow2:packets, pow2:bytes, least, least:packets, least:bytes, least:cpu, \
          crossrss, crossrss-plus"
@@ -292,7 +294,7 @@ fn unknown_policy_is_rejected_with_the_list_of_policies() {
 fn share_of_heavy_server(policy: &str, base: f64, cost: f64) -> f64 {
     const PER_INTERVAL: u32 = 60;
     let rss_key = key(7);
-    let mut policy = named(policy, 5).unwrap();
+    let mut policy = policy_by_name(policy, 5).unwrap();
     let mut loads = [[base; 4]; 3];
     let mut counts = [0u32; 3];
     for generation in 1..=500u32 {

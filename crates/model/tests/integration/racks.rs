@@ -4,7 +4,9 @@ use std::sync::Arc;
 
 use coreward_model::ServerId;
 use coreward_model::placement::BucketCount;
-use coreward_model::policy::{Capacity, Loads, Pool, PoolServer, RackSummary, TrafficRates, Weight, named, names};
+use coreward_model::policy::{
+    Capacity, Loads, Pool, PoolServer, RackSummary, TrafficRates, Weight, names, policy_by_name,
+};
 use coreward_model::rss::{IndirectionTable, Rss, RssKey, seeded_rng};
 use proptest::prelude::*;
 
@@ -96,7 +98,7 @@ proptest! {
         let buckets = BucketCount::new(1 << bits).unwrap();
         for name in names() {
             let mut servers = servers.clone();
-            let policy = || named(name, 7).unwrap();
+            let policy = || policy_by_name(name, 7).unwrap();
             let (mut flat, mut above, mut at_racks) = (policy(), policy(), [policy(), policy(), policy(), policy()]);
             // As in the controller, one pool is updated from table to table.
             let (mut going_on, mut kept) = (policy(), None);
@@ -113,15 +115,15 @@ proptest! {
                     loads: racked.server.loads.clone().filter(|_| racked.rack.is_none()),
                     ..racked.server.clone()
                 }).collect();
-                let expected = flat.place(&pool_of(&all, requests), buckets, report);
+                let expected = flat.compute_table(&pool_of(&all, requests), buckets, report);
                 let pool = pool_of(&known_above, requests).with_rack_summaries(relayed.clone());
-                let found = above.place(&pool, buckets, report);
+                let found = above.compute_table(&pool, buckets, report);
                 prop_assert_eq!(&found, &expected, "{}, report {}", name, report);
                 let mut pool = kept.take().unwrap_or_else(|| pool_of(&known_above, requests));
-                known_above.iter().for_each(|server| pool.renew(server.clone()));
+                known_above.iter().for_each(|server| pool.replace_server(server.clone()));
                 let pool = pool.for_next_table(2).with_opened_connections(300);
                 let pool = if requests { pool.counting_requests() } else { pool }.with_rack_summaries(relayed);
-                prop_assert_eq!(&going_on.place(&pool, buckets, report), &expected, "{}, report {}, going \
+                prop_assert_eq!(&going_on.compute_table(&pool, buckets, report), &expected, "{}, report {}, going \
                  on", name, report);
                 kept = Some(pool);
                 later(&mut servers, report);
@@ -143,7 +145,7 @@ proptest! {
         };
         let servers: Vec<PoolServer> = loads.iter().enumerate().map(server).collect();
         let buckets = BucketCount::new(1).unwrap();
-        let mut policy = named("crossrss-plus", 1).unwrap();
+        let mut policy = policy_by_name("crossrss-plus", 1).unwrap();
         let summary = RackSummary::of(&Pool::new(servers, 1), policy.as_mut(), buckets, most);
         let mut sorted = loads.clone();
         sorted.sort_by(f64::total_cmp);

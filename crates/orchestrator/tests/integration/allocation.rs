@@ -46,7 +46,7 @@ fn complete_all(bench: &mut TestEngine, workers: &mut [Worker<'_>], now: u64) {
 
 /// The assignment at first, during a burst of service 0, and after calm epochs.
 fn assignments(kind: Assignment) -> Vec<[String; CORE_COUNT as usize]> {
-    let engine = EngineConfig { cores: CORE_COUNT, depth: NonZeroU16::new(1).unwrap(), ..config() };
+    let engine = EngineConfig { core_count: CORE_COUNT, depth: NonZeroU16::new(1).unwrap(), ..config() };
     let mut bench = TestEngine::new(&engine);
     let runtime = bench.runtime();
     let allocator = CoreAllocator::new(kind, CORE_COUNT, ReservedCores([1, 1]));

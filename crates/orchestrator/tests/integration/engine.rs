@@ -13,7 +13,7 @@ use coreward_runtime::serve::{Context, Handler, Reply, Request, ServeOptions};
 use coreward_runtime::worker::{Runtime, Worker};
 use coreward_runtime::{RuntimeError, ServiceEntry};
 
-const STALL_AFTER: u64 = 1_000_000;
+const STALL_AFTER_NS: u64 = 1_000_000;
 pub const TIMEOUT: Duration = Duration::from_secs(20);
 
 fn address() -> SocketAddrV4 {
@@ -25,13 +25,13 @@ pub fn config() -> EngineConfig {
     let service =
         |priority| ServiceConfig { entry: ServiceEntry { address: address(), priority }, lambda: Lambda::PUBLISHED };
     EngineConfig {
-        cores: 2,
+        core_count: 2,
         depth: NonZeroU16::new(2).unwrap(),
-        rule: RankRule::Ranked,
+        rank_rule: RankRule::Ranked,
         services: vec![service(0), service(1)],
-        scheduler: FeoConfig { capacity: 4, ..FeoConfig::strict(0..2) },
+        scheduler: FeoConfig { capacity: 4, ..FeoConfig::strict_priority(0..2) },
         payload_bytes: 100,
-        stall_after: Duration::from_nanos(STALL_AFTER),
+        stall_after: Duration::from_nanos(STALL_AFTER_NS),
     }
 }
 
@@ -46,7 +46,7 @@ impl TestEngine {
     pub fn new(config: &EngineConfig) -> Self {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("cores");
-        Self { engine: Engine::new(&path, config).unwrap(), path, cores: config.cores, _directory: directory }
+        Self { engine: Engine::new(&path, config).unwrap(), path, cores: config.core_count, _directory: directory }
     }
 
     pub fn runtime(&self) -> Runtime {
@@ -149,7 +149,7 @@ fn requests_are_spread_and_answered() {
         }
         stop.store(true, SeqCst);
         // The workers disable their services before they end.
-        while bench.engine.balancer().ranks().eligible() != 0 && started.elapsed() < TIMEOUT {
+        while bench.engine.balancer().ranks().eligible_services() != 0 && started.elapsed() < TIMEOUT {
             bench.poll(3);
         }
     });
@@ -157,7 +157,7 @@ fn requests_are_spread_and_answered() {
     answers.sort_by_key(|answer| answer[1]);
     assert_eq!(answers.iter().map(|answer| answer[1]).collect::<Vec<_>>(), [0, 1, 2, 3, 4, 5]);
     assert_eq!(answers[..4].iter().map(|answer| answer[0]).collect::<Vec<_>>(), [0, 1, 0, 1]);
-    assert_eq!((bench.counters(1).completed, bench.engine.balancer().ranks().eligible()), (6, 0));
+    assert_eq!((bench.counters(1).completed, bench.engine.balancer().ranks().eligible_services()), (6, 0));
 }
 
 #[test]
@@ -172,7 +172,7 @@ fn requests_of_an_ended_worker_are_lost_and_counted() {
     drop(first);
     bench.check_workers(3);
     assert_eq!((bench.outstanding(), bench.counters(1).lost), ([0, 0], 2));
-    assert_eq!(bench.engine.balancer().ranks().eligible(), 0);
+    assert_eq!(bench.engine.balancer().ranks().eligible_services(), 0);
     // A worker at the same core gets the requests that waited, and a second one that replaces it before the check.
     let second = bench.worker(&runtime, 0);
     assert_eq!((bench.outstanding(), bench.engine.balancer().waiting(1)), ([2, 0], 1));
@@ -191,7 +191,7 @@ fn stalled_worker_loses_eligibility_until_it_completes_a_request() {
     bench.submit(1, 0, b"x");
     assert_eq!(bench.outstanding(), [1, 0]);
     bench.check_workers(2);
-    bench.check_workers(2 + STALL_AFTER);
+    bench.check_workers(2 + STALL_AFTER_NS);
     assert_eq!(bench.engine.core_counters().stalls, 1);
     (0..2).for_each(|_| bench.submit(3, 0, b"x"));
     assert_eq!(bench.outstanding(), [1, 2], "the other core takes all");
@@ -199,10 +199,10 @@ fn stalled_worker_loses_eligibility_until_it_completes_a_request() {
     assert_eq!((bench.outstanding(), bench.engine.balancer().waiting(0)), ([1, 2], 1));
     complete(&mut other, 0, 2);
     complete(&mut stalls, 0, 1);
-    bench.poll(5 + STALL_AFTER);
+    bench.poll(5 + STALL_AFTER_NS);
     assert_eq!(bench.outstanding(), [0, 1]);
-    bench.check_workers(6 + STALL_AFTER);
-    bench.submit(7 + STALL_AFTER, 0, b"x");
+    bench.check_workers(6 + STALL_AFTER_NS);
+    bench.submit(7 + STALL_AFTER_NS, 0, b"x");
     assert_eq!((bench.outstanding(), bench.engine.core_counters().stalls), ([1, 1], 1));
 }
 
@@ -249,7 +249,7 @@ fn hint_reaches_the_least_loaded_core_once_until_rearmed() {
     bench.poll(0);
     (0..5).for_each(|_| bench.submit(1, 1, b"x"));
     assert_eq!((bench.outstanding(), bench.engine.balancer().waiting(1)), ([2, 2], 1));
-    assert_eq!(bench.engine.next_timer(4), Some(16));
+    assert_eq!(bench.engine.next_timer_ns(4), Some(16));
     bench.engine.check_monitors(16);
     bench.engine.check_monitors(32);
     bench.engine.check_monitors(48);
@@ -284,7 +284,7 @@ fn rate_limit_holds_requests_back() {
     let runtime = bench.runtime();
     let _worker = bench.worker(&runtime, 0);
     (0..2).for_each(|_| bench.submit(1000, 0, b"x"));
-    assert_eq!((bench.outstanding(), bench.engine.next_timer(1000)), ([1, 0], Some(1100)));
+    assert_eq!((bench.outstanding(), bench.engine.next_timer_ns(1000)), ([1, 0], Some(1100)));
     bench.engine.dispatch_waiting(1099);
     assert_eq!(bench.outstanding(), [1, 0]);
     bench.engine.dispatch_waiting(1100);

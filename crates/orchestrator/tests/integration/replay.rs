@@ -8,7 +8,8 @@ use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
 use coreward_model::dispatch::{
-    JoinBoundedShortestRankedQueue, Lambda, RankArrays, RankRule, RankedService, Ranking, RateLimit, Release, Selection,
+    JoinBoundedShortestRankedQueue, Lambda, RankArrays, RankRule, RankedService, Ranking, RateLimit, ReleasedRequest,
+    Selection,
 };
 use coreward_model::rss::{seeded_rng, uniform_below};
 use coreward_orchestrator::engine::EngineConfig;
@@ -49,7 +50,7 @@ struct Replay {
     bound: u32,
     enabled: [[bool; SERVICE_COUNT]; CORE_COUNT as usize],
     /// By core and service: numbers of the requests there, in order.
-    sent: [[VecDeque<u64>; SERVICE_COUNT]; CORE_COUNT as usize],
+    outstanding_requests: [[VecDeque<u64>; SERVICE_COUNT]; CORE_COUNT as usize],
     next_number: u64,
     dropped: [u64; SERVICE_COUNT],
     decisions: u64,
@@ -58,12 +59,12 @@ struct Replay {
 impl Replay {
     fn new(config: &EngineConfig, lambda: Lambda) -> Self {
         let ranked = [0, 1].map(|priority| RankedService { priority, lambda });
-        let ranks = RankArrays::new(CORE_COUNT, &ranked, config.rule, config.depth);
+        let ranks = RankArrays::new(CORE_COUNT, &ranked, config.rank_rule, config.depth);
         let mut model = JoinBoundedShortestRankedQueue::with_ranks(ranks, &config.scheduler).unwrap();
         for core in 0..CORE_COUNT {
-            (0..SERVICE_COUNT as u8).for_each(|service| model.set_runs(service, core, false));
+            (0..SERVICE_COUNT as u8).for_each(|service| model.set_enabled(service, core, false));
         }
-        let weight = |own: usize, other: usize| match config.rule {
+        let weight = |own: usize, other: usize| match config.rank_rule {
             RankRule::Ranked if other > own => (lambda.get() * 1000.0).round() as u32,
             RankRule::PerService if other != own => 0,
             _ => 1000,
@@ -73,7 +74,7 @@ impl Replay {
             weights: [0, 1].map(|own| [0, 1].map(|other| weight(own, other))),
             bound: u32::from(config.depth.get()) * 1000,
             enabled: Default::default(),
-            sent: Default::default(),
+            outstanding_requests: Default::default(),
             next_number: 0,
             dropped: [0; SERVICE_COUNT],
             decisions: 0,
@@ -92,7 +93,7 @@ impl Replay {
                 submitted.sent.map_or(Ok(()), |(release, number)| self.send(release, number))
             }
             Record::Response { service, core, number } => {
-                let expected = self.sent[usize::from(core)][usize::from(service)].pop_front();
+                let expected = self.outstanding_requests[usize::from(core)][usize::from(service)].pop_front();
                 if expected != Some(number) {
                     return Err(format!("core {core}, service {service}: request {number}, the model: {expected:?}"));
                 }
@@ -100,7 +101,7 @@ impl Replay {
             }
             Record::Enabled { service, core, is_enabled } => {
                 self.enabled[usize::from(core)][usize::from(service)] = is_enabled;
-                self.model.set_runs(service, core, is_enabled);
+                self.model.set_enabled(service, core, is_enabled);
                 Ok(())
             }
             Record::Dispatch { now } => {
@@ -112,12 +113,12 @@ impl Replay {
         }
     }
 
-    fn send(&mut self, Release { service, core }: Release, number: u64) -> Result<(), String> {
+    fn send(&mut self, ReleasedRequest { service, core }: ReleasedRequest, number: u64) -> Result<(), String> {
         let least = self.least_ranked(service);
         if least != Some(core) {
             return Err(format!("request {number} of service {service}: core {core}, of least rank is {least:?}"));
         }
-        self.sent[usize::from(core)][usize::from(service)].push_back(number);
+        self.outstanding_requests[usize::from(core)][usize::from(service)].push_back(number);
         self.decisions += 1;
         Ok(())
     }
@@ -126,7 +127,8 @@ impl Replay {
     fn least_ranked(&self, service: u8) -> Option<u16> {
         let own = usize::from(service);
         let rank = |core: usize| -> u32 {
-            let weighted = |other: usize| self.weights[own][other] * self.sent[core][other].len() as u32;
+            let weighted =
+                |other: usize| self.weights[own][other] * self.outstanding_requests[core][other].len() as u32;
             (0..SERVICE_COUNT).map(weighted).sum()
         };
         let candidates = (0..CORE_COUNT.into()).filter(|core| self.enabled[*core][own]).map(|core| (rank(core), core));
@@ -266,7 +268,7 @@ fn run(config: &EngineConfig, completed: u64, seed: u64, mut check: impl FnMut(&
 /// Each rank rule, scheduler and ranking, a rate limit, and queues of one request.
 fn configs() -> Vec<EngineConfig> {
     let with = |change: &dyn Fn(&mut EngineConfig)| {
-        let mut changed = EngineConfig { cores: CORE_COUNT, depth: NonZeroU16::new(4).unwrap(), ..config() };
+        let mut changed = EngineConfig { core_count: CORE_COUNT, depth: NonZeroU16::new(4).unwrap(), ..config() };
         changed.scheduler.capacity = CAPACITY;
         change(&mut changed);
         changed
@@ -282,8 +284,8 @@ fn configs() -> Vec<EngineConfig> {
     vec![
         with(&|_| ()),
         with(&|config| config.depth = NonZeroU16::MIN),
-        with(&|config| config.rule = RankRule::Global),
-        with(&|config| config.rule = RankRule::PerService),
+        with(&|config| config.rank_rule = RankRule::Global),
+        with(&|config| config.rank_rule = RankRule::PerService),
         with(&|config| config.scheduler.selection = Selection::Pifo),
         ranked_by(Ranking::WeightedShare, [1, 3]),
         ranked_by(Ranking::EarliestDeadline, [50, 200]),

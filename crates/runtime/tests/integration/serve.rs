@@ -12,7 +12,7 @@ use coreward_runtime::message::{HintMessage, Message};
 use coreward_runtime::serve::{Context, Handler, Reply, Request, ServeCounters, ServeOptions};
 use coreward_runtime::worker::{Runtime, Worker};
 
-use crate::shared_memory::{accepted, address, messages, orchestrator, request};
+use crate::shared_memory::{address, attach_worker, orchestrator, receive_all_messages, request};
 
 /// Serves two services and records events.
 #[derive(Default)]
@@ -62,7 +62,7 @@ fn serve(
 ) -> (ServeCounters, Vec<Message>, Vec<Vec<u8>>) {
     let runtime = Runtime::connect(path).unwrap();
     (0..2).for_each(|service| runtime.register_service(service, address(4000), service).unwrap());
-    let mut worker = accepted(queues, &runtime, 0);
+    let mut worker = attach_worker(queues, &runtime, 0);
     let stop = AtomicBool::new(false);
     let (mut sent, mut responses) = (Vec::new(), Vec::new());
     let counters = std::thread::scope(|scope| {
@@ -70,7 +70,7 @@ fn serve(
         work(queues);
         stop.store(true, SeqCst);
         while !server.is_finished() {
-            sent.extend(messages(queues, 0));
+            sent.extend(receive_all_messages(queues, 0));
             queues.receive_responses(0, 9, |_, payload| responses.push(payload.unwrap().to_vec()));
         }
         server.join().unwrap()
@@ -134,7 +134,7 @@ fn feedback_is_batched_and_sent_before_the_end() {
         let options = ServeOptions { feedback_batch, ..ServeOptions::default() };
         let runtime = Runtime::connect(&path).unwrap();
         runtime.register_service(0, address(4000), 0).unwrap();
-        let mut worker = accepted(&mut queues, &runtime, 0);
+        let mut worker = attach_worker(&mut queues, &runtime, 0);
         (0..3).for_each(|_| queues.send(0, 0, &request(0), b"no answer").unwrap());
         // A worker that is to end serves all that was sent before.
         let stop = AtomicBool::new(true);
@@ -142,7 +142,7 @@ fn feedback_is_batched_and_sent_before_the_end() {
         std::thread::scope(|scope| {
             let server = scope.spawn(|| worker.serve(&Silent, options, &stop).unwrap());
             while !server.is_finished() {
-                counts.extend(messages(&mut queues, 0).into_iter().filter_map(|message| match message {
+                counts.extend(receive_all_messages(&mut queues, 0).into_iter().filter_map(|message| match message {
                     Message::LoadFeedback { count, .. } => Some(count),
                     _ => None,
                 }));

@@ -12,7 +12,7 @@ use coreward_runtime::message::{HintMessage, Message, Trigger};
 use coreward_runtime::worker::{Runtime, Worker};
 use coreward_runtime::{RuntimeError, ServiceEntry};
 
-pub const GEOMETRY: Geometry = Geometry { cores: 2, priorities: 2, slots: 4, slot_bytes: 128 };
+pub const GEOMETRY: Geometry = Geometry { core_count: 2, priority_count: 2, slots: 4, slot_bytes: 128 };
 const CLIENT: &str = "192.0.2.1:9";
 
 pub fn address(port: u16) -> SocketAddrV4 {
@@ -29,7 +29,7 @@ pub fn orchestrator() -> (tempfile::TempDir, PathBuf, CoreQueues) {
 }
 
 /// The orchestrator accepts the worker while it waits for that.
-pub fn accepted<'a>(queues: &mut CoreQueues, runtime: &'a Runtime, core: u16) -> Worker<'a> {
+pub fn attach_worker<'a>(queues: &mut CoreQueues, runtime: &'a Runtime, core: u16) -> Worker<'a> {
     std::thread::scope(|scope| {
         let worker = scope.spawn(|| runtime.worker(core));
         while !queues.has_new_worker(core) {
@@ -41,10 +41,10 @@ pub fn accepted<'a>(queues: &mut CoreQueues, runtime: &'a Runtime, core: u16) ->
 }
 
 pub fn request(service: u8) -> RequestHeader {
-    RequestHeader { client: CLIENT.parse().unwrap(), service, arrived: 1 }
+    RequestHeader { client: CLIENT.parse().unwrap(), service, arrived_ns: 1 }
 }
 
-pub fn messages(queues: &mut CoreQueues, core: u16) -> Vec<Message> {
+pub fn receive_all_messages(queues: &mut CoreQueues, core: u16) -> Vec<Message> {
     let mut received = Vec::new();
     queues.receive_messages(core, 100, |message| received.push(message.unwrap()));
     received
@@ -54,7 +54,7 @@ pub fn messages(queues: &mut CoreQueues, core: u16) -> Vec<Message> {
 fn interface_carries_calls_and_hints() {
     let (_directory, path, mut queues) = orchestrator();
     let runtime = Runtime::connect(&path).unwrap();
-    let mut worker = accepted(&mut queues, &runtime, 1);
+    let mut worker = attach_worker(&mut queues, &runtime, 1);
     assert!(queues.has_worker(1) && !queues.has_worker(0) && !queues.has_new_worker(1));
     runtime.register_service(1, address(4000), 1).unwrap();
     let trigger = Trigger::ScaleUp(ScaleUp { epoch: Epoch::power_of_two(14).unwrap() });
@@ -70,7 +70,7 @@ fn interface_carries_calls_and_hints() {
         Message::RearmLoadMonitor { service: 1 },
         Message::DisableService { service: 1, core: 0 },
     ];
-    assert_eq!(messages(&mut queues, 1), expected);
+    assert_eq!(receive_all_messages(&mut queues, 1), expected);
     let hint = HintMessage { service: 1, hint: LoadHint::ScaleUp, waiting: 0b10 };
     queues.send_hint(1, hint).unwrap();
     assert_eq!((worker.next_hint(), worker.next_hint()), (Some(hint), None));
@@ -80,7 +80,7 @@ fn interface_carries_calls_and_hints() {
 fn queues_are_bounded_and_requests_fit_a_slot() {
     let (_directory, path, mut queues) = orchestrator();
     let runtime = Runtime::connect(&path).unwrap();
-    let worker = accepted(&mut queues, &runtime, 0);
+    let worker = attach_worker(&mut queues, &runtime, 0);
     let payload = [7; 96];
     assert_eq!((GEOMETRY.payload_bytes(), runtime.payload_bytes()), (96, 96));
     (0..4).for_each(|_| queues.send(0, 1, &request(1), &payload).unwrap());
@@ -99,17 +99,17 @@ fn new_worker_starts_with_empty_queues() {
     let runtime = Runtime::connect(&path).unwrap();
     runtime.register_service(0, address(4000), 0).unwrap();
     for _ in 0..3 {
-        let mut worker = accepted(&mut queues, &runtime, 0);
+        let mut worker = attach_worker(&mut queues, &runtime, 0);
         assert_eq!(worker.load(0, 0), 0);
         (0..3).for_each(|_| queues.send(0, 0, &request(0), b"lost").unwrap());
         worker.enable_service(0, 0).unwrap();
-        assert_eq!(messages(&mut queues, 0), [Message::EnableService { service: 0, core: 0 }]);
+        assert_eq!(receive_all_messages(&mut queues, 0), [Message::EnableService { service: 0, core: 0 }]);
         worker.load_feedback(0, 0, 1).unwrap();
         drop(worker);
         assert!(!queues.has_worker(0));
     }
-    drop(accepted(&mut queues, &runtime, 0));
-    assert_eq!(messages(&mut queues, 0), [], "those of the previous worker are discarded");
+    drop(attach_worker(&mut queues, &runtime, 0));
+    assert_eq!(receive_all_messages(&mut queues, 0), [], "those of the previous worker are discarded");
 }
 
 #[test]
@@ -117,7 +117,7 @@ fn calls_out_of_range_are_rejected() {
     let (_directory, path, mut queues) = orchestrator();
     let runtime = Runtime::connect(&path).unwrap();
     let other_process = Runtime::connect(&path).unwrap();
-    let mut worker = accepted(&mut queues, &runtime, 0);
+    let mut worker = attach_worker(&mut queues, &runtime, 0);
     let text = |result: Result<(), RuntimeError>| result.unwrap_err().to_string();
     let taken = other_process.worker(0).map(drop);
     assert_eq!(text(taken), "core 0 has a worker already");
@@ -136,10 +136,10 @@ fn calls_out_of_range_are_rejected() {
     assert_eq!(register(0, 4001, 1), expected);
     assert_eq!(text(worker.load_feedback(1, 2, 1)), "core 2: expected 0 to 1");
     assert_eq!(text(worker.rearm_load_monitor(2)), "service 2: the orchestrator has 2 services");
-    assert_eq!(messages(&mut queues, 0), []);
+    assert_eq!(receive_all_messages(&mut queues, 0), []);
     drop(worker);
     // Workers of other processes may run the service while its registration lasts.
-    let mut worker = accepted(&mut queues, &other_process, 0);
+    let mut worker = attach_worker(&mut queues, &other_process, 0);
     worker.enable_service(1, 0).unwrap();
     drop(runtime);
     assert_eq!(text(worker.enable_service(1, 0)), "core 0: service 1 is not registered");
@@ -166,7 +166,7 @@ fn memory_of_others_is_rejected() {
     let error = connect_after_write(&path, 12, &4_000_000u32.to_ne_bytes());
     assert!(error.starts_with("the memory belongs to user 4000000: expected user "), "{error}");
     let error = connect_after_write(&path, 24, &1u32.to_ne_bytes());
-    let expected = Geometry { cores: 1, ..GEOMETRY }.bytes();
+    let expected = Geometry { core_count: 1, ..GEOMETRY }.bytes();
     assert_eq!(error, format!("{} bytes of memory: expected {expected}", GEOMETRY.bytes()));
     assert_eq!(connect_after_write(&path, 24, &0u32.to_ne_bytes()), "cores 0: expected 1 to 256");
     let second = CoreQueues::create(&path, GEOMETRY, &[]).unwrap_err();
@@ -198,5 +198,5 @@ fn worker_notices_that_the_orchestrator_is_gone() {
     assert_eq!(error.to_string(), "priority 2: expected 0 to 1");
     let mut queues = CoreQueues::create(&path, GEOMETRY, &[]).unwrap();
     let runtime = Runtime::connect(&path).unwrap();
-    drop(accepted(&mut queues, &runtime, 1));
+    drop(attach_worker(&mut queues, &runtime, 1));
 }

@@ -131,7 +131,7 @@ fn many_cores_share_their_room() {
 fn counter_reset_gives_no_rates() {
     let mut seen = seen(2);
     seen.update(ClientEvent::Loads(loads(500, 2)));
-    assert!(seen.new_connections().is_empty());
+    assert!(seen.new_connection_rates().is_empty());
     assert!(page(&seen, &mut View::default(), 80, 24).contains(" 0 new connections/s"));
     seen.update(ClientEvent::Problem("no controller answers".into()));
     assert!(page(&seen, &mut View::default(), 80, 24).contains("no controller answers"));

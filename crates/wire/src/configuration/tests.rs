@@ -14,11 +14,11 @@ fn fleet() -> FleetConfiguration {
         name: format!("s{id}"),
         id: id.try_into().unwrap(),
         address: IpAddr::from([10, 2, 0, id as u8]),
-        eligible: id != 2,
+        is_eligible: id != 2,
         has_left: id == 2,
         weight: Weight::new(id).unwrap(),
         capacity: (id == 2).then(|| Capacity::new(2.5).unwrap()),
-        vlan: Vlan::from_word(id - 1).unwrap(),
+        vlan: Vlan::from_id(id - 1).unwrap(),
     };
     let service = |index: u32| Service {
         name: format!("web{index}"),
@@ -29,7 +29,7 @@ fn fleet() -> FleetConfiguration {
             _ => ServiceMode { timestamps: Timestamps::LoadBalancer, ..ServiceMode::default() },
         },
         policy: "least".into(),
-        traffic: TelemetryLevel::Connections,
+        telemetry_level: TelemetryLevel::Connections,
         time_key: (index > 0).then_some(CookieKey { k0: 5, k1: u64::MAX }),
         check: None,
         when_all_down: if index == 0 { WhenAllDown::Drop } else { WhenAllDown::FailOpen },
@@ -39,7 +39,7 @@ fn fleet() -> FleetConfiguration {
         name: format!("lb{owner:?}"),
         owner: owner.map(|number| u64::from(number).try_into().unwrap()),
         address: address.map(IpAddr::from),
-        alive: address.is_some(),
+        is_alive: address.is_some(),
     };
     FleetConfiguration {
         generation: 3,
@@ -56,8 +56,8 @@ fn changes_give_the_next_configuration() {
     let (old, mut new) = (fleet(), fleet());
     assert_eq!(FleetChange::between((4, &old), (5, &new)).configuration.services, []);
     new.generation = 4;
-    new.load_balancers[0].alive = false;
-    new.services[1].servers[0].eligible = false;
+    new.load_balancers[0].is_alive = false;
+    new.services[1].servers[0].is_eligible = false;
     let mut third = new.services[0].clone();
     (third.index, third.name) = (ServiceIndex::new(7).unwrap(), "third".into());
     third.address.socket.set_port(81);
@@ -93,7 +93,7 @@ fn configurations_round_trip() {
         fleet_rss_key: RssKey::microsoft(),
         server_id: 7.try_into().unwrap(),
         previous_servers: vec![PreviousServer { id: 9.try_into().unwrap(), address: [10, 2, 0, 9].into() }],
-        draining: true,
+        is_draining: true,
         address: Some("2001:db8::7".parse().unwrap()),
     };
     assert_eq!(AgentConfiguration::try_from(&v1::AgentConfiguration::from(&agent)), Ok(agent));
@@ -113,7 +113,7 @@ fn unusable_service_affects_no_other_and_keeps_its_drains() {
     assert!(refused.reason.to_string().contains("quantum"), "{}", refused.reason);
     let before = &fleet().services[1];
     let kept = refused.with_servers_of(before);
-    assert!(!kept.servers[0].eligible);
+    assert!(!kept.servers[0].is_eligible);
     assert_eq!(Service { servers: before.servers.clone(), ..kept }, *before);
 
     let change = FleetChange::between((4, &fleet()), (5, &FleetConfiguration { services: vec![], ..fleet() }));

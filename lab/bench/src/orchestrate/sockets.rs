@@ -130,7 +130,7 @@ fn orchestrate_at(
     let (engine, af_xdp_interface, sleep) = (config(CORE_COUNT, address), interface.map(str::to_owned), Duration::ZERO);
     let config = Config { memory: memory.clone(), listeners, af_xdp_interface, engine, sleep, metrics: None };
     let intake = RequestIntake::open(&config);
-    if let Some(reason) = intake.report().fallback {
+    if let Some(reason) = intake.report().fallback_reason {
         bail!("no AF_XDP: {reason}");
     }
     let mut daemon = Daemon::start(&config, intake)?;

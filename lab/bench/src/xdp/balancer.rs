@@ -96,7 +96,7 @@ pub struct Run {
     /// Mean per packet (ns).
     pub time: f64,
     /// Packets that the case's counter has counted.
-    pub counted: u64,
+    pub counted_packets: u64,
 }
 
 impl Balancer {
@@ -111,7 +111,7 @@ impl Balancer {
         let mut rng = seeded_rng(1, 0);
         let mut lb = LoadBalancer::load(Options {
             flow_table_entries: setup.flow_entries,
-            connection_table: setup.entries,
+            connection_table_size: setup.entries,
             packets_read_clock: true,
             ..Options::default()
         })?;
@@ -129,14 +129,14 @@ impl Balancer {
         let owner = OwnerNumber::try_from(5)?;
         lb.set_owner(Some(owner));
         // Ids are sparse, as those of the controller.
-        let ids = if case.is_lb_stamped() { lb_stamping::SERVER_IDS } else { ServerId::COUNT as u64 };
+        let ids = if case.is_lb_stamped() { lb_stamping::SERVER_ID_COUNT } else { ServerId::COUNT as u64 };
         let step = ids / SERVER_COUNT;
         let servers: Vec<ServerId> = (0..SERVER_COUNT)
             .map(|n| ServerId::try_from(n * step + u64::from(uniform_below(&mut rng, step as u32))))
             .collect::<Result<_, _>>()?;
         for (n, server) in servers.iter().enumerate() {
             let mac = mac_of(n);
-            lb.set_server(service, *server, Server { mac: Some(mac), eligible: true });
+            lb.set_server(service, *server, Server { mac: Some(mac), is_eligible: true });
             lb.set_tunnel(*server, Tunnel { address: case.server_address(*server), source_port: None })?;
         }
         lb.install_table(service, &table(setup.rule, setup.groups, &servers, &mut rng))?;
@@ -150,7 +150,7 @@ impl Balancer {
 
     /// Sends an answer of each server: the load balancer learns the servers' clocks and can restore TSecr.
     fn show_clocks(&self) -> anyhow::Result<()> {
-        let Frame { bytes: mut answer, ports_at, .. } = response();
+        let Frame { bytes: mut answer, ports_offset: ports_at, .. } = response();
         let ports = &mut answer[ports_at as usize..][..4];
         ports.copy_from_slice(&[self.case.destination().port().to_be_bytes(), [4, 0]].concat());
         for n in 0..self.servers.len() {
@@ -205,7 +205,7 @@ impl Balancer {
                 Case::NewConnection(_) | Case::NewConnectionIpv6 => return Ok(self.packet(client, 0)),
                 Case::LbStamped(Direction::ToClient) => return Ok(self.packet(client, rng.next_u32())),
                 Case::LbStamped(Direction::ToServer) => {
-                    return Ok(self.packet(client, self.lb_stamped(client, &mut rng)));
+                    return Ok(self.packet(client, self.random_stamped_tsecr(client, &mut rng)));
                 }
                 Case::Established(Consistency::Stateful, _) => {
                     let index =
@@ -222,7 +222,7 @@ impl Balancer {
     }
 
     /// Returns TSecr of a packet to a random server.
-    fn lb_stamped(&self, client: &SocketAddrV4, rng: &mut Xoshiro256PlusPlus) -> u32 {
+    fn random_stamped_tsecr(&self, client: &SocketAddrV4, rng: &mut Xoshiro256PlusPlus) -> u32 {
         let server = self.servers[uniform_below(rng, self.servers.len() as u32) as usize];
         lb_stamping::stamp(&self.keys, &self.keys.keys[1], &self.case.tuple(client), server, rng.next_u32())
     }
@@ -277,7 +277,7 @@ impl Balancer {
     fn run_expecting(&self, runner: &Runner, feed: Feed, packets: u32) -> anyhow::Result<f64> {
         let case = self.case;
         let run = self.run_and_count(runner, feed, packets)?;
-        let (name, counted) = (COUNTER_NAMES[case.counter()], run.counted);
+        let (name, counted) = (COUNTER_NAMES[case.counter()], run.counted_packets);
         ensure!(counted == u64::from(packets), "{case}: {counted} of {packets} packets were counted as {name}");
         Ok(run.time)
     }
@@ -289,7 +289,7 @@ impl Balancer {
         let before = self.counters().packets[case.counter()];
         let (time, verdict) = runner.run(feed, self.lb.borrow().program(), packets)?;
         ensure!(verdict == expected, "{case}: the last packet's verdict was {verdict}, expected {expected}");
-        Ok(Run { time, counted: self.counters().packets[case.counter()] - before })
+        Ok(Run { time, counted_packets: self.counters().packets[case.counter()] - before })
     }
 
     /// Frees all other entries of the connection table and returns their number. Fails when the kernel offers no grace
@@ -338,9 +338,9 @@ fn table(rule: Rule, groups: usize, servers: &[ServerId], rng: &mut Xoshiro256Pl
         assignment_cost: intf::LOAD_ONE / 1000,
         core_slots,
         members,
-        consistent: rendezvous(servers, buckets),
-        previous_consistent: Vec::new(),
-        down: Vec::new(),
+        consistent_servers: rendezvous(servers, buckets),
+        previous_consistent_servers: Vec::new(),
+        down_servers: Vec::new(),
         core_slot_ages: Vec::new(),
     }
 }

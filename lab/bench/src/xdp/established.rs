@@ -7,7 +7,7 @@ use coreward_model::connection_table::TableSize;
 use coreward_model::consistency::Consistency;
 
 use super::balancer::{Balancer, CONNECTION_TABLE_ENTRIES};
-use super::interleaved::{Program, Rounds, Turn, difference, median_of, quartiles, run_interleaved};
+use super::interleaved::{Program, RoundTimes, Turn, difference, median_of, quartiles, run_interleaved};
 use super::runner::{Feed, PACKET_COUNT, Runner};
 use super::workload::{Case, clients};
 use super::{Args, Measured};
@@ -23,9 +23,9 @@ pub struct ByConnections {
     pub stateful: Measured,
     pub hash_table: Measured,
     /// Cost of the stateless program above the empty one (ns) with a parallel load of one more cache line.
-    pub with_line: Rounds,
+    pub with_line: RoundTimes,
     /// The same cost when the program must wait for that line.
-    pub after_line: Rounds,
+    pub after_line: RoundTimes,
 }
 
 pub fn measure(args: &Args, progress: &dyn Fn(usize, usize)) -> anyhow::Result<Vec<ByConnections>> {
@@ -55,7 +55,7 @@ fn measure_with(connections: usize, args: &Args) -> anyhow::Result<ByConnections
             Turn::new(&usual, Program::Floor(usual.empty.as_fd())),
             Turn::new(&usual, Program::Floor(usual.parse_and_swap_macs.as_fd())),
             by_cookie,
-            Turn { feed: Feed::AndLine, ..by_cookie },
+            Turn { feed: Feed::WithLine, ..by_cookie },
             Turn { feed: Feed::AfterLine, ..by_cookie },
             Turn::new(&for_stateful, Program::Balancer(&stateful)),
             Turn::new(&for_hash_table, Program::Balancer(&hash_table)),
@@ -93,7 +93,7 @@ pub fn table(measured: &[ByConnections]) -> Table {
         let hash_table = difference(&of.hash_table.above_empty, stateless);
         let with_line = difference(&of.with_line, stateless);
         let after_line = difference(&of.after_line, stateless);
-        table.row([
+        table.add_row([
             (of.connections as u64).into(),
             median_of(stateless).into(),
             median_of(&stateful).into(),

@@ -18,7 +18,7 @@ use nix::unistd::Pid;
 
 use super::Length;
 use super::balancer::{Balancer, FLOW_TABLE_ENTRIES, Setup};
-use super::interleaved::{Rounds, difference, median_of, quartiles};
+use super::interleaved::{RoundTimes, difference, median_of, quartiles};
 use super::runner::{Feed, Runner};
 use super::workload::{Case, XDP_TX};
 use crate::cpus::THIS_THREAD;
@@ -79,9 +79,9 @@ impl fmt::Display for Victim {
 struct Measured {
     victim: Victim,
     /// Time per packet without a flood (ns), by round: empty program, load balancer.
-    unloaded: [Rounds; 2],
+    unloaded: [RoundTimes; 2],
     /// Time per packet during a flood (ns), by round: empty program, load balancer.
-    flooded: [Rounds; 2],
+    flooded: [RoundTimes; 2],
     /// Fraction of the open connections' packets that found their server's entry during a flood.
     found_fraction: f64,
     flood: FloodCounts,
@@ -148,7 +148,7 @@ fn measure(victim: Victim, length: &Length, flooder: &Flooder) -> anyhow::Result
             let turn = (round + step) % 4;
             let (is_lb, is_flood) = (turn & 1 == 1, turn & 2 == 2);
             let command = if is_flood { Command::Flood(program.try_clone()?) } else { Command::Idle };
-            let work = || established(&balancer, &runner, is_lb, length.packets);
+            let work = || run_established(&balancer, &runner, is_lb, length.packets);
             let ((time, counted), sent) = flooder.run_during(command, work)?;
             if is_flood {
                 measured.flood.syns += sent.syns;
@@ -185,11 +185,11 @@ fn measure(victim: Victim, length: &Length, flooder: &Flooder) -> anyhow::Result
 }
 
 /// Runs packets of open connections. Returns the time per packet (ns), and how many packets found their server.
-fn established(balancer: &Balancer, runner: &Runner, is_lb: bool, packets: u32) -> anyhow::Result<(f64, u64)> {
+fn run_established(balancer: &Balancer, runner: &Runner, is_lb: bool, packets: u32) -> anyhow::Result<(f64, u64)> {
     if is_lb {
         balancer.run_and_count(runner, Feed::Packet, CONNECTION_COUNT as u32)?;
         let run = balancer.run_and_count(runner, Feed::Packet, packets)?;
-        return Ok((run.time, run.counted));
+        return Ok((run.time, run.counted_packets));
     }
     let (time, verdict) = runner.run(Feed::Packet, runner.empty.as_fd(), packets)?;
     ensure!(verdict == XDP_TX, "the empty program's verdict was {verdict}, expected {XDP_TX}");
@@ -212,7 +212,7 @@ fn fill_table(balancer: &Balancer, victim: Victim, flooder: &Flooder) -> anyhow:
 }
 
 /// Returns the excess of `rounds` over `others` in percent, by round.
-fn excess_percent(rounds: &[f64], others: &[f64]) -> Rounds {
+fn excess_percent(rounds: &[f64], others: &[f64]) -> RoundTimes {
     rounds.iter().zip(others).map(|(time, other)| (time / other - 1.0) * 100.0).collect()
 }
 
@@ -246,7 +246,7 @@ fn report(measured: &[Measured], length: &Length, cpus: [usize; 2]) -> Report {
         let [quiet, flooded] = [&m.unloaded, &m.flooded].map(|of| difference(&of[1], &of[0]));
         let above_empty = excess_percent(&flooded, &quiet);
         let [goal, verdict] = goal_cells(Some(FLOOD_COST_GOAL), median_of(&of_packet));
-        cost.row([
+        cost.add_row([
             m.victim.to_string().into(),
             median_of(&m.unloaded[1]).into(),
             median_of(&m.flooded[1]).into(),
@@ -261,7 +261,7 @@ fn report(measured: &[Measured], length: &Length, cpus: [usize; 2]) -> Report {
             (m.without_entry as f64 / m.flood.syns as f64 * 100.0).into(),
         ]);
         let [in_use, after] = m.entries_in_use.map(|entries| entries as u64);
-        memory.row([
+        memory.add_row([
             m.victim.to_string().into(),
             in_use.into(),
             after.into(),

@@ -55,11 +55,11 @@ impl<'a> Turn<'a> {
 }
 
 /// Time per packet (ns), by round.
-pub type Rounds = Vec<f64>;
+pub type RoundTimes = Vec<f64>;
 
 /// Measures programs one after the other in each round. Returns the times of each program by round. Fails when a
 /// program misbehaves.
-pub fn run_interleaved(turns: &[Turn<'_>], rounds: u32, packets: u32) -> anyhow::Result<Vec<Rounds>> {
+pub fn run_interleaved(turns: &[Turn<'_>], rounds: u32, packets: u32) -> anyhow::Result<Vec<RoundTimes>> {
     interleave(turns.len(), rounds, |position| {
         turns[position].warm_up()?;
         turns[position].measure(packets)
@@ -88,7 +88,7 @@ pub fn interleave<T>(
 }
 
 /// Returns the difference of `rounds` from `others`, by round.
-pub fn difference(rounds: &[f64], others: &[f64]) -> Rounds {
+pub fn difference(rounds: &[f64], others: &[f64]) -> RoundTimes {
     rounds.iter().zip(others).map(|(time, other)| time - other).collect()
 }
 

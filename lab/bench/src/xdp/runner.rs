@@ -30,7 +30,7 @@ pub struct Packet {
     pub ports: u32,
     /// TSecr.
     pub tsecr: u32,
-    /// In host byte order: cache line that [`Feed::AndLine`] and [`Feed::AfterLine`] load.
+    /// In host byte order: cache line that [`Feed::WithLine`] and [`Feed::AfterLine`] load.
     pub line: u32,
 }
 
@@ -39,10 +39,10 @@ pub struct Packet {
 pub struct Frame {
     pub bytes: Vec<u8>,
     /// Offset of the client's address; for IPv6 of its last four bytes.
-    pub client_at: u32,
-    pub ports_at: u32,
+    pub client_offset: u32,
+    pub ports_offset: u32,
     /// Offset of TSecr, or of a response's TSval.
-    pub tsecr_at: u32,
+    pub tsecr_offset: u32,
     pub destination_port: u16,
 }
 
@@ -51,7 +51,7 @@ pub struct Frame {
 pub enum Feed {
     Packet,
     /// Also loads a cache line that the packet does not need.
-    AndLine,
+    WithLine,
     /// Also loads a cache line that the packet needs.
     AfterLine,
     /// Packets of new clients.
@@ -87,9 +87,9 @@ impl Runner {
         constants.first_word = u64::from_ne_bytes(frame.bytes[..8].try_into().expect("eight bytes"));
         constants.second_word = u64::from_ne_bytes(frame.bytes[8..16].try_into().expect("eight bytes"));
         constants.frame_length = frame.bytes.len() as u32;
-        constants.client_at = frame.client_at;
-        constants.ports_at = frame.ports_at;
-        constants.tsecr_at = frame.tsecr_at;
+        constants.client_offset = frame.client_offset;
+        constants.ports_offset = frame.ports_offset;
+        constants.tsecr_offset = frame.tsecr_offset;
         constants.destination_port = u32::from(frame.destination_port.to_be()) << 16;
         open.maps.lines.set_max_entries(lines.max(1)).context("the number of lines")?;
         let loaded = open.load().context("loading generated_packets.bpf.c")?;

@@ -21,7 +21,7 @@ use nix::time::{ClockId, clock_gettime};
 use rand::Rng as _;
 
 use super::Length;
-use super::interleaved::{Rounds, difference, fastest_difference, median_of, quartiles};
+use super::interleaved::{RoundTimes, difference, fastest_difference, median_of, quartiles};
 use super::runner::{Frame, PACKET_COUNT, Packet, choose, run_feed};
 use super::workload::{VIP, VIP_IPV6, client_ipv6, clients, request, request_ipv6, response, response_ipv6};
 use crate::report::{Report, Table};
@@ -170,9 +170,9 @@ impl Runner {
             GeneratedSegmentsSkelBuilder::default().open(&mut storage).context("opening generated_segments.bpf.o")?;
         let constants = open.maps.rodata_data.as_deref_mut().context("generated_segments.bpf.o has no constants")?;
         constants.mask = packets.len() as u32 - 1;
-        constants.client_at = frame.client_at;
-        constants.ports_at = frame.ports_at;
-        constants.timestamp_at = frame.tsecr_at;
+        constants.client_offset = frame.client_offset;
+        constants.ports_offset = frame.ports_offset;
+        constants.timestamp_offset = frame.tsecr_offset;
         let loaded = open.load().context("loading generated_segments.bpf.c")?;
         let memory: MmapArray<[Packet; PACKET_COUNT]> = MmapArray::new(loaded.maps.bss_packets.as_fd())?;
         memory.write(0, packets);
@@ -200,16 +200,16 @@ impl Runner {
 
 struct Measured {
     case: Case,
-    empty: Rounds,
-    swap: Rounds,
-    server: Rounds,
+    empty: RoundTimes,
+    swap: RoundTimes,
+    server: RoundTimes,
 }
 
 fn measure(case: Case, length: &Length) -> anyhow::Result<Measured> {
     let server = Server::new(case)?;
     let runner = Runner::new(case, &server.packets(case)?)?;
     let program = server.programs.program(case.direction);
-    let (mut empty, mut swap, mut measured) = (Rounds::new(), Rounds::new(), Rounds::new());
+    let (mut empty, mut swap, mut measured) = (RoundTimes::new(), RoundTimes::new(), RoundTimes::new());
     // The first round warms branch predictors and caches and does not count.
     for round in 0..=length.rounds {
         let floors =
@@ -245,7 +245,7 @@ pub fn run(length: &Length) -> anyhow::Result<Report> {
         let measured = measure(case, length).with_context(|| case.to_string())?;
         let above_empty = difference(&measured.server, &measured.empty);
         let fastest = fastest_difference(&measured.server, &measured.empty);
-        table.row([
+        table.add_row([
             measured.case.to_string().into(),
             median_of(&above_empty).into(),
             quartiles(&above_empty).into(),

@@ -16,7 +16,7 @@ use coreward_model::placement::Rule;
 
 use super::balancer::{Balancer, CONNECTION_TABLE_ENTRIES, Setup};
 use super::flood::two_cpus;
-use super::interleaved::{Rounds, interleave, median_of, quartiles_with};
+use super::interleaved::{RoundTimes, interleave, median_of, quartiles_with};
 use super::workload::{Case, syn};
 use crate::cpus::{self, THIS_THREAD};
 use crate::namespace;
@@ -48,7 +48,7 @@ struct ServiceTraffic {
     consistency: Consistency,
     rule: Rule,
     /// Number of SYNs of new connections among 16 packets; the others belong to open connections.
-    new_of_16: usize,
+    syns_per_16: usize,
     /// Goal for the ratio to the first baseline by CPU time.
     goal: Option<Goal>,
     /// Baseline to measure instead of a load balancer.
@@ -60,7 +60,7 @@ impl ServiceTraffic {
         name: "swap MACs",
         consistency: Consistency::None,
         rule: Rule::Table,
-        new_of_16: 0,
+        syns_per_16: 0,
         goal: None,
         floor: Some(Floor::SwapMacs),
     };
@@ -70,7 +70,7 @@ impl ServiceTraffic {
         let goal = |ratio| Some(Goal::AtLeast(ratio));
         let established =
             ServiceTraffic { goal: goal(0.97), consistency: Consistency::Stateless, floor: None, ..Self::FLOOR };
-        let new = ServiceTraffic { goal: goal(0.90), new_of_16: 16, ..established };
+        let new = ServiceTraffic { goal: goal(0.90), syns_per_16: 16, ..established };
         vec![
             Self::FLOOR,
             ServiceTraffic {
@@ -100,11 +100,16 @@ impl ServiceTraffic {
             },
             ServiceTraffic { name: "new, stateful", consistency: Consistency::Stateful, goal: goal(0.75), ..new },
             ServiceTraffic { name: "new, hash-table", consistency: Consistency::HashTable, goal: goal(0.6), ..new },
-            ServiceTraffic { name: "mixed: 15 established, 1 new; stateless", new_of_16: 1, goal: None, ..established },
+            ServiceTraffic {
+                name: "mixed: 15 established, 1 new; stateless",
+                syns_per_16: 1,
+                goal: None,
+                ..established
+            },
             ServiceTraffic {
                 name: "mixed: 15 established, 1 new; stateful",
                 consistency: Consistency::Stateful,
-                new_of_16: 1,
+                syns_per_16: 1,
                 goal: None,
                 ..established
             },
@@ -131,13 +136,13 @@ impl ServiceTraffic {
     /// Returns whether packet `number` is a SYN.
     fn is_new(&self, number: usize) -> bool {
         // Odd steps through the numbers below 16: each once, and no pattern that repeats within a batch.
-        (number * 7 + number / 16 * 5) % 16 < self.new_of_16
+        (number * 7 + number / 16 * 5) % 16 < self.syns_per_16
     }
 }
 
 /// Load balancer or baseline behind its own pair of devices.
 struct TestEnv {
-    lane: ServiceTraffic,
+    service_traffic: ServiceTraffic,
     balancer: Option<Balancer>,
     /// Entries of the connection table that are used from the start.
     open: HashSet<ConnectionIndex>,
@@ -189,7 +194,7 @@ impl TestEnv {
             balancer.attach(&wire.tested_end)?;
         }
         Ok(Self {
-            lane,
+            service_traffic: lane,
             open,
             generator,
             tested_thread: NapiThread::start(&wire.tested_end, cpus[1])?,
@@ -208,11 +213,11 @@ impl TestEnv {
         let returned = self.sink.usage_when_idle()?.since(sink);
         if let (Some(before), Some(balancer)) = (counters, &self.balancer) {
             self.check(&work, &before, &balancer.counters())?;
-            if self.lane.consistency == Consistency::Stateful {
+            if self.service_traffic.consistency == Consistency::Stateful {
                 balancer.free_all_but(&self.open)?;
             }
         }
-        ensure!(work.frames > 0, "{}: no frame arrived", self.lane.name);
+        ensure!(work.frames > 0, "{}: no frame arrived", self.service_traffic.name);
         Ok(TurnResult {
             time: work.time as f64 / work.frames as f64,
             rate: work.frames as f64 / elapsed / 1e6,
@@ -224,11 +229,12 @@ impl TestEnv {
     /// Checks that each frame was forwarded by the means of the lane's mode.
     fn check(&self, work: &NapiUsage, before: &Counters, after: &Counters) -> anyhow::Result<()> {
         let packets = |counter: usize| after.packets[counter] - before.packets[counter];
-        let (first, open) = (packets(intf::LB_COUNTER_NEW_CONNECTION as usize), packets(self.lane.case().counter()));
-        let name = self.lane.name;
+        let (first, open) =
+            (packets(intf::LB_COUNTER_NEW_CONNECTION as usize), packets(self.service_traffic.case().counter()));
+        let name = self.service_traffic.name;
         ensure!(first + open == work.frames, "{name}: {first} new and {open} others of {} frames", work.frames);
         ensure!(
-            (first > 0, open > 0) == (self.lane.new_of_16 > 0, self.lane.new_of_16 < 16),
+            (first > 0, open > 0) == (self.service_traffic.syns_per_16 > 0, self.service_traffic.syns_per_16 < 16),
             "{name}: {first} new, {open} others"
         );
         let event = intf::LB_EVENT_CONNECTION_TABLE_FULL as usize;
@@ -254,9 +260,10 @@ fn measure(args: &Args) -> anyhow::Result<Report> {
     raise_priority(nix::unistd::gettid())?;
     let turns = interleave(envs.len(), args.rounds, |position| {
         let env = &envs[position];
-        env.take_turn(args.frames).context(env.lane.name)
+        env.take_turn(args.frames).context(env.service_traffic.name)
     })?;
-    let measured: Vec<(ServiceTraffic, Vec<TurnResult>)> = envs.iter().map(|env| env.lane).zip(turns).collect();
+    let measured: Vec<(ServiceTraffic, Vec<TurnResult>)> =
+        envs.iter().map(|env| env.service_traffic).zip(turns).collect();
     Ok(report(&measured, args, cpus))
 }
 
@@ -275,14 +282,14 @@ fn report(measured: &[(ServiceTraffic, Vec<TurnResult>)], args: &Args, cpus: [us
     ]);
     let floor = &measured[0].1;
     for (lane, turns) in measured {
-        table.row(row(lane, turns, floor));
+        table.add_row(row(lane, turns, floor));
     }
     Report { name: "throughput", title: "Live frames", about: about(args, cpus), tables: vec![table] }
 }
 
 fn row(lane: &ServiceTraffic, turns: &[TurnResult], floor: &[TurnResult]) -> [Cell; 10] {
-    let of = |turns: &[TurnResult], of: fn(&TurnResult) -> f64| -> Rounds { turns.iter().map(of).collect() };
-    let paired = |ratio: fn(&TurnResult, &TurnResult) -> f64| -> Rounds {
+    let of = |turns: &[TurnResult], of: fn(&TurnResult) -> f64| -> RoundTimes { turns.iter().map(of).collect() };
+    let paired = |ratio: fn(&TurnResult, &TurnResult) -> f64| -> RoundTimes {
         turns.iter().zip(floor).map(|(turn, floor)| ratio(turn, floor)).collect()
     };
     let by_time = paired(|turn, floor| floor.time / turn.time);

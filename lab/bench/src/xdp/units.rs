@@ -45,7 +45,7 @@ pub fn measure(length: &Length) -> anyhow::Result<Table> {
         let time = each(time);
         let above_empty = difference(&time, &empty);
         let fastest = fastest_difference(&time, &empty);
-        table.row([(*name).into(), median_of(&above_empty).into(), quartiles(&above_empty).into(), fastest.into()]);
+        table.add_row([(*name).into(), median_of(&above_empty).into(), quartiles(&above_empty).into(), fastest.into()]);
     }
     Ok(table)
 }

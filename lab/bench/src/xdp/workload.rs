@@ -292,7 +292,13 @@ fn frame(destination: (Ipv4Addr, u16), flags: u8, options: &[u8], tsecr: u32) ->
     bytes.extend([0, 0, 0, 1, 0, 0, 0, 2, (tcp_header * 4) as u8, flags, 1, 0, 0, 0, 0, 0]);
     let tsecr_at = bytes.len() as u32 + tsecr;
     bytes.extend(options);
-    Frame { bytes, client_at: CLIENT_AT, ports_at: TCP_AT as u32, tsecr_at, destination_port: port }
+    Frame {
+        bytes,
+        client_offset: CLIENT_AT,
+        ports_offset: TCP_AT as u32,
+        tsecr_offset: tsecr_at,
+        destination_port: port,
+    }
 }
 
 /// Converts a frame between a client and [`VIP`] to one between a client and [`VIP_IPV6`].
@@ -301,16 +307,16 @@ fn in_ipv6(ipv4: &Frame) -> Frame {
     let mut bytes = [&ipv4.bytes[..12], &[0x86, 0xdd, 0x60, 0, 0, 0, 0, segment.len() as u8, 6, 64]].concat();
     let mut addresses = [client_ipv6(Ipv4Addr::UNSPECIFIED), VIP_IPV6.0].map(|address| address.octets());
     let mut client_end = bytes.len() + size_of::<Ipv6Addr>();
-    if ipv4.client_at != CLIENT_AT {
+    if ipv4.client_offset != CLIENT_AT {
         addresses.reverse();
         client_end += size_of::<Ipv6Addr>();
     }
     bytes.extend(addresses.as_flattened());
     let ports_at = bytes.len();
     bytes.extend(segment);
-    let tsecr_at = ipv4.tsecr_at + (ports_at - TCP_AT) as u32;
+    let tsecr_at = ipv4.tsecr_offset + (ports_at - TCP_AT) as u32;
     let client_at = (client_end - size_of::<Ipv4Addr>()) as u32;
-    Frame { bytes, client_at, ports_at: ports_at as u32, tsecr_at, ..*ipv4 }
+    Frame { bytes, client_offset: client_at, ports_offset: ports_at as u32, tsecr_offset: tsecr_at, ..*ipv4 }
 }
 
 /// Returns a client's ACK to the IPv6 service.
@@ -335,7 +341,7 @@ pub fn response() -> Frame {
     bytes[6..12].copy_from_slice(&FIRST_SERVER_MAC.0);
     let (addresses, length) = (CLIENT_AT as usize, size_of::<u32>());
     bytes[addresses..addresses + 2 * length].rotate_left(length);
-    Frame { bytes, client_at: CLIENT_AT + length as u32, ..to_server }
+    Frame { bytes, client_offset: CLIENT_AT + length as u32, ..to_server }
 }
 
 /// Returns `count` clients; the first of them are the same for any count.

@@ -9,7 +9,7 @@ use coreward_model::lb::Mac;
 
 use super::server::{self, Lifecycle, Socket};
 use super::{Event, MAX_IDLE_MS, Simulation, load_balancer_mac};
-use crate::frame::{self, ETHERNET, Ip, Tcp, UDP, timestamp};
+use crate::frame::{self, ETHERNET_HEADER_BYTES, Ip, Tcp, UDP, timestamp};
 use crate::ipv6;
 
 const FIN: u8 = 0x01;
@@ -50,7 +50,7 @@ pub(super) struct Connection {
     /// Sockets at servers; a retransmitted SYN may have created two.
     sockets: Vec<Socket>,
     /// Hash that selects the load balancer.
-    hash: u32,
+    lb_hash: u32,
 }
 
 /// Result of sending a packet.
@@ -66,29 +66,29 @@ enum SendOutcome {
 
 /// Returns a frame without its outer header.
 fn decapsulated(frame: &[u8]) -> Vec<u8> {
-    let outer = &frame[ETHERNET..];
+    let outer = &frame[ETHERNET_HEADER_BYTES..];
     let (header, protocol) = if outer[0] >> 4 == 6 { (40, outer[6]) } else { (20, outer[9]) };
     let inner = &outer[header + if protocol == UDP { 8 } else { 0 }..];
     let ethertype = if inner[0] >> 4 == 6 { [0x86, 0xdd] } else { [8, 0] };
-    [&frame[..ETHERNET - 2], &ethertype, inner].concat()
+    [&frame[..ETHERNET_HEADER_BYTES - 2], &ethertype, inner].concat()
 }
 
 /// Returns the offset of the TCP header in a frame without IPv4 options.
 fn transport_offset(frame: &[u8]) -> usize {
-    ipv6::read(frame).map_or(ETHERNET + 20, |headers| headers.transport)
+    ipv6::read(frame).map_or(ETHERNET_HEADER_BYTES + 20, |headers| headers.transport_offset)
 }
 
 impl Simulation {
-    pub(super) fn arrival(&mut self) -> anyhow::Result<()> {
-        let number = self.opened;
+    pub(super) fn open_next_connection(&mut self) -> anyhow::Result<()> {
+        let number = self.opened_count;
         if number == self.config.connections {
             return Ok(());
         }
-        self.opened += 1;
+        self.opened_count += 1;
         // Client addresses of half a day; sometimes a port is used again.
-        let client = if self.rng.chance(1, 50) && !self.ended.is_empty() {
-            let position = self.rng.below(self.ended.len());
-            self.ended.swap_remove(position)
+        let client = if self.rng.chance(1, 50) && !self.ended_clients.is_empty() {
+            let position = self.rng.below(self.ended_clients.len());
+            self.ended_clients.swap_remove(position)
         } else {
             (Ipv4Addr::from(0x0b00_0000 + number / 50_000), 1_024 + (number % 50_000) as u16)
         };
@@ -101,14 +101,14 @@ impl Simulation {
             tsecr: 0,
             server: None,
             sockets: Vec::new(),
-            hash: self.rng.u32(),
+            lb_hash: self.rng.u32(),
         });
-        self.open.insert(client);
+        self.open_clients.insert(client);
         self.report.connections += 1;
         self.report.without_timestamps += u64::from(!timestamps);
-        let next = u64::from(self.opened) * self.end_ms() / u64::from(self.config.connections);
-        self.at(next.saturating_sub(self.now), Event::Arrival);
-        self.next_packet(number)
+        let next = u64::from(self.opened_count) * self.end_ms() / u64::from(self.config.connections);
+        self.schedule(next.saturating_sub(self.now), Event::Arrival);
+        self.advance_connection(number)
     }
 
     fn connection(&self, number: u32) -> &Connection {
@@ -120,7 +120,7 @@ impl Simulation {
     }
 
     /// Returns the time until the next packet: mostly short, sometimes nearly the lifetime of a key.
-    fn gap(&mut self) -> u64 {
+    fn packet_gap_ms(&mut self) -> u64 {
         let most = match self.rng.below(200) {
             0 => MAX_IDLE_MS as usize,
             1..10 => 8_000,
@@ -130,7 +130,7 @@ impl Simulation {
         1 + self.rng.below(most) as u64
     }
 
-    pub(super) fn next_packet(&mut self, number: u32) -> anyhow::Result<()> {
+    pub(super) fn advance_connection(&mut self, number: u32) -> anyhow::Result<()> {
         let connection = self.connection(number);
         if connection.server.is_some_and(|server| self.servers[server].life == Lifecycle::Gone) {
             self.report.lost_with_server += 1;
@@ -148,14 +148,14 @@ impl Simulation {
         let again = self.rng.chance(1, 50);
         let most = if self.rng.chance(1, 20) { 40 } else { 8 };
         let packets = 2 + self.rng.below(most) as u32;
-        let gap = self.gap();
+        let gap = self.packet_gap_ms();
         let connection = self.connection_mut(number);
         connection.attempts += 1;
         if connection.server.is_none() {
             match delivery {
                 SendOutcome::Accepted(server) => connection.server = Some(server),
                 _ if connection.attempts < MAX_ATTEMPTS => {
-                    self.at(1_000, Event::Packet(number));
+                    self.schedule(1_000, Event::Packet(number));
                     return Ok(());
                 }
                 _ => return self.give_up(number),
@@ -163,18 +163,18 @@ impl Simulation {
             self.report.established += 1;
             if again {
                 // The SYN-ACK was late: the client has sent another SYN.
-                self.at(1_000, Event::Packet(number));
+                self.schedule(1_000, Event::Packet(number));
                 return Ok(());
             }
         } else if let SendOutcome::Accepted(server) = delivery
             && connection.server != Some(server)
         {
-            self.report.syn_elsewhere += 1;
+            self.report.syns_to_other_server += 1;
         }
         let connection = self.connection_mut(number);
         connection.stage = Stage::Open(packets);
         connection.attempts = 0;
-        self.at(gap, Event::Packet(number));
+        self.schedule(gap, Event::Packet(number));
         Ok(())
     }
 
@@ -200,8 +200,8 @@ impl Simulation {
                 let connection = self.connection_mut(number);
                 connection.stage = Stage::Open(left);
                 connection.attempts = 0;
-                let gap = self.gap();
-                self.at(gap, Event::Packet(number));
+                let gap = self.packet_gap_ms();
+                self.schedule(gap, Event::Packet(number));
             }
             SendOutcome::Rejected => {
                 if flags == RST {
@@ -219,7 +219,7 @@ impl Simulation {
                 if connection.attempts == MAX_ATTEMPTS {
                     return self.give_up(number);
                 }
-                self.at(400, Event::Packet(number));
+                self.schedule(400, Event::Packet(number));
             }
         }
         Ok(())
@@ -237,9 +237,9 @@ impl Simulation {
             self.servers[socket.server].connections -= 1;
             self.leave_if_empty(socket.server);
         }
-        self.open.remove(&connection.client);
-        if self.ended.len() < 10_000 {
-            self.ended.push(connection.client);
+        self.open_clients.remove(&connection.client);
+        if self.ended_clients.len() < 10_000 {
+            self.ended_clients.push(connection.client);
         }
     }
 
@@ -259,11 +259,11 @@ impl Simulation {
             identification: value as u16,
             fragment: 0x4000,
             option_words: 0,
-            service_and_life: [0, 64],
+            tos_and_ttl: [0, 64],
         };
         let segment = Tcp { ports: (connection.client.1, self.config.vip().1), flags, options };
         let mut packet = Vec::new();
-        ip.packet(&mut packet, |packet| segment.segment(packet, (number, number), 0));
+        ip.append_frame(&mut packet, |packet| segment.append_segment(packet, (number, number), 0));
         ipv6::translate(&mut self.rng, &mut packet);
         packet
     }
@@ -272,7 +272,7 @@ impl Simulation {
     fn send(&mut self, number: u32, flags: u8) -> anyhow::Result<SendOutcome> {
         let alive: Vec<usize> = (0..self.load_balancers.len()).filter(|at| self.load_balancers[*at].alive).collect();
         let is_rerouted = self.rng.chance(1, PACKETS_PER_FAULT);
-        let choice = self.connection(number).hash as usize + usize::from(is_rerouted);
+        let choice = self.connection(number).lb_hash as usize + usize::from(is_rerouted);
         let first = alive[choice % alive.len()];
         self.report.packets += 1;
         let frame = self.frame(number, load_balancer_mac(first), flags);
@@ -285,7 +285,7 @@ impl Simulation {
     }
 
     fn forward(&mut self, number: u32, flags: u8, through: usize, frame: &[u8]) -> anyhow::Result<SendOutcome> {
-        let (counter, frame) = self.through(through, frame)?;
+        let (counter, frame) = self.forward_through(through, frame)?;
         if counter >= intf::LB_COUNTER_DROP_MALFORMED_IPV4 || counter == intf::LB_COUNTER_PASSED_NOT_SERVICE {
             return Ok(SendOutcome::Lost);
         }
@@ -295,14 +295,14 @@ impl Simulation {
         }
         let owner = (0..self.load_balancers.len()).find(|other| load_balancer_mac(*other) == to);
         if let Some(owner) = owner {
-            self.report.to_owner += 1;
+            self.report.owner_forwarded += 1;
             anyhow::ensure!(owner != through, "load balancer {owner} sends to itself");
             if !self.load_balancers[owner].alive {
                 return Ok(SendOutcome::Lost);
             }
             return self.forward(number, flags, owner, &frame);
         }
-        let server = server::position(to).expect("a server's MAC address");
+        let server = server::server_index(to).expect("a server's MAC address");
         let frame = if self.config.forwarding.encapsulates() { decapsulated(&frame) } else { frame };
         Ok(self.deliver(number, flags, server, &frame))
     }
@@ -315,7 +315,7 @@ impl Simulation {
         }
         let connection = self.connection(number);
         let tuple = ipv6::tuple(connection.client, self.config.vip());
-        let returned = cookie::recognise(&self.servers[server].keys, &tuple, connection.tsecr);
+        let returned = cookie::decode_cookie(&self.servers[server].keys, &tuple, connection.tsecr);
         let id = self.servers[server].id;
         // The load balancer has lost the entry: from now on the cookie holds the server's id.
         if let Cookie::TableIndex(_) = returned
@@ -360,7 +360,7 @@ impl Simulation {
     /// balancer.
     fn forward_to_previous_server(&mut self, number: u32, server: usize, frame: &[u8]) -> SendOutcome {
         // The IP identification, or the end of the IPv6 flow label.
-        let named_at = ETHERNET + if frame[ETHERNET] >> 4 == 6 { 2 } else { 4 };
+        let named_at = ETHERNET_HEADER_BYTES + if frame[ETHERNET_HEADER_BYTES] >> 4 == 6 { 2 } else { 4 };
         let named = u16::from_be_bytes([frame[named_at], frame[named_at + 1]]);
         let before = ServerId::try_from(u64::from(named)).ok().filter(|id| *id != self.servers[server].id);
         let Some(before) = before.and_then(|id| self.servers.iter().position(|server| server.id == id)) else {

@@ -3,7 +3,7 @@
 use std::net::SocketAddr;
 use std::time::Duration;
 
-use coreward_model::connection_table::{Clock, OwnerNumber};
+use coreward_model::connection_table::{ClockTicks, OwnerNumber};
 use coreward_model::cookie::{CookieKey, FleetKeys, KeyIndex};
 use coreward_model::lb::{self as model, Owner};
 use coreward_model::placement::{BucketCount, Candidate, Core, Member, PlacementTable, Rule, rendezvous};
@@ -22,13 +22,13 @@ use crate::ipv6;
 /// Mean number of servers.
 const SERVER_COUNT: usize = 48;
 /// Largest delay of an update (ms).
-const DELAY_MS: usize = 1_000;
+const MAX_UPDATE_DELAY_MS: usize = 1_000;
 /// Largest delay until a server's failure is detected (ms).
-const FAILURE_MS: usize = 3_000;
+const MAX_DETECTION_DELAY_MS: usize = 3_000;
 /// Time between the distribution and the first use of a new key (ms): longer than any update's delay.
-const KEY_SWITCH_MS: u64 = 2 * DELAY_MS as u64 + 500;
+const KEY_SWITCH_MS: u64 = 2 * MAX_UPDATE_DELAY_MS as u64 + 500;
 /// Interval of scans for entries that can be freed (ms).
-const SWEEP_MS: u64 = 10_000;
+const SWEEP_INTERVAL_MS: u64 = 10_000;
 const CORE_COUNT: u16 = 4;
 
 /// Desired state.
@@ -51,36 +51,36 @@ impl Simulation {
             rng,
             now: 0,
             events: Default::default(),
-            scheduled: 0,
+            scheduled_count: 0,
             controller: Controller { keys, table },
             servers: Vec::new(),
             load_balancers: Vec::new(),
             connections: (0..config.connections).map(|_| None).collect(),
-            opened: 0,
-            open: Default::default(),
-            ended: Vec::new(),
+            opened_count: 0,
+            open_clients: Default::default(),
+            ended_clients: Vec::new(),
             report: Report::new(),
         };
         for _ in 0..SERVER_COUNT {
             simulation.add_server();
         }
-        simulation.new_table();
+        simulation.replace_table();
         for number in 0..config.load_balancers {
             let load_balancer = simulation.new_load_balancer(number)?;
             simulation.load_balancers.push(load_balancer);
         }
         for number in 0..config.load_balancers {
             simulation.send_owner(number, 1);
-            simulation.at(SWEEP_MS, Event::Sweep(number));
+            simulation.schedule(SWEEP_INTERVAL_MS, Event::Sweep(number));
         }
-        simulation.at(0, Event::Arrival);
-        simulation.at(0, Event::Change);
-        simulation.at(config.key_rotation_ms / 2, Event::NewKey);
+        simulation.schedule(0, Event::Arrival);
+        simulation.schedule(0, Event::Change);
+        simulation.schedule(config.key_rotation_ms / 2, Event::NewKey);
         Ok(simulation)
     }
 
     fn delay(&mut self) -> u64 {
-        self.rng.below(DELAY_MS) as u64
+        self.rng.below(MAX_UPDATE_DELAY_MS) as u64
     }
 
     // ---- servers ----
@@ -102,8 +102,8 @@ impl Simulation {
             healthy: true,
             connections: 0,
             keys: self.controller.keys,
-            switch_ms: uptime.wrapping_add(self.now as u32),
-            uptime,
+            key_switch_tsval: uptime.wrapping_add(self.now as u32),
+            initial_clock_ms: uptime,
         });
         position
     }
@@ -124,14 +124,14 @@ impl Simulation {
     // ---- tables ----
 
     /// Creates a table of the eligible servers; buckets that move record their previous server.
-    fn new_table(&mut self) {
+    fn replace_table(&mut self) {
         let servers = self.eligible();
         let before = &self.controller.table;
         let buckets = before.bucket_count;
         let consistent = rendezvous(&servers, buckets);
-        let of_bucket = |bucket: usize| match before.consistent.get(bucket) {
+        let of_bucket = |bucket: usize| match before.consistent_servers.get(bucket) {
             Some(old) if *old != consistent[bucket] => Some(*old),
-            _ => before.previous_consistent.get(bucket).copied().flatten(),
+            _ => before.previous_consistent_servers.get(bucket).copied().flatten(),
         };
         let previous_consistent = (0..consistent.len()).map(of_bucket).collect();
         let core_slots: Vec<Core> =
@@ -155,20 +155,20 @@ impl Simulation {
             assignment_cost: 1 << 14,
             members: servers.iter().map(|server| Member { server: *server, load: 0 }).collect(),
             core_slots,
-            consistent,
-            previous_consistent,
-            down: Vec::new(),
+            consistent_servers: consistent,
+            previous_consistent_servers: previous_consistent,
+            down_servers: Vec::new(),
             core_slot_ages: Vec::new(),
         };
         self.report.tables += 1;
     }
 
     fn send_new_table(&mut self) {
-        self.new_table();
+        self.replace_table();
         for number in 0..self.load_balancers.len() {
             // Sent after the load balancer's updates of servers.
-            let delay = DELAY_MS as u64 + self.delay();
-            self.at(delay, Event::SendTable(number));
+            let delay = MAX_UPDATE_DELAY_MS as u64 + self.delay();
+            self.schedule(delay, Event::SendTable(number));
         }
     }
 
@@ -188,16 +188,16 @@ impl Simulation {
         let address = ServiceAddress { socket: ipv6::socket(self.config.vip()), protocol: Protocol::Tcp };
         let service_slot = harness.change(&Change::Services(vec![(address, self.config.mode())]))?[0];
         for server in self.servers.iter().filter(|server| server.life != Lifecycle::Gone) {
-            harness.change(&Change::Server(service_slot, server.id, Some(known(server))))?;
+            harness.change(&Change::Server(service_slot, server.id, Some(model_server(server))))?;
         }
         harness.change(&Change::Table(service_slot, self.controller.table.clone()))?;
-        harness.change(&Change::Number(Some(owner_number(number))))?;
+        harness.change(&Change::LocalOwnerNumber(Some(owner_number(number))))?;
         Ok(LoadBalancer { harness, service_slot, alive: true })
     }
 
     pub(super) fn start_load_balancer(&mut self, number: usize) -> anyhow::Result<()> {
         self.load_balancers[number] = self.new_load_balancer(number)?;
-        self.send_owner(number, DELAY_MS);
+        self.send_owner(number, MAX_UPDATE_DELAY_MS);
         for other in 0..self.load_balancers.len() {
             self.send_owner_to(number, other)?;
         }
@@ -208,7 +208,7 @@ impl Simulation {
     fn send_owner(&mut self, number: usize, within_ms: usize) {
         for other in 0..self.config.load_balancers {
             let delay = self.rng.below(within_ms) as u64;
-            self.at(delay, Event::SendOwner(other, number));
+            self.schedule(delay, Event::SendOwner(other, number));
         }
     }
 
@@ -226,9 +226,9 @@ impl Simulation {
     pub(super) fn sweep(&mut self, number: usize) -> anyhow::Result<()> {
         let LoadBalancer { harness, alive, .. } = &mut self.load_balancers[number];
         if *alive {
-            harness.change(&Change::Clock(Clock::at(Duration::from_millis(self.now))))?;
+            harness.change(&Change::Clock(ClockTicks::at(Duration::from_millis(self.now))))?;
             harness.change(&Change::Sweep)?;
-            let open = &self.open;
+            let open = &self.open_clients;
             let ended = |client| match client {
                 SocketAddr::V4(client) => !open.contains(&(*client.ip(), client.port())),
                 SocketAddr::V6(client) => !open.contains(&(ipv6::placeholder(*client.ip()), client.port())),
@@ -238,7 +238,7 @@ impl Simulation {
             harness.change(&Change::Free(ended))?;
         }
         if self.now < self.end_ms() {
-            self.at(SWEEP_MS, Event::Sweep(number));
+            self.schedule(SWEEP_INTERVAL_MS, Event::Sweep(number));
         }
         Ok(())
     }
@@ -246,7 +246,7 @@ impl Simulation {
     fn send_server(&mut self, server: usize, within_ms: usize) {
         for number in 0..self.load_balancers.len() {
             let delay = self.rng.below(within_ms) as u64;
-            self.at(delay, Event::SendServer(number, server));
+            self.schedule(delay, Event::SendServer(number, server));
         }
     }
 
@@ -254,7 +254,7 @@ impl Simulation {
         let LoadBalancer { harness, service_slot, alive } = &mut self.load_balancers[number];
         let server = &self.servers[server];
         if *alive {
-            let known = (server.life != Lifecycle::Gone).then(|| known(server));
+            let known = (server.life != Lifecycle::Gone).then(|| model_server(server));
             harness.change(&Change::Server(*service_slot, server.id, known))?;
         }
         Ok(())
@@ -262,11 +262,11 @@ impl Simulation {
 
     // ---- keys ----
 
-    pub(super) fn new_key(&mut self) -> anyhow::Result<()> {
+    pub(super) fn distribute_new_key(&mut self) -> anyhow::Result<()> {
         let idle = self.controller.keys.current.other().get();
         self.controller.keys.keys[idle] = CookieKey::random(&mut self.rng.0);
         self.send_keys();
-        self.at(KEY_SWITCH_MS, Event::SwitchKey);
+        self.schedule(KEY_SWITCH_MS, Event::SwitchKey);
         Ok(())
     }
 
@@ -276,7 +276,7 @@ impl Simulation {
         self.send_keys();
         self.report.key_switches += 1;
         if self.now < self.end_ms() {
-            self.at(self.config.key_rotation_ms, Event::NewKey);
+            self.schedule(self.config.key_rotation_ms, Event::NewKey);
         }
         Ok(())
     }
@@ -284,11 +284,11 @@ impl Simulation {
     fn send_keys(&mut self) {
         for number in 0..self.load_balancers.len() {
             let delay = self.delay();
-            self.at(delay, Event::SendKeys(number));
+            self.schedule(delay, Event::SendKeys(number));
         }
         for server in 0..self.servers.len() {
             let delay = self.delay() + self.delay();
-            self.at(delay, Event::SendServerKeys(server));
+            self.schedule(delay, Event::SendServerKeys(server));
         }
     }
 
@@ -306,27 +306,27 @@ impl Simulation {
         if self.now >= self.end_ms() {
             return Ok(());
         }
-        while !self.one_change()? {}
+        while !self.try_random_change()? {}
         // Each change of a minute is due at a random time of its slot.
         let part = 60_000 / u64::from(self.config.changes_per_minute);
         let next = self.report.changes() * part + self.rng.below(part as usize) as u64;
-        self.at(next.saturating_sub(self.now), Event::Change);
+        self.schedule(next.saturating_sub(self.now), Event::Change);
         Ok(())
     }
 
     /// Applies a random change. Returns whether the change was possible.
-    fn one_change(&mut self) -> anyhow::Result<bool> {
+    fn try_random_change(&mut self) -> anyhow::Result<bool> {
         let serving = self.servers.iter().filter(|server| server.life == Lifecycle::Serving).count();
         match self.rng.below(20) {
             0..6 if serving < 2 * SERVER_COUNT => {
                 let server = self.add_server();
                 self.report.servers_joined += 1;
-                self.send_server(server, DELAY_MS);
+                self.send_server(server, MAX_UPDATE_DELAY_MS);
                 self.send_new_table();
                 Ok(true)
             }
             6..9 if serving > SERVER_COUNT / 2 => Ok(self.drain()),
-            9..12 if serving > SERVER_COUNT / 2 => Ok(self.fail()),
+            9..12 if serving > SERVER_COUNT / 2 => Ok(self.fail_server()),
             12..14 => Ok(self.restart_load_balancer()),
             14..17 => Ok(self.change_health()),
             17..20 => self.lose_mac(),
@@ -337,7 +337,7 @@ impl Simulation {
     fn drain(&mut self) -> bool {
         let Some(server) = self.pick_server(Lifecycle::Serving) else { return false };
         self.servers[server].life = Lifecycle::Draining;
-        self.send_server(server, DELAY_MS);
+        self.send_server(server, MAX_UPDATE_DELAY_MS);
         self.send_new_table();
         self.report.servers_drained += 1;
         self.leave_if_empty(server);
@@ -349,15 +349,15 @@ impl Simulation {
     pub(super) fn leave_if_empty(&mut self, server: usize) {
         if self.servers[server].life == Lifecycle::Draining && self.servers[server].connections == 0 {
             self.servers[server].life = Lifecycle::Gone;
-            self.send_server(server, DELAY_MS);
+            self.send_server(server, MAX_UPDATE_DELAY_MS);
         }
     }
 
-    fn fail(&mut self) -> bool {
+    fn fail_server(&mut self) -> bool {
         let Some(server) = self.pick_server(Lifecycle::Serving) else { return false };
         self.servers[server].life = Lifecycle::Gone;
         self.report.servers_failed += 1;
-        self.send_server(server, FAILURE_MS);
+        self.send_server(server, MAX_DETECTION_DELAY_MS);
         self.send_new_table();
         true
     }
@@ -367,7 +367,7 @@ impl Simulation {
         let unhealthy = self.servers.iter().filter(|server| !server.healthy).count();
         self.servers[server].healthy = !self.servers[server].healthy || unhealthy > SERVER_COUNT / 4;
         self.report.other_changes += 1;
-        self.send_server(server, DELAY_MS);
+        self.send_server(server, MAX_UPDATE_DELAY_MS);
         self.send_new_table();
         true
     }
@@ -379,11 +379,11 @@ impl Simulation {
         let LoadBalancer { harness, service_slot, alive } = &mut self.load_balancers[number];
         let reported = *alive;
         if reported {
-            let unresolved = model::Server { mac: None, ..known(&self.servers[server]) };
+            let unresolved = model::Server { mac: None, ..model_server(&self.servers[server]) };
             harness.change(&Change::Server(*service_slot, self.servers[server].id, Some(unresolved)))?;
             self.report.other_changes += 1;
             let delay = 100 + self.delay();
-            self.at(delay, Event::SendServer(number, server));
+            self.schedule(delay, Event::SendServer(number, server));
         }
         Ok(reported)
     }
@@ -397,10 +397,10 @@ impl Simulation {
         }
         let number = self.rng.pick(&alive);
         self.load_balancers[number].alive = false;
-        self.send_owner(number, FAILURE_MS);
+        self.send_owner(number, MAX_DETECTION_DELAY_MS);
         let away = 2_000 + self.rng.below(20_000) as u64;
         self.report.load_balancers_restarted += 1;
-        self.at(away, Event::Return(number));
+        self.schedule(away, Event::Return(number));
         true
     }
 }
@@ -410,6 +410,6 @@ fn owner_number(load_balancer: usize) -> OwnerNumber {
 }
 
 /// Returns the server for updates of load balancers.
-fn known(server: &Server) -> model::Server {
+fn model_server(server: &Server) -> model::Server {
     model::Server { mac: Some(server.mac), eligible: server.life == Lifecycle::Serving && server.healthy }
 }

@@ -129,16 +129,16 @@ struct Simulation {
     /// Virtual time (ms).
     now: u64,
     events: BinaryHeap<Reverse<(u64, u64, Event)>>,
-    scheduled: u64,
+    scheduled_count: u64,
     controller: Controller,
     servers: Vec<Server>,
     load_balancers: Vec<LoadBalancer>,
     connections: Vec<Option<Connection>>,
-    opened: u32,
+    opened_count: u32,
     /// Clients of open connections.
-    open: HashSet<(Ipv4Addr, u16)>,
+    open_clients: HashSet<(Ipv4Addr, u16)>,
     /// Clients of ended connections; some of their ports are used again.
-    ended: Vec<(Ipv4Addr, u16)>,
+    ended_clients: Vec<(Ipv4Addr, u16)>,
     report: Report,
 }
 
@@ -157,9 +157,9 @@ pub fn run(config: Config) -> anyhow::Result<Report> {
 }
 
 impl Simulation {
-    fn at(&mut self, delay_ms: u64, event: Event) {
-        self.scheduled += 1;
-        self.events.push(Reverse((self.now + delay_ms, self.scheduled, event)));
+    fn schedule(&mut self, delay_ms: u64, event: Event) {
+        self.scheduled_count += 1;
+        self.events.push(Reverse((self.now + delay_ms, self.scheduled_count, event)));
     }
 
     fn end_ms(&self) -> u64 {
@@ -168,8 +168,8 @@ impl Simulation {
 
     fn apply_event(&mut self, event: Event) -> anyhow::Result<()> {
         match event {
-            Event::Arrival => self.arrival(),
-            Event::Packet(connection) => self.next_packet(connection),
+            Event::Arrival => self.open_next_connection(),
+            Event::Packet(connection) => self.advance_connection(connection),
             Event::Change => self.change(),
             Event::SendServer(number, server) => self.send_server_to(number, server),
             Event::SendTable(number) => self.send_table_to(number),
@@ -178,7 +178,7 @@ impl Simulation {
                 self.servers[server].set_keys(self.controller.keys, self.now);
                 Ok(())
             }
-            Event::NewKey => self.new_key(),
+            Event::NewKey => self.distribute_new_key(),
             Event::SwitchKey => self.switch_key(),
             Event::Return(number) => self.start_load_balancer(number),
             Event::SendOwner(number, other) => self.send_owner_to(number, other),
@@ -187,9 +187,9 @@ impl Simulation {
     }
 
     /// Processes a frame in load balancer `number`. Returns the counter of the outcome, and the resulting frame.
-    fn through(&mut self, number: usize, frame: &[u8]) -> anyhow::Result<(intf::lb_counter, Vec<u8>)> {
+    fn forward_through(&mut self, number: usize, frame: &[u8]) -> anyhow::Result<(intf::lb_counter, Vec<u8>)> {
         let harness = &mut self.load_balancers[number].harness;
-        let (outcome, difference) = harness.packet(frame)?;
+        let (outcome, difference) = harness.process_packet(frame)?;
         if let Some(difference) = difference {
             anyhow::bail!("load balancer {number}, BPF program and reference model differ in {difference}");
         }

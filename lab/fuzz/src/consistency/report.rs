@@ -22,7 +22,7 @@ pub struct Report {
     /// With timestamps: packets that another server than the first one accepted. Must be 0.
     pub accepted_elsewhere: u64,
     /// Retransmitted SYNs that reached another server than the first SYN.
-    pub syn_elsewhere: u64,
+    pub syns_to_other_server: u64,
     /// Resets without timestamps that reached a server without the connection, and had no effect: the flow table still
     /// had an earlier connection of the same client port.
     pub misdelivered_resets: u64,
@@ -32,7 +32,7 @@ pub struct Report {
     /// Packets without timestamps that reached a server without the connection.
     pub broken_without_timestamps: u64,
     /// Packets that a load balancer forwarded to the owner of the connection's entry.
-    pub to_owner: u64,
+    pub owner_forwarded: u64,
     /// Packets by outcome: indexed by the value of `enum lb_counter`.
     pub outcomes: Vec<u64>,
     pub servers_joined: u64,
@@ -63,7 +63,7 @@ impl Report {
     }
 
     /// Returns whether all guarantees were kept.
-    pub fn holds(&self) -> bool {
+    pub fn guarantees_hold(&self) -> bool {
         self.misdelivered == 0 && self.accepted_elsewhere == 0
     }
 }
@@ -92,9 +92,9 @@ impl fmt::Display for Report {
         for (name, count) in intf::LB_COUNTER_NAMES.iter().zip(&self.outcomes).filter(|(_, count)| **count > 0) {
             writeln!(f, "  {name:28}{count:12}")?;
         }
-        writeln!(f, "to the owner of an entry first: {}", self.to_owner)?;
+        writeln!(f, "to the owner of an entry first: {}", self.owner_forwarded)?;
         writeln!(f, "bare resets that reached a server without the connection: {}", self.misdelivered_resets)?;
-        writeln!(f, "SYNs sent again that reached another server: {}", self.syn_elsewhere)?;
+        writeln!(f, "SYNs sent again that reached another server: {}", self.syns_to_other_server)?;
         writeln!(
             f,
             "without timestamps: {} connections, {} packets handed to the server before, {} connections broken",

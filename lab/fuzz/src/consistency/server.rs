@@ -25,9 +25,9 @@ pub(super) struct Server {
     /// Newest keys that it received.
     pub keys: FleetKeys,
     /// TSval of its own clock from which on `keys.current` stamps.
-    pub switch_ms: u32,
+    pub key_switch_tsval: u32,
     /// Value of its clock at time 0 (ms).
-    pub uptime: u32,
+    pub initial_clock_ms: u32,
 }
 
 /// Server's state of a connection.
@@ -45,7 +45,7 @@ pub(super) fn mac(server: usize) -> Mac {
     [2, 0, 1, 0, high, low]
 }
 
-pub(super) fn position(mac: &[u8]) -> Option<usize> {
+pub(super) fn server_index(mac: &[u8]) -> Option<usize> {
     (mac[..4] == [2, 0, 1, 0]).then(|| usize::from(u16::from_be_bytes([mac[4], mac[5]])))
 }
 
@@ -63,17 +63,23 @@ impl Server {
     /// Updates the keys. As in agents, a new current key stamps from one second later on.
     pub fn set_keys(&mut self, keys: FleetKeys, now_ms: u64) {
         let switch_in = if keys.current == self.keys.current { 0 } else { 1_000 };
-        self.switch_ms = self.clock(now_ms).wrapping_add(switch_in);
+        self.key_switch_tsval = self.clock(now_ms).wrapping_add(switch_in);
         self.keys = keys;
     }
 
     fn clock(&self, now_ms: u64) -> u32 {
-        self.uptime.wrapping_add(now_ms as u32)
+        self.initial_clock_ms.wrapping_add(now_ms as u32)
     }
 
     /// Returns TSval of a packet to the client at `now_ms`.
     pub fn stamp(&self, tuple: &FourTuple, socket: &Socket, now_ms: u64) -> u32 {
         let milliseconds = self.clock(now_ms);
-        cookie::stamp(&self.keys.at(milliseconds, self.switch_ms), &TIME_KEY, tuple, socket.cookie, milliseconds)
+        cookie::stamp(
+            &self.keys.at_tsval(milliseconds, self.key_switch_tsval),
+            &TIME_KEY,
+            tuple,
+            socket.cookie,
+            milliseconds,
+        )
     }
 }

@@ -8,7 +8,7 @@ use coreward_model::forwarding::Forwarding;
 fn check(config: Config) -> Report {
     let report = run(config).unwrap();
     println!("{report}");
-    assert!(report.holds());
+    assert!(report.guarantees_hold());
     // Connections whose entry a load balancer lost cannot be broadcast across routers (docs/limits.md).
     let loses_entries = config.consistency == Consistency::Stateful && config.forwarding.encapsulates();
     let expected_pct = if loses_entries { 85 } else { 99 };
@@ -53,5 +53,5 @@ fn injected_violations_are_found() {
         with_program: false,
         ..Config::default()
     };
-    assert!(!run(config).unwrap().holds());
+    assert!(!run(config).unwrap().guarantees_hold());
 }

@@ -14,15 +14,15 @@ fn checksums_are_right() {
         identification: 0x1234,
         fragment: 0x4000,
         option_words: 2,
-        service_and_life: [0, 64],
+        tos_and_ttl: [0, 64],
     };
     let mut frame = Vec::new();
     let tcp = Tcp { ports: (40312, 80), flags: 0x10, options: timestamp(1, 2).to_vec() };
-    ip(TCP).packet(&mut frame, |frame| tcp.segment(frame, (1, 2), 7));
+    ip(TCP).append_frame(&mut frame, |frame| tcp.append_segment(frame, (1, 2), 7));
     assert_eq!(frame.len(), 14 + 28 + 32 + 7);
     assert_eq!(ones_complement_sum(&frame[14..42], 0), 0xffff);
     assert_eq!(transport_sum(&frame[14..], TCP, &frame[42..]), 0xffff);
     let mut frame = Vec::new();
-    ip(UDP).packet(&mut frame, |frame| udp(frame, (40312, 53), 5));
+    ip(UDP).append_frame(&mut frame, |frame| udp(frame, (40312, 53), 5));
     assert_eq!(transport_sum(&frame[14..], UDP, &frame[42..]), 0xffff);
 }

@@ -18,7 +18,7 @@ use coreward_model::tuple::Protocol;
 use coreward_model::{ServerId, ServiceAddress};
 
 /// Counters that generated packets never reach.
-const UNREACHED: [intf::lb_counter; 1] = [intf::LB_COUNTER_DROP_INTERNAL];
+const UNREACHED_COUNTERS: [intf::lb_counter; 1] = [intf::LB_COUNTER_DROP_INTERNAL];
 
 #[test]
 fn bpf_program_equals_its_reference_model() {
@@ -33,7 +33,7 @@ fn bpf_program_equals_its_reference_model() {
         outcomes.iter_mut().zip(summary.outcomes).for_each(|(sum, count)| *sum += count);
     }
     for (counter, (name, count)) in (0..).zip(std::iter::zip(intf::LB_COUNTER_NAMES, outcomes)) {
-        assert_eq!(count > 0, !UNREACHED.contains(&counter), "{name}: {count} packets");
+        assert_eq!(count > 0, !UNREACHED_COUNTERS.contains(&counter), "{name}: {count} packets");
     }
 }
 
@@ -76,17 +76,17 @@ fn state_invisible_to_packets_is_compared() {
         identification: 0,
         fragment: 0,
         option_words: 0,
-        service_and_life: [0, 64],
+        tos_and_ttl: [0, 64],
     };
     let syn = |port: u16| {
         let segment = Tcp { ports: (port, vip.1), flags: 2, options: timestamp(1, 0).to_vec() };
         let mut packet = Vec::new();
-        ip.packet(&mut packet, |packet| segment.segment(packet, (1, 0), 0));
+        ip.append_frame(&mut packet, |packet| segment.append_segment(packet, (1, 0), 0));
         packet
     };
-    let (outcome, difference) = harness.packet(&syn(1)).unwrap();
+    let (outcome, difference) = harness.process_packet(&syn(1)).unwrap();
     assert_eq!((outcome.counter, difference.is_none()), (intf::LB_COUNTER_NEW_CONNECTION, true));
     assert!(harness.compare_state().is_none());
     harness.model.receive(&mut syn(2), 5);
-    assert_eq!(harness.compare_state().unwrap().what, "the counter of round robin");
+    assert_eq!(harness.compare_state().unwrap().subject, "the counter of round robin");
 }

@@ -34,7 +34,7 @@ pub struct Reply {
     /// Worker that answered, if the protocol has it.
     pub worker: Option<Worker>,
     /// The server reports that it failed.
-    pub failed: bool,
+    pub is_failure: bool,
     /// The server will close the connection now.
     pub closes: bool,
 }
@@ -61,7 +61,7 @@ pub trait Protocol {
 struct Connection<R> {
     stream: TcpStream,
     /// Whether the server has accepted the connection.
-    open: bool,
+    is_open: bool,
     /// Bytes that the socket's buffer had no room for.
     output: Vec<u8>,
     /// Unanswered requests, the oldest first.
@@ -134,7 +134,7 @@ impl<P: Protocol> Connections<P> {
         socket.set_reuse_address(true)?;
         socket.bind(&self.sources.source(index as u16, self.target).into())?;
         socket.set_tcp_nodelay(true)?;
-        Receiver::enable(&socket)?;
+        Receiver::enable_timestamps(&socket)?;
         Ok(socket)
     }
 
@@ -145,7 +145,7 @@ impl<P: Protocol> Connections<P> {
         let flags = libc::EPOLLIN | libc::EPOLLOUT | libc::EPOLLRDHUP | libc::EPOLLET;
         self.epoll.add(stream.as_fd(), index as u64, flags)?;
         let (output, pending, reader) = (Vec::new(), VecDeque::new(), P::Reader::default());
-        self.connections[index] = Some(Connection { stream, open, output, pending, reader, closes: false });
+        self.connections[index] = Some(Connection { stream, is_open: open, output, pending, reader, closes: false });
         if open {
             self.mark_free(index);
         }
@@ -193,7 +193,7 @@ impl<P: Protocol> Connections<P> {
         };
         self.protocol.write(demand, id, &mut connection.output);
         connection.pending.push_back(id);
-        if connection.open && connection.flush().is_err() {
+        if connection.is_open && connection.flush().is_err() {
             self.on_broken(index);
         }
     }
@@ -201,7 +201,7 @@ impl<P: Protocol> Connections<P> {
     /// Counts a connection that ended with unanswered requests, or could not be opened.
     fn on_broken(&mut self, index: usize) {
         let Some(connection) = &self.connections[index] else { return };
-        if connection.open {
+        if connection.is_open {
             self.errors.broken_connections += 1;
             self.reopen(index);
         } else {
@@ -217,7 +217,7 @@ impl<P: Protocol> Connections<P> {
             return self.on_broken(index);
         }
         if event.has_flags(libc::EPOLLOUT) {
-            let opened = !std::mem::replace(&mut connection.open, true);
+            let opened = !std::mem::replace(&mut connection.is_open, true);
             if connection.flush().is_err() {
                 return self.on_broken(index);
             }
@@ -290,7 +290,7 @@ impl<R> Connection<R> {
         let (pending, closes, mut in_order) = (&mut self.pending, &mut self.closes, true);
         read(&mut self.reader, bytes, &mut |reply| match pending.pop_front() {
             Some(id) if reply.id.is_none_or(|of| of == id) => {
-                *failed += u64::from(reply.failed);
+                *failed += u64::from(reply.is_failure);
                 *closes |= reply.closes;
                 answers.push(Answer { id, part: (0, 1), arrived_ns, worker: reply.worker });
             }

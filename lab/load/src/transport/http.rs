@@ -137,7 +137,7 @@ fn parse_head(bytes: &[u8]) -> Result<Option<(usize, Expected, Reply)>, Malforme
     };
     let persists = response.version == Some(1) || has("connection", "keep-alive");
     let closes = !persists || has("connection", "close");
-    Ok(Some((length, expected, Reply { failed: code >= 400, closes, ..Reply::default() })))
+    Ok(Some((length, expected, Reply { is_failure: code >= 400, closes, ..Reply::default() })))
 }
 
 #[cfg(test)]
@@ -158,13 +158,13 @@ mod tests {
         whole
     }
 
-    const DONE: Reply = Reply { id: None, worker: None, failed: false, closes: false };
+    const DONE: Reply = Reply { id: None, worker: None, is_failure: false, closes: false };
 
     #[test]
     fn responses_are_matched_by_id() {
         let with_length =
             b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nHTTP/HTTP/1.1 404 Not Found\r\ncontent-length:0\r\n\r\n";
-        assert_eq!(replies(with_length), Ok(vec![DONE, Reply { failed: true, ..DONE }]));
+        assert_eq!(replies(with_length), Ok(vec![DONE, Reply { is_failure: true, ..DONE }]));
         let chunked = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: \
                         chunked\r\n\r\n3\r\nabc\r\nA;x=y\r\n0123456789\r\n0\r\nX: y\r\n\r\n";
         assert_eq!(replies(chunked), Ok(vec![DONE]));

@@ -66,7 +66,7 @@ impl Udp {
             socket.set_nonblocking(true)?;
             // The kernel limits the buffer to net.core.rmem_max.
             socket2::SockRef::from(&socket).set_recv_buffer_size(RECEIVE_BUFFER)?;
-            Receiver::enable(&socket)?;
+            Receiver::enable_timestamps(&socket)?;
             epoll.add(socket.as_fd(), index.into(), libc::EPOLLIN)?;
             sockets.push(socket);
         }
@@ -130,7 +130,7 @@ impl Udp {
     }
 
     /// Counts a send error and returns whether a retry may succeed.
-    fn failed(&mut self, error: &io::Error) -> bool {
+    fn count_send_error(&mut self, error: &io::Error) -> bool {
         let refused = error.kind() == io::ErrorKind::ConnectionRefused;
         if refused {
             self.errors.refused += 1;
@@ -147,10 +147,10 @@ impl Transport for Udp {
         let socket = uniform_below(&mut self.flow_rng, self.sockets.len() as u32) as usize;
         // send() returns the ICMP error of an earlier datagram (udp(7)).
         if let Err(error) = self.sockets[socket].send(&self.datagram)
-            && self.failed(&error)
+            && self.count_send_error(&error)
             && let Err(error) = self.sockets[socket].send(&self.datagram)
         {
-            self.failed(&error);
+            self.count_send_error(&error);
         }
     }
 

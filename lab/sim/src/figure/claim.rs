@@ -226,7 +226,7 @@ impl Ascending {
 
 impl Quantity {
     /// Returns all series that the claim names.
-    pub fn named(&self) -> impl Iterator<Item = &Spanned<String>> {
+    pub fn named_series(&self) -> impl Iterator<Item = &Spanned<String>> {
         self.series.iter().chain(&self.least_of).chain(&self.greatest_of)
     }
 
@@ -245,7 +245,7 @@ impl Quantity {
 
     fn panel_values(&self, panel: &PanelTable, of: CellValue) -> Option<Vec<f64>> {
         let curves: Vec<Vec<f64>> = self
-            .named()
+            .named_series()
             .filter_map(|label| panel.curves.iter().find(|curve| curve.label == *label.get_ref()))
             .map(|curve| self.curve_values(curve, of))
             .collect::<Option<_>>()?;

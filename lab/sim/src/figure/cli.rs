@@ -87,15 +87,15 @@ fn requested_figures(args: &FigureArgs, live: &[LiveFigure]) -> anyhow::Result<V
     let mut requested = Vec::new();
     let figures = library::with_live_figures(live);
     let embedded = if args.all {
-        library::all()
+        library::all_figures()
     } else {
-        args.names.iter().map(|name| library::named(name, &figures)).collect::<Result<_, _>>()?
+        args.names.iter().map(|name| library::find_figure(name, &figures)).collect::<Result<_, _>>()?
     };
     for figure in embedded {
         let (mut scenario, mut provenance) = (figure.scenario()?, figure.provenance());
         args.overrides.apply(&mut scenario).with_context(|| figure.name)?;
         provenance.command += &args.overrides.as_options();
-        let live = LiveFigure::named(live, figure.name).copied();
+        let live = LiveFigure::find_by_name(live, figure.name).copied();
         requested.push(RequestedFigure { name: figure.name.to_owned(), scenario, provenance, live });
     }
     for path in &args.scenario {
@@ -164,7 +164,7 @@ fn render(result: &FigureResult, scenario: &Scenario, format: Format) -> String 
             table.load_style(comfy_table::presets::UTF8_BORDERS_ONLY);
             table.set_header(super::table::COLUMNS);
             table.add_rows(result.table.rows());
-            let seeds = super::page::seeds(scenario);
+            let seeds = super::page::describe_seeds(scenario);
             format!("{}{table}\n{seeds}. {}\n", claims_of(result, scenario), scenario.modelled.trim())
         }
     }

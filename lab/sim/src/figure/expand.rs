@@ -31,7 +31,7 @@ pub struct PlotPoint {
     pub job: usize,
     pub query: ValueQuery,
     /// Whether the run gives a value for each time instead of one value.
-    pub over_time: bool,
+    pub is_time_series: bool,
 }
 
 /// Invalid parameters of a scenario, with their panel and series.
@@ -55,7 +55,7 @@ impl Scenario {
                 let failed = |cause| CannotExpand { panel: panel_index, series: series_index, cause };
                 for (x, swept) in points(panel) {
                     for seed in 1..=*self.seeds.get_ref() {
-                        let Some((job, query)) = self.job(panel, series, swept, seed).map_err(failed)? else {
+                        let Some((job, query)) = self.build_job(panel, series, swept, seed).map_err(failed)? else {
                             continue;
                         };
                         let job = *known.entry(format!("{job:?}")).or_insert_with(|| {
@@ -63,8 +63,15 @@ impl Scenario {
                             plan.jobs.len() - 1
                         });
                         let over_time = matches!(swept, Some((SweepAxis::Time, _)));
-                        let place =
-                            PlotPoint { panel: panel_index, series: series_index, x, seed, job, query, over_time };
+                        let place = PlotPoint {
+                            panel: panel_index,
+                            series: series_index,
+                            x,
+                            seed,
+                            job,
+                            query,
+                            is_time_series: over_time,
+                        };
                         plan.places.push(place);
                     }
                 }
@@ -73,7 +80,7 @@ impl Scenario {
         Ok(plan)
     }
 
-    fn job(
+    fn build_job(
         &self,
         panel: &Panel,
         series: &Series,
@@ -86,7 +93,7 @@ impl Scenario {
             ($kind:ident) => {
                 self.$kind.as_ref().map(|common| {
                     let parameters = common.overlaid(panel.$kind.as_ref()).overlaid(series.$kind.as_ref());
-                    swept.map_or(Ok(parameters.clone()), |(swept, value)| parameters.with(swept, value))
+                    swept.map_or(Ok(parameters.clone()), |(swept, value)| parameters.with_parameter(swept, value))
                 })
             };
         }

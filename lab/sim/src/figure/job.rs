@@ -55,7 +55,7 @@ impl Job {
     pub fn run(&self) -> anyhow::Result<Outcome> {
         Ok(match self {
             Self::Rpc(config) => Outcome::Rpc(rpc::run(config)?),
-            Self::Peak(config) => Outcome::Peak(rpc::peak(config)?, throughput(&config.config, 1.0)),
+            Self::Peak(config) => Outcome::Peak(rpc::find_peak_load(config)?, throughput(&config.config, 1.0)),
             Self::Lb(config) => Outcome::Lb(lb::run(config)?, config.seeds.clone()),
             Self::Pcc(config) => Outcome::Pcc(pcc::run(config)?),
             Self::Path(config) => Outcome::Path(path::run(config)?),

@@ -7,7 +7,7 @@ use crate::names::UnknownName;
 include!(concat!(env!("OUT_DIR"), "/scenarios.rs"));
 
 /// Returns all scenarios by paper, in the order of the papers' figures.
-pub fn all() -> Vec<Embedded> {
+pub fn all_figures() -> Vec<Embedded> {
     with_live_figures(&[])
 }
 
@@ -15,18 +15,18 @@ pub fn all() -> Vec<Embedded> {
 pub fn with_live_figures(live: &[LiveFigure]) -> Vec<Embedded> {
     let simulated = SCENARIOS.iter().map(|&(name, text)| Embedded { name, text });
     let mut all: Vec<Embedded> = simulated.chain(live.iter().map(|live| live.figure)).collect();
-    all.sort_by_key(|embedded| in_order(embedded.name));
+    all.sort_by_key(|embedded| figure_sort_key(embedded.name));
     all
 }
 
 /// Returns the scenario `name` of `figures`. Fails when it does not exist; the error suggests the most similar name.
-pub fn named(name: &str, figures: &[Embedded]) -> Result<Embedded, UnknownName> {
+pub fn find_figure(name: &str, figures: &[Embedded]) -> Result<Embedded, UnknownName> {
     let found = figures.iter().copied().find(|embedded| embedded.name == name);
     found.ok_or_else(|| UnknownName::new("figure", name, figures.iter().map(|embedded| embedded.name)))
 }
 
 /// Returns a sort key that orders numbers by value: 2b before 11.
-fn in_order(name: &str) -> (usize, String, u64, String) {
+fn figure_sort_key(name: &str) -> (usize, String, u64, String) {
     const PAPERS: [&str; 4] = ["crossrss", "cheetah", "turbo", "ringleader"];
     let (paper, figure) = name.split_once('-').unwrap_or((name, ""));
     let order = PAPERS.iter().position(|known| *known == paper).unwrap_or(PAPERS.len());
@@ -78,21 +78,21 @@ mod tests {
     #[test]
     fn figures_are_in_the_papers_order() {
         let mut names = ["turbo-11", "ringleader-lambda", "turbo-2b", "crossrss-2a", "ringleader-8", "turbo-2a"];
-        names.sort_by_key(|name| in_order(name));
+        names.sort_by_key(|name| figure_sort_key(name));
         assert_eq!(names, ["crossrss-2a", "turbo-2a", "turbo-2b", "turbo-11", "ringleader-8", "ringleader-lambda"]);
     }
 
     #[test]
     fn nearest_figures_are_suggested() {
-        let error = named("turbo-2c", &all()).unwrap_err();
+        let error = find_figure("turbo-2c", &all_figures()).unwrap_err();
         assert!(error.nearest().contains(&"turbo-2b"), "{error}");
     }
 
     #[test]
     fn every_scenario_is_valid() {
-        let names: Vec<&str> = all().iter().map(|embedded| embedded.name).collect();
+        let names: Vec<&str> = all_figures().iter().map(|embedded| embedded.name).collect();
         assert_eq!(names, FIGURES);
-        for embedded in all() {
+        for embedded in all_figures() {
             embedded.scenario().unwrap_or_else(|error| panic!("{error}"));
         }
     }

@@ -54,26 +54,26 @@ pub struct Sample {
 }
 
 impl LiveFigure {
-    pub fn named<'a>(live: &'a [LiveFigure], name: &str) -> Option<&'a LiveFigure> {
+    pub fn find_by_name<'a>(live: &'a [LiveFigure], name: &str) -> Option<&'a LiveFigure> {
         live.iter().find(|live| live.figure.name == name)
     }
 
     /// Measures the figure and returns its table.
     pub fn table(&self, scenario: &Scenario, progress: Progress<'_>) -> anyhow::Result<Table> {
-        let measured = Scenario { live: scenario.live.clone(), ..scenario.part(false) };
+        let measured = Scenario { live: scenario.live.clone(), ..scenario.filter_simulated(false) };
         let samples = match measured.series[..] {
             [] => Vec::new(),
             _ => (self.measure)(&measured, progress).with_context(|| self.figure.name)?,
         };
         let mut values: HashMap<(usize, usize), Vec<Value>> = HashMap::new();
         for sample in &samples {
-            let place = place(scenario, sample)
+            let place = find_position(scenario, sample)
                 .with_context(|| format!("{}: the scenario has no place for {sample:?}", self.figure.name))?;
             let x = sample.x * x_scale(&scenario.panel[place.0]);
             values.entry(place).or_default().push(Value { x, seed: sample.run, y: sample.y });
         }
         let mut table = table_of(scenario, values);
-        let beside = scenario.part(true);
+        let beside = scenario.filter_simulated(true);
         if !beside.series.is_empty() {
             insert_panel(&mut table, run::run(&beside, &|_, _| {})?);
         }
@@ -93,7 +93,7 @@ fn insert_panel(table: &mut Table, part: Table) {
     }
 }
 
-fn place(scenario: &Scenario, sample: &Sample) -> Option<(usize, usize)> {
+fn find_position(scenario: &Scenario, sample: &Sample) -> Option<(usize, usize)> {
     let panel = scenario.panel.iter().position(|panel| *panel.title.get_ref() == sample.panel)?;
     let shown = scenario.series_of(&scenario.panel[panel]).find(|series| *series.label.get_ref() == sample.series)?;
     let series = scenario.series.iter().position(|series| std::ptr::eq(series, shown))?;

@@ -25,17 +25,17 @@ nav td { border: none; text-align: left; padding: 0.1em 0.8em 0.1em 0; }
 nav table { font-size: 95%; }
 ";
 
-pub fn page(figures: &[(FigureResult, Scenario)]) -> String {
+pub fn render_page(figures: &[(FigureResult, Scenario)]) -> String {
     let (holding, claims) = figures.iter().fold((0, 0), |(holding, claims), (result, _)| {
-        (holding + result.holding_claims(), claims + result.claims.len())
+        (holding + result.holding_claim_count(), claims + result.claims.len())
     });
-    let contents: String = figures.iter().map(|(result, scenario)| contents_row(result, scenario)).collect();
-    let sections: String = figures.iter().map(|(result, scenario)| section(result, scenario)).collect();
+    let contents: String = figures.iter().map(|(result, scenario)| render_contents_row(result, scenario)).collect();
+    let sections: String = figures.iter().map(|(result, scenario)| render_section(result, scenario)).collect();
     format!(
         "<!DOCTYPE html>\n<html lang=\"en\">\n<head>\n<meta charset=\"utf-8\">\n\
          <meta name=\"viewport\" content=\"width=device-width\">\n<title>coreward: the papers' figures</title>\n\
          <style>{STYLE}</style>\n</head>\n<body>\n<h1>The papers' figures, simulated</h1>\n\
-         <p>{holding} of {claims} statements hold here. {made} PublishedValues values are drawn in where the paper or its \
+         <p>{holding} of {claims} statements hold here. {made} Published values are drawn in where the paper or its \
          artifact gives numbers. Each \
          statement is judged by a number of the table below it; one that does not hold is marked.</p>\n\
          <nav><table>\n{contents}</table></nav>\n{sections}</body>\n</html>\n",
@@ -55,8 +55,8 @@ fn source_of_numbers(some_live: bool) -> String {
     format!("Everything on this page was simulated by coreward {version}; nothing was measured on hardware.")
 }
 
-fn contents_row(result: &FigureResult, scenario: &Scenario) -> String {
-    let failing = result.claims.len() - result.holding_claims();
+fn render_contents_row(result: &FigureResult, scenario: &Scenario) -> String {
+    let failing = result.claims.len() - result.holding_claim_count();
     let claims = match (result.claims.len(), failing) {
         (0, _) => "no statement to judge".to_owned(),
         (all, 0) => format!("{all} of {all} hold"),
@@ -64,12 +64,12 @@ fn contents_row(result: &FigureResult, scenario: &Scenario) -> String {
     };
     format!(
         "<tr><td><a href=\"#{name}\">{name}</a></td><td>{title}</td><td>{claims}</td></tr>\n",
-        name = escaped(&result.name),
-        title = escaped(&scenario.title),
+        name = escape_html(&result.name),
+        title = escape_html(&scenario.title),
     )
 }
 
-fn section(result: &FigureResult, scenario: &Scenario) -> String {
+fn render_section(result: &FigureResult, scenario: &Scenario) -> String {
     let claims: String = result
         .claims
         .iter()
@@ -78,9 +78,9 @@ fn section(result: &FigureResult, scenario: &Scenario) -> String {
                 "<li{class}><span class=\"word\">{word}</span>: {statement}<br><span \
                  class=\"small\">{numbers}</span></li>\n",
                 class = if claim.holds { "" } else { " class=\"not\"" },
-                word = claim.word(),
-                statement = escaped(&claim.statement),
-                numbers = escaped(&claim.numbers()),
+                word = claim.verdict_text(),
+                statement = escape_html(&claim.statement),
+                numbers = escape_html(&claim.format_numbers()),
             )
         })
         .collect();
@@ -92,25 +92,26 @@ fn section(result: &FigureResult, scenario: &Scenario) -> String {
          <p class=\"small\">{seeds}. Made by <code>{command}</code>, coreward {version}, scenario \
          {digest}{machine}.</p>\n</section>\n",
         done = if scenario.live.is_some() { "measured" } else { "simulated" },
-        name = escaped(&result.name),
-        title = escaped(&scenario.title),
-        paper = escaped(&scenario.paper),
-        figure = escaped(&scenario.figure),
-        statement = paragraphs(&scenario.statement),
+        name = escape_html(&result.name),
+        title = escape_html(&scenario.title),
+        paper = escape_html(&scenario.paper),
+        figure = escape_html(&scenario.figure),
+        statement = render_paragraphs(&scenario.statement),
         svg = draw::render_svg(scenario, &result.table),
-        modelled = escaped(&one_line(&scenario.modelled)),
-        sources = sources(scenario),
-        table = table(result),
-        seeds = seeds(scenario),
-        command = escaped(&result.provenance.command),
-        version = escaped(&result.provenance.version),
-        digest = escaped(&result.provenance.scenario),
-        machine = result.provenance.measured_on.as_ref().map_or(String::new(), |on| format!(", on {}", escaped(on))),
+        modelled = escape_html(&one_line(&scenario.modelled)),
+        sources = render_sources(scenario),
+        table = render_table(result),
+        seeds = describe_seeds(scenario),
+        command = escape_html(&result.provenance.command),
+        version = escape_html(&result.provenance.version),
+        digest = escape_html(&result.provenance.scenario),
+        machine =
+            result.provenance.measured_on.as_ref().map_or(String::new(), |on| format!(", on {}", escape_html(on))),
     )
 }
 
 /// Returns the text of the number of seeds, or of runs of a live figure.
-pub fn seeds(scenario: &Scenario) -> String {
+pub fn describe_seeds(scenario: &Scenario) -> String {
     match (scenario.live.is_some(), scenario.seeds.get_ref()) {
         (false, 1) => "One seed: 1".to_owned(),
         (false, seeds) => format!("Median, lowest and highest over seeds 1 to {seeds}"),
@@ -119,18 +120,18 @@ pub fn seeds(scenario: &Scenario) -> String {
     }
 }
 
-fn sources(scenario: &Scenario) -> String {
+fn render_sources(scenario: &Scenario) -> String {
     let mut sources: Vec<&str> = scenario.published.iter().map(|published| published.source.as_str()).collect();
     sources.dedup();
     if sources.is_empty() {
         return String::new();
     }
-    format!("<p class=\"small\">Published values: {}.</p>\n", escaped(&sources.join("; ")))
+    format!("<p class=\"small\">Published values: {}.</p>\n", escape_html(&sources.join("; ")))
 }
 
-fn table(result: &FigureResult) -> String {
+fn render_table(result: &FigureResult) -> String {
     let row = |tag: &str, cells: &mut dyn Iterator<Item = &str>| {
-        let cells: String = cells.map(|cell| format!("<{tag}>{}</{tag}>", escaped(cell))).collect();
+        let cells: String = cells.map(|cell| format!("<{tag}>{}</{tag}>", escape_html(cell))).collect();
         format!("<tr>{cells}</tr>\n")
     };
     let head = row("th", &mut COLUMNS.into_iter());
@@ -144,11 +145,11 @@ fn one_line(text: &str) -> String {
 }
 
 /// Returns paragraphs, which empty lines separate.
-fn paragraphs(text: &str) -> String {
-    let paragraphs: Vec<String> = text.trim().split("\n\n").map(|part| escaped(&one_line(part))).collect();
+fn render_paragraphs(text: &str) -> String {
+    let paragraphs: Vec<String> = text.trim().split("\n\n").map(|part| escape_html(&one_line(part))).collect();
     paragraphs.join("<br>")
 }
 
-fn escaped(text: &str) -> String {
+fn escape_html(text: &str) -> String {
     text.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;").replace('"', "&quot;")
 }

@@ -4,7 +4,7 @@ use serde::{Deserialize, Serialize};
 
 use super::claim::Verdict;
 use super::scenario::Scenario;
-use super::table::{Table, number};
+use super::table::{Table, format_number};
 
 /// Figure that was simulated or measured.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -39,7 +39,7 @@ impl Provenance {
     }
 
     /// Returns the provenance with the measured machine.
-    pub fn measured_by(self, machine: String) -> Self {
+    pub fn with_machine(self, machine: String) -> Self {
         Self { measured_on: Some(machine), ..self }
     }
 
@@ -62,7 +62,7 @@ impl FigureResult {
     }
 
     /// Returns the number of claims that hold.
-    pub fn holding_claims(&self) -> usize {
+    pub fn holding_claim_count(&self) -> usize {
         self.claims.iter().filter(|claim| claim.holds).count()
     }
 
@@ -70,34 +70,34 @@ impl FigureResult {
     pub fn claim_lines(&self) -> Vec<String> {
         self.claims
             .iter()
-            .map(|claim| format!("  {}: {}: {}", claim.word(), claim.statement, claim.numbers()))
+            .map(|claim| format!("  {}: {}: {}", claim.verdict_text(), claim.statement, claim.format_numbers()))
             .collect()
     }
 }
 
 impl Verdict {
     /// Returns "holds" or "does not hold here".
-    pub fn word(&self) -> &'static str {
+    pub fn verdict_text(&self) -> &'static str {
         if self.holds { "holds" } else { "does not hold here" }
     }
 
     /// Returns the text of the measured value, its bound and the published value.
-    pub fn numbers(&self) -> String {
+    pub fn format_numbers(&self) -> String {
         let measured = match self.measured {
             None => "not reached here".to_owned(),
-            Some(extent) if self.points == 1 => format!("{} here", range(extent)),
-            Some(extent) => format!("{} here, {} values", range(extent), self.points),
+            Some(extent) if self.points == 1 => format!("{} here", format_range(extent)),
+            Some(extent) => format!("{} here, {} values", format_range(extent), self.points),
         };
         let seeds = match self.seeds {
-            Some(extent) if Some(extent) != self.measured => format!(" (single seeds {})", range(extent)),
+            Some(extent) if Some(extent) != self.measured => format!(" (single seeds {})", format_range(extent)),
             _ => String::new(),
         };
-        let published = self.published.map_or(String::new(), |value| format!("; published {}", number(value)));
+        let published = self.published.map_or(String::new(), |value| format!("; published {}", format_number(value)));
         format!("{measured}{seeds}; required {}{published}", self.bound)
     }
 }
 
-fn range((low, high): (f64, f64)) -> String {
+fn format_range((low, high): (f64, f64)) -> String {
     let short = |value: f64| match value.abs() {
         zero if zero < 1e-9 => "0".to_owned(),
         small if small < 0.01 => format!("{value:.1e}"),

@@ -31,10 +31,10 @@ pub fn run(scenario: &Scenario, done: &(impl Fn(usize, usize) + Sync)) -> anyhow
         })
         .collect();
     let outcomes = outcomes.with_context(|| format!("{} of {}", scenario.figure, scenario.paper))?;
-    Ok(table(scenario, &plan, &outcomes))
+    Ok(build_table(scenario, &plan, &outcomes))
 }
 
-fn table(scenario: &Scenario, plan: &Plan, outcomes: &[Outcome]) -> Table {
+fn build_table(scenario: &Scenario, plan: &Plan, outcomes: &[Outcome]) -> Table {
     let mut values: HashMap<(usize, usize), Vec<Value>> = HashMap::new();
     for place in &plan.places {
         let x_scale = scenario.panel[place.panel].x.as_ref().map_or(1.0, |sweep| sweep.scale);
@@ -64,7 +64,7 @@ pub fn table_of(scenario: &Scenario, mut values: HashMap<(usize, usize), Vec<Val
             let label = series.label.get_ref().clone();
             let published = scenario.published_points(panel.title.get_ref(), &label);
             let values = values.remove(&(panel_index, series_index)).unwrap_or_default();
-            Curve { cells: cells(values, seeds, panel.y.scale), label, published }
+            Curve { cells: group_cells(values, seeds, panel.y.scale), label, published }
         });
         PanelTable { title: panel.title.get_ref().clone(), curves: curves.collect() }
     });
@@ -72,7 +72,7 @@ pub fn table_of(scenario: &Scenario, mut values: HashMap<(usize, usize), Vec<Val
 }
 
 fn values_of(place: &PlotPoint, x_scale: f64, outcome: &Outcome) -> Vec<Value> {
-    let PlotPoint { x, seed, over_time, .. } = *place;
+    let PlotPoint { x, seed, is_time_series: over_time, .. } = *place;
     if over_time {
         let series = outcome.time_series(&place.query).unwrap_or_default();
         return series.into_iter().map(|(x, y)| Value { x: x * x_scale, seed, y }).collect();
@@ -81,7 +81,7 @@ fn values_of(place: &PlotPoint, x_scale: f64, outcome: &Outcome) -> Vec<Value> {
 }
 
 /// Groups values by x. Omits points without a value of every seed, whose median would be biased.
-fn cells(mut values: Vec<Value>, seeds: u64, y_scale: f64) -> Vec<Cell> {
+fn group_cells(mut values: Vec<Value>, seeds: u64, y_scale: f64) -> Vec<Cell> {
     values.sort_by(|a, b| a.x.total_cmp(&b.x).then(a.seed.cmp(&b.seed)));
     let groups = values.chunk_by(|a, b| a.x == b.x).filter(|group| group.len() as u64 == seeds);
     let cell = |group: &[Value]| {

@@ -225,7 +225,7 @@ impl Scenario {
 
     /// Returns the simulated or the measured part of a live figure: a scenario without published values and claims.
     #[must_use]
-    pub fn part(&self, simulated: bool) -> Self {
+    pub fn filter_simulated(&self, simulated: bool) -> Self {
         let series = self.series.iter().filter(|series| series.simulated == simulated);
         let panel = self.panel.iter().filter_map(|panel| {
             let of_panel = self.series_of(panel).filter(|series| series.simulated == simulated);
@@ -238,7 +238,7 @@ impl Scenario {
 
     /// Returns the index of the series whose colour and shape series `index` uses, and whether the series is drawn
     /// open.
-    pub fn appearance(&self, index: usize) -> (usize, bool) {
+    pub fn series_style(&self, index: usize) -> (usize, bool) {
         let open = self.series[index].simulated;
         let like = self.series[..=index].iter().rposition(|series| !series.simulated).filter(|_| open);
         (like.unwrap_or(index), open)

@@ -74,17 +74,17 @@ impl Table {
 }
 
 fn rows(panel: &PanelTable, curve: &Curve) -> Vec<Vec<String>> {
-    let head = |x: f64| vec![panel.title.clone(), curve.label.clone(), number(x)];
+    let head = |x: f64| vec![panel.title.clone(), curve.label.clone(), format_number(x)];
     let mut rows: Vec<(f64, Vec<String>)> = Vec::new();
     for cell in &curve.cells {
         let SeedSummary { median, low, high, .. } = cell.spread;
-        let published = curve.published_at(cell.x).map_or(String::new(), |published| number(published.y));
-        let rest = [median, low, high].map(number).into_iter().chain([published]);
+        let published = curve.published_at(cell.x).map_or(String::new(), |published| format_number(published.y));
+        let rest = [median, low, high].map(format_number).into_iter().chain([published]);
         rows.push((cell.x, head(cell.x).into_iter().chain(rest).collect()));
     }
     for published in &curve.published {
         if !curve.cells.iter().any(|cell| same_point(cell.x, published.x)) {
-            let rest = [String::new(), String::new(), String::new(), number(published.y)];
+            let rest = [String::new(), String::new(), String::new(), format_number(published.y)];
             rows.push((published.x, head(published.x).into_iter().chain(rest).collect()));
         }
     }
@@ -93,7 +93,7 @@ fn rows(panel: &PanelTable, curve: &Curve) -> Vec<Vec<String>> {
 }
 
 /// Returns a number with six significant digits, without trailing zeros.
-pub fn number(value: f64) -> String {
+pub fn format_number(value: f64) -> String {
     if value == 0.0 || !value.is_finite() {
         return format!("{value}");
     }
@@ -120,7 +120,7 @@ mod tests {
             (100.0, "100"),
         ];
         for (value, text) in cases {
-            assert_eq!(number(value), text);
+            assert_eq!(format_number(value), text);
         }
     }
 

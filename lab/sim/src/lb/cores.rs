@@ -26,13 +26,13 @@ pub enum Capacity {
 #[derive(Debug, Clone)]
 pub struct Cores {
     cost_ns: f64,
-    limited: bool,
+    is_limited: bool,
     /// Longest waiting time of an accepted packet (ns).
     longest_wait_ns: f64,
     /// Packets that arrived, per core.
-    entered: Vec<u64>,
+    arrived_packets: Vec<u64>,
     /// Packets that found the queue full, per core.
-    dropped: Vec<u64>,
+    dropped_packets: Vec<u64>,
     /// Time at which each core has served all accepted packets (ns).
     free_ns: Vec<f64>,
     /// Bytes of the accepted packets of all cores.
@@ -48,10 +48,10 @@ impl Cores {
         let longest_wait_ns = queue.map_or(f64::INFINITY, |queue| (f64::from(queue) + ROUNDING) * cost_ns);
         Self {
             cost_ns,
-            limited,
+            is_limited: limited,
             longest_wait_ns,
-            entered: vec![0; cores],
-            dropped: vec![0; cores],
+            arrived_packets: vec![0; cores],
+            dropped_packets: vec![0; cores],
             free_ns: vec![0.0; cores],
             bytes: 0,
         }
@@ -60,8 +60,8 @@ impl Cores {
     /// Processes the arrival of a packet at a core; times never decrease.
     #[inline]
     pub fn enter(&mut self, core: usize, time_ns: u64, bytes: u16) {
-        self.entered[core] += 1;
-        if self.limited && !self.try_enqueue(core, time_ns) {
+        self.arrived_packets[core] += 1;
+        if self.is_limited && !self.try_enqueue(core, time_ns) {
             return;
         }
         self.bytes += u64::from(bytes);
@@ -73,7 +73,7 @@ impl Cores {
         // All packets take the same time, so the remaining work gives their number; the packet in service does not
         // wait.
         if *free_ns - now_ns > self.longest_wait_ns {
-            self.dropped[core] += 1;
+            self.dropped_packets[core] += 1;
             return false;
         }
         *free_ns = free_ns.max(now_ns) + self.cost_ns;
@@ -81,13 +81,13 @@ impl Cores {
     }
 
     /// Returns the packets that arrived so far, per core.
-    pub fn entered(&self) -> &[u64] {
-        &self.entered
+    pub fn arrived_packets(&self) -> &[u64] {
+        &self.arrived_packets
     }
 
     /// Returns the packets dropped so far at all cores.
-    pub fn dropped(&self) -> u64 {
-        self.dropped.iter().sum()
+    pub fn dropped_packets(&self) -> u64 {
+        self.dropped_packets.iter().sum()
     }
 
     /// Returns the bytes of the packets accepted so far.
@@ -97,21 +97,21 @@ impl Cores {
 
     /// Returns the accepted work that the core has not served yet (ns).
     fn backlog_ns(&self, core: usize, time_ns: u64) -> f64 {
-        if self.limited { (self.free_ns[core] - time_ns as f64).max(0.0) } else { 0.0 }
+        if self.is_limited { (self.free_ns[core] - time_ns as f64).max(0.0) } else { 0.0 }
     }
 
     /// Returns the packets that each core has served so far.
-    pub fn served(&self, time_ns: u64) -> impl Iterator<Item = u64> {
-        (0..self.entered.len()).map(move |core| {
+    pub fn served_packets(&self, time_ns: u64) -> impl Iterator<Item = u64> {
+        (0..self.arrived_packets.len()).map(move |core| {
             let inside = (self.backlog_ns(core, time_ns) / self.cost_ns - ROUNDING).ceil().max(0.0) as u64;
-            self.entered[core] - self.dropped[core] - inside
+            self.arrived_packets[core] - self.dropped_packets[core] - inside
         })
     }
 
     /// Returns each core's busy time so far (ns).
     pub fn busy_ns(&self, time_ns: u64) -> impl Iterator<Item = u64> {
-        (0..self.entered.len()).map(move |core| {
-            let accepted = (self.entered[core] - self.dropped[core]) as f64;
+        (0..self.arrived_packets.len()).map(move |core| {
+            let accepted = (self.arrived_packets[core] - self.dropped_packets[core]) as f64;
             (accepted * self.cost_ns - self.backlog_ns(core, time_ns)) as u64
         })
     }
@@ -154,8 +154,8 @@ mod tests {
                 reference.dropped += 1;
             }
             cores.enter(0, now, 100);
-            assert_eq!(cores.dropped(), reference.dropped, "step {step}");
-            assert_eq!(cores.served(now).next(), Some(reference.served), "step {step}");
+            assert_eq!(cores.dropped_packets(), reference.dropped, "step {step}");
+            assert_eq!(cores.served_packets(now).next(), Some(reference.served), "step {step}");
         }
         assert!(reference.dropped > 1_000 && reference.served > 10_000);
         let accepted = reference.served + reference.departures.len() as u64;
@@ -167,8 +167,8 @@ mod tests {
     fn unlimited_core_serves_every_packet_at_once() {
         let mut cores = Cores::new(2, Capacity::Unlimited { cost_ns: 1_000.0 });
         (0..500).for_each(|_| cores.enter(1, 7, 60));
-        assert_eq!(cores.served(7).collect::<Vec<_>>(), [0, 500]);
+        assert_eq!(cores.served_packets(7).collect::<Vec<_>>(), [0, 500]);
         assert_eq!(cores.busy_ns(7).collect::<Vec<_>>(), [0, 500_000]);
-        assert_eq!((cores.dropped(), cores.bytes()), (0, 30_000));
+        assert_eq!((cores.dropped_packets(), cores.bytes()), (0, 30_000));
     }
 }

@@ -7,7 +7,7 @@ use super::cores::Capacity;
 #[derive(Debug)]
 pub struct History {
     cost_ns: f64,
-    limited: bool,
+    is_limited: bool,
     end_ns: u64,
     /// Packets per ns, per core.
     slope: Vec<f64>,
@@ -29,7 +29,7 @@ impl History {
         };
         Self {
             cost_ns,
-            limited,
+            is_limited: limited,
             end_ns,
             slope: vec![0.0; cores],
             offset: vec![0.0; cores],
@@ -68,7 +68,7 @@ impl History {
             for core in 0..self.packets.len() {
                 let packets = self.slope[core] * now_ns as f64 + self.offset[core];
                 let work_ns = ((packets - self.packets[core]) * self.cost_ns).max(0.0);
-                self.busy_ns[core] += if self.limited { work_ns.min(elapsed_ns) } else { work_ns };
+                self.busy_ns[core] += if self.is_limited { work_ns.min(elapsed_ns) } else { work_ns };
                 self.packets[core] = packets;
             }
             self.read_ns = now_ns;

@@ -28,7 +28,7 @@ use crate::trace::capture::ReadOptions;
 use crate::trace::{Source, TraceError};
 
 pub use oracle::ORACLE;
-pub use outcome::{Measured, Outcome, PolicyOutcome};
+pub use outcome::{Outcome, PolicyOutcome, SeedResult};
 pub use run::run;
 
 /// Configuration of a simulation. The default is the paper's pool (CrossRSS, CoNEXT'20, Sect. 3) on `campus`.
@@ -111,7 +111,7 @@ pub enum Error {
     #[error(transparent)]
     Trace(#[from] TraceError),
     /// The trace has no packets to simulate.
-    #[error("the trace has no packets that can be placed{}", skipped(.0))]
+    #[error("the trace has no packets that can be placed{}", format_skipped(.0))]
     Empty(crate::trace::SkipCounts),
     /// The trace is too short for a window.
     #[error(
@@ -131,7 +131,7 @@ pub enum Error {
     OracleNeedsRates,
 }
 
-fn skipped(skipped: &crate::trace::SkipCounts) -> String {
+fn format_skipped(skipped: &crate::trace::SkipCounts) -> String {
     let reasons: Vec<String> = skipped.iter().map(|(reason, count)| format!("{count} {reason}")).collect();
     if reasons.is_empty() { String::new() } else { format!(" (left out: {})", reasons.join(", ")) }
 }

@@ -15,29 +15,29 @@ const UNIT_PER_PACKET: f64 = 1e6;
 /// True rates of all flows.
 #[derive(Debug, Default)]
 pub struct Oracle {
-    of_core: Vec<u64>,
-    of_flow: Vec<u64>,
+    core_rates: Vec<u64>,
+    flow_rates: Vec<u64>,
 }
 
 impl Oracle {
     pub fn new(cores: usize) -> Self {
-        Self { of_core: vec![0; cores], of_flow: Vec::new() }
+        Self { core_rates: vec![0; cores], flow_rates: Vec::new() }
     }
 
     /// Returns the core for a new flow among the reachable ones. `None` when the flow's rate is unknown.
     pub fn place(&mut self, flow: u32, opening: &FirstPacket, reachable: impl Iterator<Item = usize>) -> Option<usize> {
         let rate = (opening.rate? * UNIT_PER_PACKET) as u64;
-        let core = reachable.min_by_key(|core| self.of_core[*core])?;
-        if self.of_flow.len() <= flow as usize {
-            self.of_flow.resize(flow as usize + 1, 0);
+        let core = reachable.min_by_key(|core| self.core_rates[*core])?;
+        if self.flow_rates.len() <= flow as usize {
+            self.flow_rates.resize(flow as usize + 1, 0);
         }
-        self.of_flow[flow as usize] = rate;
-        self.of_core[core] += rate;
+        self.flow_rates[flow as usize] = rate;
+        self.core_rates[core] += rate;
         Some(core)
     }
 
     pub fn close(&mut self, flow: u32, core: usize) {
-        self.of_core[core] -= self.of_flow[flow as usize];
+        self.core_rates[core] -= self.flow_rates[flow as usize];
     }
 }
 

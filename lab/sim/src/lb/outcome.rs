@@ -8,7 +8,7 @@ use crate::trace::SkipCounts;
 
 /// Results of one policy and seed: means over the measured windows, which are all whole windows except the first.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
-pub struct Measured {
+pub struct SeedResult {
     /// Variance of the servers' packets (%).
     pub server_variance_pct: f64,
     /// Variance of the packets that cores served (%).
@@ -40,13 +40,13 @@ pub struct PolicyOutcome {
     /// See [`Measured::throughput_gbps`].
     pub throughput_gbps: SeedSummary,
     /// Results of each seed, in the order of the seeds.
-    pub seeds: Vec<Measured>,
+    pub seeds: Vec<SeedResult>,
 }
 
 impl PolicyOutcome {
     /// Returns the results; `None` without seeds.
-    pub fn new(policy: &str, seeds: Vec<Measured>) -> Option<Self> {
-        let spread = |of: fn(&Measured) -> f64| SeedSummary::of(&seeds.iter().map(of).collect::<Vec<_>>());
+    pub fn new(policy: &str, seeds: Vec<SeedResult>) -> Option<Self> {
+        let spread = |of: fn(&SeedResult) -> f64| SeedSummary::of(&seeds.iter().map(of).collect::<Vec<_>>());
         Some(Self {
             policy: policy.to_owned(),
             server_variance_pct: spread(|seed| seed.server_variance_pct)?,

@@ -4,7 +4,7 @@ use rayon::prelude::*;
 
 use super::cores::{Capacity, QUEUE_PACKETS};
 use super::oracle::ORACLE;
-use super::outcome::{Measured, Outcome, PolicyOutcome};
+use super::outcome::{Outcome, PolicyOutcome, SeedResult};
 use super::simulation::{Simulation, unknown_policy};
 use super::{Config, Error};
 use crate::par_map_ordered;
@@ -27,13 +27,13 @@ pub fn run(config: &Config) -> Result<Outcome, Error> {
     } else {
         vec![Run::simulate_seeds(config, &config.seeds)?]
     };
-    Ok(outcome(config, runs))
+    Ok(merge_runs(config, runs))
 }
 
 /// Simulation of one pass over a trace.
 struct Run {
     /// By policy, then by seed.
-    measured: Vec<Vec<Measured>>,
+    seed_results: Vec<Vec<SeedResult>>,
     packets: u64,
     flows: u64,
     duration_ns: u64,
@@ -44,11 +44,11 @@ struct Run {
 impl Run {
     /// Simulates every policy with these seeds on the traffic of the first one.
     fn simulate_seeds(config: &Config, seeds: &[u64]) -> Result<Self, Error> {
-        let mut trace = config.trace.overlaid(seeds[0], config.overlay, config.read)?;
+        let mut trace = config.trace.open_overlay(seeds[0], config.overlay, config.read)?;
         let speed = config.replay_speed;
         let sped = |time_ns: u64| if speed == 1.0 { time_ns } else { (time_ns as f64 / speed) as u64 };
         let history_ns = sped(trace.history_ns());
-        let capacity = capacity(config, trace.as_ref());
+        let capacity = derive_capacity(config, trace.as_ref());
         let mut simulations = Vec::new();
         for policy in &config.policies {
             for seed in seeds {
@@ -74,16 +74,16 @@ impl Run {
             return Err(Error::Empty(skipped));
         }
         let end_ns = trace.end_ns().map_or(last_ns, sped);
-        let measured: Option<Vec<Measured>> =
+        let measured: Option<Vec<SeedResult>> =
             simulations.into_par_iter().map(|simulation| simulation.finish(end_ns)).collect();
         let too_short = Error::TooShort { seconds: (end_ns - history_ns) as f64 / 1e9, window_ms: config.window_ms };
-        let measured = measured.ok_or(too_short)?.chunks(seeds.len()).map(<[Measured]>::to_vec).collect();
-        Ok(Self { measured, packets, flows, duration_ns: end_ns - history_ns, skipped, reordered })
+        let measured = measured.ok_or(too_short)?.chunks(seeds.len()).map(<[SeedResult]>::to_vec).collect();
+        Ok(Self { seed_results: measured, packets, flows, duration_ns: end_ns - history_ns, skipped, reordered })
     }
 }
 
 /// Returns the capacity of the cores. Requests of an arrival log wait without limit; packets are dropped.
-fn capacity(config: &Config, trace: &dyn Trace) -> Capacity {
+fn derive_capacity(config: &Config, trace: &dyn Trace) -> Capacity {
     match (config.core_capacity, trace.service()) {
         (Some(packets_per_s), None) => Capacity::Limited { cost_ns: 1e9 / packets_per_s, queue: Some(QUEUE_PACKETS) },
         (Some(packets_per_s), Some(_)) => Capacity::Limited { cost_ns: 1e9 / packets_per_s, queue: None },
@@ -92,7 +92,7 @@ fn capacity(config: &Config, trace: &dyn Trace) -> Capacity {
     }
 }
 
-fn outcome(config: &Config, runs: Vec<Run>) -> Outcome {
+fn merge_runs(config: &Config, runs: Vec<Run>) -> Outcome {
     let count = runs.len() as u64;
     let mean = |of: fn(&Run) -> u64| runs.iter().map(of).sum::<u64>() / count;
     let mut skipped = SkipCounts::new();
@@ -100,7 +100,7 @@ fn outcome(config: &Config, runs: Vec<Run>) -> Outcome {
         *skipped.entry(*reason).or_default() += packets / count;
     }
     let of_policy = |(position, name): (usize, &String)| {
-        let seeds = runs.iter().flat_map(|run| run.measured[position].iter().copied()).collect();
+        let seeds = runs.iter().flat_map(|run| run.seed_results[position].iter().copied()).collect();
         PolicyOutcome::new(name, seeds).expect("at least one seed")
     };
     Outcome {

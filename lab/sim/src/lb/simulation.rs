@@ -9,7 +9,7 @@ use coreward_model::statistics::{mean, variance_pct};
 use super::cores::{Capacity, Cores};
 use super::history::History;
 use super::oracle::{ORACLE, Oracle};
-use super::outcome::Measured;
+use super::outcome::SeedResult;
 use super::{Config, Error};
 use crate::names::UnknownName;
 use crate::trace::{Batch, Packet};
@@ -19,7 +19,7 @@ const RNG_STREAM_SERVERS: u64 = 21;
 
 /// Limit of reports in a pause, after which the remaining ones are skipped: all loads are then 0 (0.5^1000), and
 /// reports have no effect. A capture with a gap of a year would otherwise take a day.
-const REPORTS_OF_A_PAUSE: u64 = 1_000;
+const MAX_REPORTS_PER_GAP: u64 = 1_000;
 
 /// Placement of connections.
 enum Placer {
@@ -72,15 +72,15 @@ impl Simulation {
     pub fn new(config: &Config, policy: &str, seed: u64, capacity: Capacity, history_ns: u64) -> Result<Self, Error> {
         let mut rng = seeded_rng(seed, RNG_STREAM_SERVERS);
         let Config { servers, cores, buckets, alpha, tables, .. } = *config;
-        let plan = FleetShape { servers, cores, buckets, alpha, tables }.drawn(&mut rng);
+        let plan = FleetShape { server_count: servers, cores, buckets, alpha, tables }.draw_plan(&mut rng);
         let mut fleet = SimulatedCluster::new(plan).expect("as many entries as buckets");
         let core_count = fleet.core_count();
         let placer = match policy {
             ORACLE => Placer::Oracle(Oracle::new(core_count)),
-            name => Placer::Policy(policy::named(name, seed).map_err(|_| unknown_policy(name))?),
+            name => Placer::Policy(policy::policy_by_name(name, seed).map_err(|_| unknown_policy(name))?),
         };
         if let (Some(racks), Placer::Policy(_)) = (config.racks, &placer) {
-            let policies = (0..racks).map(|_| policy::named(policy, seed).expect("the controller has one"));
+            let policies = (0..racks).map(|_| policy::policy_by_name(policy, seed).expect("the controller has one"));
             fleet.set_racks(Racks { policies: policies.collect(), candidates: config.rack_candidates.into() });
         }
         let last_counters =
@@ -161,10 +161,10 @@ impl Simulation {
 
     /// Processes reports and ends of windows up to `now_ns`.
     fn advance(&mut self, now_ns: u64) {
-        let mut reports_left = REPORTS_OF_A_PAUSE;
+        let mut reports_left = MAX_REPORTS_PER_GAP;
         while self.next_report_ns.min(self.next_window_ns) <= now_ns {
             if self.next_report_ns <= self.next_window_ns {
-                self.report(self.next_report_ns);
+                self.process_reports(self.next_report_ns);
                 self.next_report_ns += self.report_ns;
                 reports_left = reports_left.saturating_sub(1);
                 if reports_left == 0 {
@@ -172,18 +172,18 @@ impl Simulation {
                     self.next_report_ns += now_ns.saturating_sub(self.next_report_ns) / self.report_ns * self.report_ns;
                 }
             } else {
-                self.window(self.next_window_ns);
+                self.close_window(self.next_window_ns);
                 self.next_window_ns += self.window_ns;
                 // A window without packets is not measured, so a long pause skips its windows.
                 let empty = now_ns.saturating_sub(self.next_window_ns) / self.window_ns;
-                if empty > REPORTS_OF_A_PAUSE {
+                if empty > MAX_REPORTS_PER_GAP {
                     self.next_window_ns += empty * self.window_ns;
                 }
             }
         }
     }
 
-    fn report(&mut self, now_ns: u64) {
+    fn process_reports(&mut self, now_ns: u64) {
         // Before the next reports, whose assigned connections belong to the previous table.
         self.install_due_table(now_ns);
         let Placer::Policy(policy) = &mut self.placer else { return };
@@ -204,11 +204,11 @@ impl Simulation {
         }
     }
 
-    fn window(&mut self, now_ns: u64) {
+    fn close_window(&mut self, now_ns: u64) {
         let counters = Counters {
-            entered: self.cores.entered().to_vec(),
-            served: self.cores.served(now_ns).collect(),
-            dropped: self.cores.dropped(),
+            entered: self.cores.arrived_packets().to_vec(),
+            served: self.cores.served_packets(now_ns).collect(),
+            dropped: self.cores.dropped_packets(),
             bytes: self.cores.bytes(),
             time_ns: now_ns,
         };
@@ -230,17 +230,17 @@ impl Simulation {
     }
 
     /// Ends the simulation at the end of the trace. Returns `None` when no window was measured.
-    pub fn finish(mut self, end_ns: u64) -> Option<Measured> {
+    pub fn finish(mut self, end_ns: u64) -> Option<SeedResult> {
         self.advance(end_ns);
         // A capture of n seconds ends slightly before the n-th window.
         if end_ns >= self.next_window_ns - self.window_ns / 20 {
-            self.window(end_ns);
+            self.close_window(end_ns);
         }
         let first = self.first_counters?;
         let sum = |counters: &[u64]| counters.iter().sum::<u64>() as f64;
         let seconds = (self.last_counters.time_ns - first.time_ns) as f64 / 1e9;
         let entered = sum(&self.last_counters.entered) - sum(&first.entered);
-        Some(Measured {
+        Some(SeedResult {
             server_variance_pct: mean(&self.windows.server_variance_pct)?,
             core_variance_pct: mean(&self.windows.core_variance_pct)?,
             max_over_mean: mean(&self.windows.max_over_mean)?,

@@ -19,12 +19,12 @@ use coreward_model::load::Alpha;
 use coreward_model::placement::BucketCount;
 use coreward_model::policy;
 
-pub use outcome::{Combination, Measured, Outcome};
+pub use outcome::{Combination, Outcome, SeedResult};
 
 use crate::names::UnknownName;
 use crate::par_map_ordered;
 use crate::range::OutOfRange;
-use crate::rpc::ticks::{Tick, ticks};
+use crate::rpc::ticks::{Tick, to_ticks};
 use crate::rpc::{self, Policy, Service};
 use simulation::Simulation;
 
@@ -129,8 +129,8 @@ pub enum Error {
 }
 
 impl Config {
-    fn in_ticks(&self, seconds: f64) -> Tick {
-        ticks(seconds * 1e6 / self.unit_us)
+    fn seconds_to_ticks(&self, seconds: f64) -> Tick {
+        to_ticks(seconds * 1e6 / self.unit_us)
     }
 
     /// Returns the duration of the warm-up (s).
@@ -195,8 +195,8 @@ pub fn run(config: &Config) -> Result<Outcome, Error> {
     let measured = par_map_ordered(&runs, |(policy, dispatch, seed)| {
         Ok::<_, Error>(Simulation::new(config, policy, dispatch, *seed)?.run())
     });
-    let measured: Vec<Measured> = measured.into_iter().collect::<Result<_, _>>()?;
-    let combination = |((policy, dispatch), seeds): (&(&String, &Policy), &[Measured])| {
+    let measured: Vec<SeedResult> = measured.into_iter().collect::<Result<_, _>>()?;
+    let combination = |((policy, dispatch), seeds): (&(&String, &Policy), &[SeedResult])| {
         Combination::new(policy, &dispatch.to_string(), seeds)
     };
     let requests = measured.iter().map(|run| run.requests).sum::<u64>() / measured.len() as u64;

@@ -8,7 +8,7 @@ use crate::seed_summary::SeedSummary;
 
 /// Results of one combination of policies and one seed.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Measured {
+pub struct SeedResult {
     /// Latency of all requests after the warm-up, from the server's NIC in to the NIC out, in units of service time.
     pub latency: Quantiles,
     /// Variance of the servers' busy times relative to their mean, averaged over the windows (%).
@@ -41,8 +41,8 @@ pub struct Combination {
 
 impl Combination {
     /// Returns the results; `None` without seeds.
-    pub fn new(policy: &str, dispatch: &str, seeds: &[Measured]) -> Option<Self> {
-        let spread = |of: fn(&Measured) -> f64| SeedSummary::of(&seeds.iter().map(of).collect::<Vec<_>>());
+    pub fn new(policy: &str, dispatch: &str, seeds: &[SeedResult]) -> Option<Self> {
+        let spread = |of: fn(&SeedResult) -> f64| SeedSummary::of(&seeds.iter().map(of).collect::<Vec<_>>());
         Some(Self {
             policy: policy.to_owned(),
             dispatch: dispatch.to_owned(),

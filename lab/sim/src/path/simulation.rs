@@ -8,11 +8,11 @@ use rand::Rng as _;
 use rand_xoshiro::Xoshiro256PlusPlus;
 
 use super::traffic::{Event, Id, Traffic};
-use super::{Config, Error, Measured, ReportPhase};
+use super::{Config, Error, ReportPhase, SeedResult};
 use crate::names::UnknownName;
 use crate::rpc::outcome::{Observer as _, Recorder};
 use crate::rpc::server::{Request, Response, Server, ServerSpec, Sink, WithServer};
-use crate::rpc::ticks::{NEVER, Tick, ticks};
+use crate::rpc::ticks::{NEVER, Tick, to_ticks};
 use crate::rpc::{Policy, Sampler};
 
 /// [`seeded_rng`]'s streams.
@@ -30,8 +30,8 @@ pub struct Simulation<'a> {
     servers: Vec<Box<dyn Server<ResponseCounts>>>,
     traffic: Traffic,
     sampler: Sampler,
-    services: Xoshiro256PlusPlus,
-    hashes: Xoshiro256PlusPlus,
+    service_rng: Xoshiro256PlusPlus,
+    hash_rng: Xoshiro256PlusPlus,
     answers: ResponseCounts,
     readings: Vec<CoreReading>,
     requests: u64,
@@ -41,9 +41,9 @@ pub struct Simulation<'a> {
 /// Last reading of a server's cores by its agent.
 #[derive(Debug, Clone)]
 struct CoreReading {
-    next: Tick,
+    next_read: Tick,
     /// Time of the last reading.
-    measured: Option<Tick>,
+    last_read: Option<Tick>,
     busy: Vec<Tick>,
 }
 
@@ -52,9 +52,9 @@ struct ResponseCounts {
     recorder: Recorder,
     connections: Vec<Connection>,
     /// Ids of closed connections, for reuse.
-    closed: Vec<Id>,
+    free_ids: Vec<Id>,
     /// Number of open connections by server.
-    open: Vec<u32>,
+    open_connections: Vec<u32>,
 }
 
 #[derive(Debug, Clone, Copy)]
@@ -68,23 +68,23 @@ struct Connection {
 }
 
 impl Sink for ResponseCounts {
-    fn response(&mut self, response: &Response) {
-        self.recorder.response(response);
+    fn handle_response(&mut self, response: &Response) {
+        self.recorder.handle_response(response);
         let id = Id(response.request.connection);
         let connection = &mut self.connections[id.0 as usize];
         connection.unanswered -= 1;
         if connection.has_last_arrived && connection.unanswered == 0 {
-            self.open[usize::from(connection.server)] -= 1;
-            self.closed.push(id);
+            self.open_connections[usize::from(connection.server)] -= 1;
+            self.free_ids.push(id);
         }
     }
 }
 
 impl ResponseCounts {
     fn open(&mut self, server: u16, flow_hash: u32) -> Id {
-        self.open[usize::from(server)] += 1;
+        self.open_connections[usize::from(server)] += 1;
         let connection = Connection { server, flow_hash, unanswered: 0, has_last_arrived: false };
-        let Some(id) = self.closed.pop() else {
+        let Some(id) = self.free_ids.pop() else {
             self.connections.push(connection);
             return Id(self.connections.len() as u32 - 1);
         };
@@ -117,7 +117,7 @@ impl<'a> Simulation<'a> {
     pub fn new(config: &'a Config, policy: &str, dispatch: &'a Policy, seed: u64) -> Result<Self, Error> {
         let mut rng = seeded_rng(seed, RNG_STREAM_SERVERS);
         let Config { servers, cores, buckets, alpha, tables, .. } = *config;
-        let plan = FleetShape { servers, cores, buckets, alpha, tables }.drawn(&mut rng);
+        let plan = FleetShape { server_count: servers, cores, buckets, alpha, tables }.draw_plan(&mut rng);
         let mut fleet = SimulatedCluster::new(plan).expect("as many entries as buckets");
         if config.requests_per_connection == 1.0 {
             fleet.place_requests();
@@ -125,36 +125,36 @@ impl<'a> Simulation<'a> {
         let unknown = |_| UnknownName::new("policy", policy, policy::names());
         let classes = config.service.class_times().len();
         let mut rng = seeded_rng(seed, RNG_STREAM_REPORT_PHASES);
-        let report = config.in_ticks(config.report_ms / 1e3);
+        let report = config.seconds_to_ticks(config.report_ms / 1e3);
         let mut reading = |_| {
             let next = match config.report_phase {
                 ReportPhase::Aligned => 0,
                 ReportPhase::Random => report * Tick::from(uniform_below(&mut rng, 1000)) / 1000,
             };
-            CoreReading { next, measured: None, busy: vec![0; usize::from(config.cores)] }
+            CoreReading { next_read: next, last_read: None, busy: vec![0; usize::from(config.cores)] }
         };
         let server = |position| {
             let spec = ServerSpec {
                 policy: dispatch,
                 cores: config.cores,
                 classes: classes as u8,
-                latency: ticks(config.latency),
+                latency: to_ticks(config.latency),
                 indirection_table: fleet.indirection_table(position),
             };
             spec.build(Boxed)
         };
         Ok(Self {
-            placement: policy::named(policy, seed).map_err(unknown)?,
+            placement: policy::policy_by_name(policy, seed).map_err(unknown)?,
             servers: (0..usize::from(config.servers)).map(server).collect(),
             traffic: Traffic::new(config, seed),
             sampler: config.service.sampler(),
-            services: seeded_rng(seed, RNG_STREAM_SERVICES),
-            hashes: seeded_rng(seed, RNG_STREAM_HASHES),
+            service_rng: seeded_rng(seed, RNG_STREAM_SERVICES),
+            hash_rng: seeded_rng(seed, RNG_STREAM_HASHES),
             answers: ResponseCounts {
                 recorder: Recorder::new(classes, None),
                 connections: Vec::new(),
-                closed: Vec::new(),
-                open: vec![0; usize::from(config.servers)],
+                free_ids: Vec::new(),
+                open_connections: vec![0; usize::from(config.servers)],
             },
             readings: (0..config.servers).map(&mut reading).collect(),
             requests: 0,
@@ -169,15 +169,16 @@ impl<'a> Simulation<'a> {
         })
     }
 
-    pub fn run(mut self) -> Measured {
-        let of_seconds = |seconds: f64| self.config.in_ticks(seconds);
+    pub fn run(mut self) -> SeedResult {
+        let of_seconds = |seconds: f64| self.config.seconds_to_ticks(seconds);
         let [end, warm_up] = [self.config.seconds, self.config.warm_up_seconds()].map(of_seconds);
         let [report, window] = [self.config.report_ms / 1e3, self.config.window_ms / 1e3].map(of_seconds);
         let report = report.max(1);
         let (mut next_report, mut next_window, mut measuring) = (0, warm_up, false);
-        let mut reading = self.next_reading();
+        let mut reading = self.next_server_to_read();
         loop {
-            let now = self.traffic.next_event().min(next_report).min(next_window).min(self.readings[reading].next);
+            let now =
+                self.traffic.next_event_time().min(next_report).min(next_window).min(self.readings[reading].next_read);
             if now > end {
                 break;
             }
@@ -188,12 +189,12 @@ impl<'a> Simulation<'a> {
                     measuring = true;
                 }
                 next_window += window.max(1);
-            } else if now == self.readings[reading].next {
+            } else if now == self.readings[reading].next_read {
                 self.read(reading, now);
-                self.readings[reading].next += report;
-                reading = self.next_reading();
+                self.readings[reading].next_read += report;
+                reading = self.next_server_to_read();
             } else if now == next_report {
-                self.report(now);
+                self.rebuild_table(now);
                 next_report += report;
             } else {
                 self.handle_event(now);
@@ -202,7 +203,7 @@ impl<'a> Simulation<'a> {
         for server in &mut self.servers {
             server.advance(NEVER - 1, &mut self.answers);
         }
-        Measured {
+        SeedResult {
             latency: self.answers.recorder.all().expect("requests come after the warm-up"),
             server_variance_pct: mean(&self.windows.server_variance_pct).unwrap_or(0.0),
             core_variance_pct: mean(&self.windows.core_variance_pct).unwrap_or(0.0),
@@ -222,19 +223,19 @@ impl<'a> Simulation<'a> {
                 id
             }
         };
-        let (class, work) = self.sampler.sample(&mut self.services);
+        let (class, work) = self.sampler.sample(&mut self.service_rng);
         let connection = &mut self.answers.connections[id.0 as usize];
         connection.unanswered += 1;
         connection.has_last_arrived = !self.traffic.has_more_requests(id);
         let server = &mut self.servers[usize::from(connection.server)];
         let request = Request {
-            arrived: now,
+            arrived_at: now,
             work,
-            hash: self.hashes.next_u32(),
+            hash: self.hash_rng.next_u32(),
             flow_hash: connection.flow_hash,
             connection: id.0,
             class,
-            service: self.dispatch.priorities().service(class),
+            service: self.dispatch.priorities().service_of_class(class),
         };
         server.advance(now, &mut self.answers);
         server.offer(request);
@@ -242,18 +243,18 @@ impl<'a> Simulation<'a> {
     }
 
     /// Returns each core's busy time until now (ticks).
-    fn busy(&mut self, now: Tick) -> Vec<Tick> {
+    fn busy_times(&mut self, now: Tick) -> Vec<Tick> {
         let mut busy = Vec::with_capacity(self.windows.busy_before.len());
         for server in &mut self.servers {
             server.advance(now, &mut self.answers);
-            busy.extend(server.busy(now));
+            busy.extend(server.busy_times(now));
         }
         busy
     }
 
     /// Returns the server whose agent reads its cores next.
-    fn next_reading(&self) -> usize {
-        let by_time = self.readings.iter().enumerate().min_by_key(|(_, reading)| reading.next);
+    fn next_server_to_read(&self) -> usize {
+        let by_time = self.readings.iter().enumerate().min_by_key(|(_, reading)| reading.next_read);
         by_time.expect("at least one server").0
     }
 
@@ -262,29 +263,29 @@ impl<'a> Simulation<'a> {
     fn read(&mut self, position: usize, now: Tick) {
         let server = &mut self.servers[position];
         server.advance(now, &mut self.answers);
-        let mut busy: Vec<Tick> = server.busy(now).to_vec();
+        let mut busy: Vec<Tick> = server.busy_times(now).to_vec();
         if self.config.requests_per_connection == 1.0 && !self.dispatch.follows_rss() {
             let mean = busy.iter().sum::<Tick>() / busy.len() as Tick;
             busy.fill(mean);
         }
         let reading = &mut self.readings[position];
-        (reading.measured, reading.busy) = (Some(now), busy);
+        (reading.last_read, reading.busy) = (Some(now), busy);
     }
 
     /// Makes a table from the agents' readings.
-    fn report(&mut self, now: Tick) {
+    fn rebuild_table(&mut self, now: Tick) {
         for server in &mut self.servers {
             server.advance(now, &mut self.answers);
         }
         let ns_per_unit = self.config.unit_us * 1e3;
-        let ns = |time: Tick| (crate::rpc::ticks::units(time) * ns_per_unit) as u64;
+        let ns = |time: Tick| (crate::rpc::ticks::to_units(time) * ns_per_unit) as u64;
         let busy_ns: Vec<u64> = self.readings.iter().flat_map(|reading| &reading.busy).map(|busy| ns(*busy)).collect();
-        let measured_ns: Vec<Option<u64>> = self.readings.iter().map(|reading| reading.measured.map(ns)).collect();
-        self.fleet.report_measured_at(&measured_ns, &busy_ns, &self.answers.open, self.placement.as_mut());
+        let measured_ns: Vec<Option<u64>> = self.readings.iter().map(|reading| reading.last_read.map(ns)).collect();
+        self.fleet.report_measured_at(&measured_ns, &busy_ns, &self.answers.open_connections, self.placement.as_mut());
     }
 
     fn close_window(&mut self, now: Tick, measured: bool) {
-        let busy = self.busy(now);
+        let busy = self.busy_times(now);
         let within = |(busy, before): (&Tick, &Tick)| (busy - before) as f64;
         let of_cores: Vec<f64> = busy.iter().zip(&self.windows.busy_before).map(within).collect();
         self.windows.busy_before = busy;
@@ -306,15 +307,15 @@ mod tests {
         let config = Config { requests_per_connection: 3.0, seconds: 1.0, ..Config::default() };
         let new = || Simulation::new(&config, "hash", &Policy::Rss, 7).unwrap();
         let (mut simulation, mut reference) = (new(), new());
-        let end = simulation.traffic.next_event() + 300 * ticks(1.0);
+        let end = simulation.traffic.next_event_time() + 300 * to_ticks(1.0);
         let mut expected = vec![0; simulation.fleet.core_count()];
         let mut cores = Vec::new();
         for simulation in [&mut simulation, &mut reference] {
             simulation.read(0, 0);
-            simulation.report(0);
+            simulation.rebuild_table(0);
         }
-        while simulation.traffic.next_event() < end {
-            let now = simulation.traffic.next_event();
+        while simulation.traffic.next_event_time() < end {
+            let now = simulation.traffic.next_event_time();
             simulation.handle_event(now);
             let id = match reference.traffic.pop_event() {
                 Event::Requests(id) => id,
@@ -326,10 +327,13 @@ mod tests {
                     id
                 }
             };
-            expected[cores[id.0 as usize]] += reference.sampler.sample(&mut reference.services).1;
+            expected[cores[id.0 as usize]] += reference.sampler.sample(&mut reference.service_rng).1;
         }
         assert!(cores.len() > 500);
-        assert_eq!(simulation.busy(NEVER - 1), expected);
-        assert!(simulation.answers.open.iter().sum::<u32>() > 0, "some connections are to have more requests");
+        assert_eq!(simulation.busy_times(NEVER - 1), expected);
+        assert!(
+            simulation.answers.open_connections.iter().sum::<u32>() > 0,
+            "some connections are to have more requests"
+        );
     }
 }

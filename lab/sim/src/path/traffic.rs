@@ -10,7 +10,7 @@ use rand_xoshiro::Xoshiro256PlusPlus;
 
 use super::Config;
 use crate::random::{exponential, log_normal, unit};
-use crate::rpc::ticks::{NEVER, Tick, ticks};
+use crate::rpc::ticks::{NEVER, Tick, to_ticks};
 
 /// Next event of the traffic.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -45,8 +45,8 @@ pub struct Traffic {
     next_requests: BinaryHeap<Reverse<(Tick, Id)>>,
     /// By connection.
     pending: Vec<PendingRequests>,
-    connections: Xoshiro256PlusPlus,
-    requests: Xoshiro256PlusPlus,
+    connection_rng: Xoshiro256PlusPlus,
+    request_rng: Xoshiro256PlusPlus,
 }
 
 const RNG_STREAM_CONNECTIONS: u64 = 0x7061_7401;
@@ -60,25 +60,25 @@ impl Traffic {
         let cores = f64::from(config.servers) * f64::from(config.cores);
         let work_per_connection = config.service.mean() * config.requests_per_connection;
         let mut traffic = Self {
-            mean_interval: work_per_connection / (config.load * cores) * ticks(1.0) as f64,
+            mean_interval: work_per_connection / (config.load * cores) * to_ticks(1.0) as f64,
             requests_per_connection: config.requests_per_connection,
-            gap: config.request_gap * ticks(1.0) as f64,
+            gap: config.request_gap * to_ticks(1.0) as f64,
             rate_sigma: config.rate_sigma,
             next_connection: 0,
             next_requests: BinaryHeap::new(),
             pending: Vec::new(),
-            connections: seeded_rng(seed, RNG_STREAM_CONNECTIONS),
-            requests: seeded_rng(seed, RNG_STREAM_REQUESTS),
+            connection_rng: seeded_rng(seed, RNG_STREAM_CONNECTIONS),
+            request_rng: seeded_rng(seed, RNG_STREAM_REQUESTS),
         };
-        traffic.next_connection = traffic.interval();
+        traffic.next_connection = traffic.draw_interval();
         traffic
     }
 
-    fn interval(&mut self) -> Tick {
-        (exponential(&mut self.connections) * self.mean_interval + 0.5) as Tick
+    fn draw_interval(&mut self) -> Tick {
+        (exponential(&mut self.connection_rng) * self.mean_interval + 0.5) as Tick
     }
 
-    pub fn next_event(&self) -> Tick {
+    pub fn next_event_time(&self) -> Tick {
         self.next_requests.peek().map_or(NEVER, |Reverse((at, _))| *at).min(self.next_connection)
     }
 
@@ -96,16 +96,16 @@ impl Traffic {
 
     /// Returns a random client of 10.0.0.0/8; two connections rarely have the same.
     fn draw_tuple(&mut self) -> FourTuple {
-        let client = Ipv4Addr::from(0x0a00_0000 | uniform_below(&mut self.connections, 1 << 24));
-        let port = 1_024 + uniform_below(&mut self.connections, 65_536 - 1_024) as u16;
+        let client = Ipv4Addr::from(0x0a00_0000 | uniform_below(&mut self.connection_rng, 1 << 24));
+        let port = 1_024 + uniform_below(&mut self.connection_rng, 65_536 - 1_024) as u16;
         FourTuple::ipv4((client, port), VIP)
     }
 
     /// Sets the id of the connection of [`Event::Opens`]; no other open connection may have it.
     pub fn open_connection(&mut self, id: Id) {
         let at = self.next_connection;
-        self.next_connection = at + self.interval();
-        let rest = PendingRequests { requests: self.draw_following(), mean_gap: self.draw_gap() };
+        self.next_connection = at + self.draw_interval();
+        let rest = PendingRequests { requests: self.draw_request_count(), mean_gap: self.draw_gap() };
         let index = id.0 as usize;
         if self.pending.len() <= index {
             self.pending.resize(index + 1, rest);
@@ -120,27 +120,31 @@ impl Traffic {
     }
 
     /// Returns the number of requests after the first: geometric, with the configured mean including the first.
-    fn draw_following(&mut self) -> u64 {
+    fn draw_request_count(&mut self) -> u64 {
         let mean = self.requests_per_connection;
         if mean <= 1.0 {
             return 0;
         }
         // The number of failures before a success of probability 1/mean, by inversion.
-        let u = 1.0 - unit(&mut self.connections);
+        let u = 1.0 - unit(&mut self.connection_rng);
         (libm::log(u) / libm::log(1.0 - 1.0 / mean)) as u64
     }
 
     /// Returns a connection's mean gap (ticks); the mean over all connections is as configured.
     fn draw_gap(&mut self) -> f64 {
         let sigma = self.rate_sigma;
-        if sigma == 0.0 { self.gap } else { self.gap * log_normal(&mut self.connections, -sigma * sigma / 2.0, sigma) }
+        if sigma == 0.0 {
+            self.gap
+        } else {
+            self.gap * log_normal(&mut self.connection_rng, -sigma * sigma / 2.0, sigma)
+        }
     }
 
     /// Schedules the connection's next request after the one at `at`, if any.
     fn schedule(&mut self, id: Id, at: Tick) {
         let rest = self.pending[id.0 as usize];
         if rest.requests > 0 {
-            let gap = (exponential(&mut self.requests) * rest.mean_gap + 0.5) as Tick;
+            let gap = (exponential(&mut self.request_rng) * rest.mean_gap + 0.5) as Tick;
             self.next_requests.push(Reverse((at + gap, id)));
         }
     }
@@ -149,7 +153,7 @@ impl Traffic {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::rpc::ticks::units;
+    use crate::rpc::ticks::to_units;
 
     #[test]
     fn connection_and_request_rates_are_as_configured() {
@@ -157,8 +161,8 @@ mod tests {
         let mut traffic = Traffic::new(&config, 1);
         let (mut connections, mut requests, mut last) = (0u32, 0u32, 0);
         while connections < 50_000 {
-            assert!(traffic.next_event() >= last, "time goes on");
-            last = traffic.next_event();
+            assert!(traffic.next_event_time() >= last, "time goes on");
+            last = traffic.next_event_time();
             requests += 1;
             if let Event::Opens(_) = traffic.pop_event() {
                 traffic.open_connection(Id(connections));
@@ -166,7 +170,7 @@ mod tests {
             }
         }
         // Load 0.5 of 16 cores, 8 requests of mean 1 each; the last connections are incomplete.
-        let per_unit = f64::from(connections) / units(last);
+        let per_unit = f64::from(connections) / to_units(last);
         assert!((per_unit - 1.0).abs() < 0.02, "{per_unit} connections per unit");
         let each = f64::from(requests) / f64::from(connections);
         assert!((7.6..8.1).contains(&each), "{each} requests per connection");

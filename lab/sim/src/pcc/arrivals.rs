@@ -6,7 +6,7 @@ use coreward_model::rss::{seeded_rng, uniform_below};
 use rand::Rng as _;
 use rand_xoshiro::Xoshiro256PlusPlus;
 
-use super::clock::{Nanoseconds, from_seconds, seconds};
+use super::clock::{Nanoseconds, from_seconds, to_seconds};
 use super::mix::Mix;
 use crate::random::exponential;
 
@@ -58,7 +58,7 @@ pub struct ConnectionSource {
     arrivals: Arrivals,
     mix: Mix,
     rng: Xoshiro256PlusPlus,
-    next: Nanoseconds,
+    next_start: Nanoseconds,
     warm_up: Nanoseconds,
     /// Kinds of requests that wait to be sent.
     waiting: VecDeque<u8>,
@@ -68,7 +68,7 @@ impl ConnectionSource {
     /// Creates a source whose wave starts at the end of the warm-up.
     pub fn new(arrivals: Arrivals, mix: &Mix, warm_up: Nanoseconds, seed: u64) -> Self {
         let rng = seeded_rng(seed, RNG_STREAM_ARRIVALS);
-        let mut source = Self { arrivals, mix: mix.clone(), rng, next: 0, warm_up, waiting: VecDeque::new() };
+        let mut source = Self { arrivals, mix: mix.clone(), rng, next_start: 0, warm_up, waiting: VecDeque::new() };
         if let Arrivals::Recycled { clients, .. } = arrivals {
             let mut all: Vec<u8> = (0..clients).flat_map(|_| mix.weighted_kinds().to_vec()).collect();
             // Fisher-Yates shuffle.
@@ -83,7 +83,7 @@ impl ConnectionSource {
 
     /// Returns the start of the next connection.
     pub fn next(&self) -> Nanoseconds {
-        self.next
+        self.next_start
     }
 
     /// Removes the next connection and returns its identity and kind. `None`: no request waits to be sent.
@@ -107,9 +107,11 @@ impl ConnectionSource {
         let gap = exponential(&mut self.rng);
         let mean_gap = match self.arrivals {
             Arrivals::Open { connections } => self.mix.mean_duration() / connections,
-            Arrivals::Recycled { per_second, .. } => 1e9 / per_second.at(seconds(self.next) - seconds(self.warm_up)),
+            Arrivals::Recycled { per_second, .. } => {
+                1e9 / per_second.at(to_seconds(self.next_start) - to_seconds(self.warm_up))
+            }
         };
-        self.next += (gap * mean_gap).round() as Nanoseconds;
+        self.next_start += (gap * mean_gap).round() as Nanoseconds;
     }
 }
 

@@ -10,8 +10,8 @@ pub struct PlacedConnection {
     pub server: u16,
     /// Core of the server, if the method distinguishes cores.
     pub core: u16,
-    /// See [`Connection::mark`].
-    pub mark: u64,
+    /// See [`Connection::stored_state`].
+    pub stored_state: u64,
 }
 
 /// Load balancers of a cluster. All of them receive a change of the servers at the same time.
@@ -30,13 +30,13 @@ pub trait Balancer {
 
     fn load_balancers_changed(&mut self, _cluster: &Cluster, _connections: &mut Connections) {}
 
-    /// Returns whether [`Balancer::report`] has an effect.
+    /// Returns whether [`Balancer::process_reports`] has an effect.
     fn takes_reports(&self) -> bool {
         false
     }
 
     /// Processes reports of all servers and computes new tables.
-    fn report(&mut self, _cluster: &Cluster) {}
+    fn process_reports(&mut self, _cluster: &Cluster) {}
 
     /// Returns the first time at which packets of the connection went to another server than its own; `None`: never.
     /// Without [`super::Config::by_second`] no history is stored, and the returned time is the current one.

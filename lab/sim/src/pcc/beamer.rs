@@ -52,7 +52,7 @@ pub struct Control {
     /// Allowed imbalance: 0.1 is 10 % above the mean.
     pub threshold: f64,
     /// Start of suspensions: while the system fills, loads of one or two connections are not significant.
-    pub starts: Nanoseconds,
+    pub start: Nanoseconds,
 }
 
 impl Beamer {
@@ -192,7 +192,11 @@ impl Beamer {
 
 impl Balancer for Beamer {
     fn place(&mut self, identity: u64, _cluster: &Cluster) -> PlacedConnection {
-        PlacedConnection { server: self.table.server(self.table.bucket(identity)), core: 0, mark: self.table.mark() }
+        PlacedConnection {
+            server: self.table.server(self.table.bucket(identity)),
+            core: 0,
+            stored_state: self.table.last_change(),
+        }
     }
 
     fn servers_changed(&mut self, cluster: &Cluster) {
@@ -210,11 +214,11 @@ impl Balancer for Beamer {
     }
 
     fn connection_opened(&mut self, connection: &Connection, cluster: &Cluster) {
-        let Some(control) = self.control.filter(|control| cluster.now >= control.starts) else { return };
+        let Some(control) = self.control.filter(|control| cluster.now >= control.start) else { return };
         let server = connection.server;
-        let load = f64::from(cluster.open(server));
+        let load = f64::from(cluster.open_connections(server));
         let others_serve = || self.servers_in_state(|state| state == EntryState::Serving).len() > 1;
-        if load > (1.0 + control.threshold) * cluster.mean_open()
+        if load > (1.0 + control.threshold) * cluster.mean_open_connections()
             && self.has_state(server, EntryState::Serving)
             && others_serve()
         {
@@ -228,8 +232,8 @@ impl Balancer for Beamer {
         if self.control.is_none() || !self.has_state(server, EntryState::Suspended) {
             return;
         }
-        let load = cluster.open(server);
-        if load == 0 || f64::from(load) < cluster.mean_open() {
+        let load = cluster.open_connections(server);
+        if load == 0 || f64::from(load) < cluster.mean_open_connections() {
             self.table.begin_change(cluster.now);
             self.resume(server);
         }

@@ -9,7 +9,7 @@ use super::connections::Connection;
 struct BucketServer {
     server: u16,
     /// Number of the change that made it reachable: older connections used another server in between.
-    since: u32,
+    since_change: u32,
 }
 
 #[derive(Debug, Clone, Copy)]
@@ -23,12 +23,12 @@ struct Bucket {
 #[derive(Debug, Clone, Copy)]
 struct Eviction {
     server: u16,
-    since: u32,
-    until: u32,
-    at: Nanoseconds,
+    since_change: u32,
+    until_change: u32,
+    evicted_at: Nanoseconds,
 }
 
-const NO_RESIDENT: BucketServer = BucketServer { server: u16::MAX, since: u32::MAX };
+const NO_RESIDENT: BucketServer = BucketServer { server: u16::MAX, since_change: u32::MAX };
 
 /// Returns the bucket of a hash (its lower 32 bits).
 pub fn bucket_of(hash: u64, buckets: usize) -> usize {
@@ -42,7 +42,7 @@ pub struct BucketTable {
     buckets: Vec<Bucket>,
     daisy_chaining: bool,
     /// Number of changes; a connection's mark is the last change before its first packet.
-    changes: u32,
+    change_count: u32,
     now: Nanoseconds,
     history: Option<Vec<Vec<Eviction>>>,
 }
@@ -53,7 +53,7 @@ impl BucketTable {
         Self {
             buckets: vec![Bucket { current: NO_RESIDENT, previous: NO_RESIDENT }; buckets],
             daisy_chaining,
-            changes: 0,
+            change_count: 0,
             now: 0,
             history: keeps_history.then(|| vec![Vec::new(); buckets]),
         }
@@ -72,13 +72,13 @@ impl BucketTable {
     }
 
     /// Returns the mark of a connection that begins now.
-    pub fn mark(&self) -> u64 {
-        self.changes.into()
+    pub fn last_change(&self) -> u64 {
+        self.change_count.into()
     }
 
     /// Starts a change, to which the following assignments belong.
     pub fn begin_change(&mut self, now: Nanoseconds) {
-        self.changes += 1;
+        self.change_count += 1;
         self.now = now;
     }
 
@@ -97,29 +97,34 @@ impl BucketTable {
             (true, false) => std::mem::replace(&mut entry.previous, entry.current),
             (false, _) => entry.current,
         };
-        entry.current = BucketServer { server, since: self.changes };
+        entry.current = BucketServer { server, since_change: self.change_count };
         if let Some(history) = &mut self.history
             && evicted.server != NO_RESIDENT.server
         {
-            let (server, since) = (evicted.server, evicted.since);
-            history[bucket].push(Eviction { server, since, until: self.changes, at: self.now });
+            let (server, since) = (evicted.server, evicted.since_change);
+            history[bucket].push(Eviction {
+                server,
+                since_change: since,
+                until_change: self.change_count,
+                evicted_at: self.now,
+            });
         }
     }
 
-    /// Implements [`super::balancer::Balancer::broken`]; the connection's mark is [`BucketTable::mark`] at its first
-    /// packet.
+    /// Implements [`super::balancer::Balancer::broken_at`]; the connection's mark is [`BucketTable::last_change`] at
+    /// its first packet.
     pub fn broken_at(&self, connection: &Connection, now: Nanoseconds) -> Option<Nanoseconds> {
         let bucket = self.bucket(connection.identity);
-        let mark = connection.mark as u32;
-        let reaches = |resident: &BucketServer| resident.server == connection.server && resident.since <= mark;
+        let mark = connection.stored_state as u32;
+        let reaches = |resident: &BucketServer| resident.server == connection.server && resident.since_change <= mark;
         let Bucket { current, previous } = &self.buckets[bucket];
         if reaches(current) || reaches(previous) {
             return None;
         }
         let Some(history) = &self.history else { return Some(now) };
-        let eviction = history[bucket]
-            .iter()
-            .find(|eviction| eviction.server == connection.server && eviction.since <= mark && mark < eviction.until);
-        Some(eviction.expect("what reaches a server no longer was evicted").at)
+        let eviction = history[bucket].iter().find(|eviction| {
+            eviction.server == connection.server && eviction.since_change <= mark && mark < eviction.until_change
+        });
+        Some(eviction.expect("what reaches a server no longer was evicted").evicted_at)
     }
 }

@@ -4,7 +4,7 @@
 use std::net::Ipv4Addr;
 
 use coreward_model::FourTuple;
-use coreward_model::cookie::{Cookie, CookieKey, FleetKeys, KeyIndex, recognise, stamp};
+use coreward_model::cookie::{Cookie, CookieKey, FleetKeys, KeyIndex, decode_cookie, stamp};
 use coreward_model::placement::{BucketCount, PlacementState, PlacementTable, Rule};
 use coreward_model::policy::{self, LeastByMetric, Policy, Pool, PoolServer};
 use coreward_model::rss::{IndirectionTable, Rss, RssKey, seeded_rng};
@@ -39,7 +39,7 @@ pub struct Cheetah {
     rss: Vec<Rss>,
     cores: u16,
     /// Open connections by server and core.
-    open: Vec<u32>,
+    open_connections: Vec<u32>,
     /// Position of each server in the table's members, or among its core slots.
     position: Vec<usize>,
 }
@@ -51,7 +51,7 @@ impl Cheetah {
         let policy: Box<dyn Policy> = match by_counts {
             // Counts of all servers are current, so all servers are compared, and no buckets are needed.
             true => Box::new(LeastByMetric::without_sampling(seed)),
-            false => policy::named(name, seed).expect("a method's policy exists"),
+            false => policy::policy_by_name(name, seed).expect("a method's policy exists"),
         };
         let buckets = if by_counts { one_bucket() } else { config.buckets };
         let rss_key = RssKey::random(&mut seeded_rng(seed, RNG_STREAM_RSS_KEY));
@@ -73,23 +73,23 @@ impl Cheetah {
             time_key: CookieKey::random(&mut rng),
             rss: (0..servers).map(rss).collect(),
             cores: config.cores,
-            open: vec![0; servers * usize::from(config.cores)],
+            open_connections: vec![0; servers * usize::from(config.cores)],
             position: vec![usize::MAX; servers],
         }
     }
 
     /// Returns the pool for the policy.
     fn pool(&self, cluster: &Cluster) -> Pool {
-        let total: u64 = self.open.iter().map(|count| u64::from(*count)).sum();
-        let mean = (total as f64 / self.open.len() as f64).max(f64::MIN_POSITIVE);
+        let total: u64 = self.open_connections.iter().map(|count| u64::from(*count)).sum();
+        let mean = (total as f64 / self.open_connections.len() as f64).max(f64::MIN_POSITIVE);
         let server = |number: usize| {
-            let cores = &self.open[number * usize::from(self.cores)..][..usize::from(self.cores)];
+            let cores = &self.open_connections[number * usize::from(self.cores)..][..usize::from(self.cores)];
             PoolServer {
                 eligible: cluster.is_member(number as u16),
                 loads: Some(cores.iter().map(|count| f64::from(*count) / mean * MEAN_LOAD).collect::<Vec<_>>().into()),
                 rss: Some(self.rss[number].clone()),
                 // Current counts are stored as assigned connections instead.
-                open_connections: if self.has_current_counts() { 0 } else { cluster.open(number as u16) },
+                open_connections: if self.has_current_counts() { 0 } else { cluster.open_connections(number as u16) },
                 ..PoolServer::new(id_of(number as u16))
             }
         };
@@ -104,14 +104,14 @@ impl Cheetah {
     /// Makes a new table for all load balancers. Round-robin positions continue.
     fn replace_table(&mut self, cluster: &Cluster) {
         self.generation += 1;
-        self.table = self.policy.place(&self.pool(cluster), self.buckets, self.generation);
+        self.table = self.policy.compute_table(&self.pool(cluster), self.buckets, self.generation);
         if matches!(self.table.rule, Rule::RoundRobin | Rule::PowerOfTwo) {
             // These rules use no bucket: one suffices for the next table.
             self.buckets = one_bucket();
         }
         for state in &mut self.states {
-            let turns = state.round_robin;
-            *state = PlacementState { round_robin: turns, ..PlacementState::for_table(&self.table) };
+            let turns = state.round_robin_counter;
+            *state = PlacementState { round_robin_counter: turns, ..PlacementState::for_table(&self.table) };
         }
         if self.load_info == LoadInfo::Current {
             self.copy_counts(cluster);
@@ -124,31 +124,31 @@ impl Cheetah {
         if self.has_current_counts() {
             for (slot, core) in self.table.core_slots.iter().enumerate() {
                 self.position[usize::from(core.server.get())] = slot;
-                self.states[0].assigned[slot] = cluster.open(core.server.get());
+                self.states[0].assigned_counts[slot] = cluster.open_connections(core.server.get());
             }
         } else if self.table.rule == Rule::PowerOfTwo {
             for (position, member) in self.table.members.iter_mut().enumerate() {
                 self.position[usize::from(member.server.get())] = position;
-                member.load = cluster.open(member.server.get());
+                member.load = cluster.open_connections(member.server.get());
             }
         }
     }
 
     /// Updates a server's count, unless [`PlacementTable::choose`] has already done so.
-    fn counted(&mut self, server: u16, cluster: &Cluster) {
+    fn update_count(&mut self, server: u16, cluster: &Cluster) {
         let position = self.position[usize::from(server)];
         if position == usize::MAX {
             return;
         }
         match self.table.rule {
-            Rule::PowerOfTwo => self.table.members[position].load = cluster.open(server),
-            _ => self.states[0].assigned[position] = cluster.open(server),
+            Rule::PowerOfTwo => self.table.members[position].load = cluster.open_connections(server),
+            _ => self.states[0].assigned_counts[position] = cluster.open_connections(server),
         }
     }
 
     /// Returns the cookie that a load balancer decodes from a later packet.
     pub fn cookie_of(&self, connection: &Connection) -> Cookie {
-        recognise(&self.keys, &tuple(connection.identity), connection.mark as u32)
+        decode_cookie(&self.keys, &tuple(connection.identity), connection.stored_state as u32)
     }
 
     /// Returns the servers that rule `PowerOfTwo` compares.
@@ -193,19 +193,19 @@ impl Balancer for Cheetah {
         let server = self.table.choose(&mut self.states[state], &tuple).expect("the pool is never empty");
         let cookie =
             stamp(&self.keys, &self.time_key, &tuple, Cookie::Server(server), (cluster.now / 1_000_000) as u32);
-        PlacedConnection { server: server.get(), core: self.core(server.get(), &tuple), mark: cookie.into() }
+        PlacedConnection { server: server.get(), core: self.core(server.get(), &tuple), stored_state: cookie.into() }
     }
 
     fn connection_opened(&mut self, connection: &Connection, cluster: &Cluster) {
         let position = self.core_position(connection);
-        self.open[position] += 1;
-        self.counted(connection.server, cluster);
+        self.open_connections[position] += 1;
+        self.update_count(connection.server, cluster);
     }
 
     fn connection_closed(&mut self, connection: &Connection, cluster: &Cluster) {
         let position = self.core_position(connection);
-        self.open[position] -= 1;
-        self.counted(connection.server, cluster);
+        self.open_connections[position] -= 1;
+        self.update_count(connection.server, cluster);
     }
 
     fn servers_changed(&mut self, cluster: &Cluster) {
@@ -217,7 +217,7 @@ impl Balancer for Cheetah {
         self.policy.reads_loads() && !(self.load_info == LoadInfo::Current && by_counts)
     }
 
-    fn report(&mut self, cluster: &Cluster) {
+    fn process_reports(&mut self, cluster: &Cluster) {
         self.replace_table(cluster);
     }
 

@@ -32,8 +32,8 @@ pub struct Cluster {
     members: Vec<u16>,
     is_member: Vec<bool>,
     spare_servers: VecDeque<u16>,
-    open: Vec<u32>,
-    total_of_members: u64,
+    open_connections: Vec<u32>,
+    pool_connections: u64,
     load_balancers: Vec<u8>,
     idle_load_balancers: VecDeque<u8>,
     /// Imbalance of the servers of the pool.
@@ -51,8 +51,8 @@ impl Cluster {
             members: (0..servers as u16).collect(),
             is_member: (0..servers + spare).map(|server| server < servers).collect(),
             spare_servers: (servers as u16..(servers + spare) as u16).collect(),
-            open: vec![0; servers + spare],
-            total_of_members: 0,
+            open_connections: vec![0; servers + spare],
+            pool_connections: 0,
             load_balancers: (0..load_balancers as u8).collect(),
             idle_load_balancers: (load_balancers as u8..LOAD_BALANCERS_MAX as u8).collect(),
             imbalance,
@@ -69,17 +69,17 @@ impl Cluster {
     }
 
     pub fn server_count(&self) -> usize {
-        self.open.len()
+        self.open_connections.len()
     }
 
     /// Returns the number of connections of a server.
-    pub fn open(&self, server: u16) -> u32 {
-        self.open[usize::from(server)]
+    pub fn open_connections(&self, server: u16) -> u32 {
+        self.open_connections[usize::from(server)]
     }
 
     /// Returns the mean number of connections of the pool's servers.
-    pub fn mean_open(&self) -> f64 {
-        self.total_of_members as f64 / self.members.len() as f64
+    pub fn mean_open_connections(&self) -> f64 {
+        self.pool_connections as f64 / self.members.len() as f64
     }
 
     pub fn load_balancers(&self) -> &[u8] {
@@ -100,27 +100,27 @@ impl Cluster {
 
     /// Adds a connection to a server.
     pub fn connection_opened(&mut self, server: u16) {
-        let count = &mut self.open[usize::from(server)];
+        let count = &mut self.open_connections[usize::from(server)];
         if self.is_member[usize::from(server)] {
             self.imbalance.connection_opened(*count);
-            self.total_of_members += 1;
+            self.pool_connections += 1;
         }
         *count += 1;
     }
 
     /// Removes a connection from a server.
     pub fn connection_closed(&mut self, server: u16) {
-        let count = &mut self.open[usize::from(server)];
+        let count = &mut self.open_connections[usize::from(server)];
         if self.is_member[usize::from(server)] {
             self.imbalance.connection_closed(*count);
-            self.total_of_members -= 1;
+            self.pool_connections -= 1;
         }
         *count -= 1;
     }
 
     /// Applies the change. Returns `false` when it is impossible: no server or load balancer can be added, or only one
     /// is left.
-    pub fn change(&mut self, change: Change, rng: &mut impl rand::Rng) -> bool {
+    pub fn apply_change(&mut self, change: Change, rng: &mut impl rand::Rng) -> bool {
         match change {
             Change::AddServer => self.add_server(),
             Change::RemoveServer => self.remove_server(rng),
@@ -146,8 +146,8 @@ impl Cluster {
         let position = self.members.partition_point(|member| *member < server);
         self.members.insert(position, server);
         self.is_member[usize::from(server)] = true;
-        self.total_of_members += u64::from(self.open(server));
-        self.imbalance.add_server(self.open(server));
+        self.pool_connections += u64::from(self.open_connections(server));
+        self.imbalance.add_server(self.open_connections(server));
         true
     }
 
@@ -158,8 +158,8 @@ impl Cluster {
         let server = self.members.remove(uniform_below(rng, self.members.len() as u32) as usize);
         self.is_member[usize::from(server)] = false;
         self.spare_servers.push_back(server);
-        self.total_of_members -= u64::from(self.open(server));
-        self.imbalance.remove_server(self.open(server));
+        self.pool_connections -= u64::from(self.open_connections(server));
+        self.imbalance.remove_server(self.open_connections(server));
         true
     }
 }
@@ -180,32 +180,32 @@ mod tests {
         let mut rng = seeded_rng(1, 0);
         let mut cluster = Cluster::new(3, 1, 2, 0);
         [0, 0, 1, 2, 2, 2].into_iter().for_each(|server| cluster.connection_opened(server));
-        assert_eq!(cluster.mean_open(), 2.0);
-        assert!(cluster.change(Change::RemoveServer, &mut rng));
+        assert_eq!(cluster.mean_open_connections(), 2.0);
+        assert!(cluster.apply_change(Change::RemoveServer, &mut rng));
         let gone = (0..3).find(|server| !cluster.is_member(*server)).unwrap();
-        assert_eq!(cluster.mean_open(), f64::from(6 - cluster.open(gone)) / 2.0);
-        let kept = cluster.open(gone);
+        assert_eq!(cluster.mean_open_connections(), f64::from(6 - cluster.open_connections(gone)) / 2.0);
+        let kept = cluster.open_connections(gone);
         cluster.connection_closed(gone);
-        assert_eq!(cluster.open(gone), kept - 1);
+        assert_eq!(cluster.open_connections(gone), kept - 1);
         // The spare server joins first, then the one that left.
-        assert!(cluster.change(Change::AddServer, &mut rng) && cluster.is_member(3));
-        assert!(cluster.change(Change::AddServer, &mut rng) && cluster.is_member(gone));
-        assert!(!cluster.change(Change::AddServer, &mut rng));
-        assert_eq!(cluster.mean_open(), 5.0 / 4.0);
-        (0..3).for_each(|_| assert!(cluster.change(Change::RemoveServer, &mut rng)));
-        assert!(!cluster.change(Change::RemoveServer, &mut rng));
+        assert!(cluster.apply_change(Change::AddServer, &mut rng) && cluster.is_member(3));
+        assert!(cluster.apply_change(Change::AddServer, &mut rng) && cluster.is_member(gone));
+        assert!(!cluster.apply_change(Change::AddServer, &mut rng));
+        assert_eq!(cluster.mean_open_connections(), 5.0 / 4.0);
+        (0..3).for_each(|_| assert!(cluster.apply_change(Change::RemoveServer, &mut rng)));
+        assert!(!cluster.apply_change(Change::RemoveServer, &mut rng));
     }
 
     #[test]
     fn load_balancers_join_and_leave() {
         let mut rng = seeded_rng(1, 0);
         let mut cluster = Cluster::new(1, 0, 1, 0);
-        assert!(!cluster.change(Change::RemoveLoadBalancer, &mut rng));
-        assert!(cluster.change(Change::AddLoadBalancer, &mut rng));
+        assert!(!cluster.apply_change(Change::RemoveLoadBalancer, &mut rng));
+        assert!(cluster.apply_change(Change::AddLoadBalancer, &mut rng));
         let reached: std::collections::BTreeSet<u8> =
             (0..100u64).map(|identity| cluster.load_balancer(identity << 32)).collect();
         assert_eq!(reached.into_iter().collect::<Vec<_>>(), [0, 1]);
-        assert!(cluster.change(Change::RemoveLoadBalancer, &mut rng));
+        assert!(cluster.apply_change(Change::RemoveLoadBalancer, &mut rng));
         assert_eq!(cluster.load_balancers().len(), 1);
     }
 }

@@ -10,10 +10,10 @@ pub struct Connection {
     /// Identity: 64 random bits instead of a 4-tuple.
     pub identity: u64,
     /// State that the method stores for the connection, in load balancers or packets.
-    pub mark: u64,
+    pub stored_state: u64,
     pub start: Nanoseconds,
     /// First time at which a change of the load balancers sent a packet of the connection to another server.
-    pub rerouted: Option<Nanoseconds>,
+    pub rerouted_at: Option<Nanoseconds>,
     /// Server that received the first packet.
     pub server: u16,
     pub core: u16,
@@ -33,7 +33,7 @@ pub struct Connections {
     /// End of the first connection by kind; [`NEVER`] without one.
     ends: Vec<Nanoseconds>,
     next_kind: usize,
-    open: usize,
+    open_count: usize,
 }
 
 const NEVER: Nanoseconds = Nanoseconds::MAX;
@@ -49,13 +49,13 @@ impl Connections {
             durations: kinds.iter().map(|kind| kind.duration).collect(),
             ends: vec![NEVER; kinds.len()],
             next_kind: 0,
-            open: 0,
+            open_count: 0,
         }
     }
 
     /// Number of open connections.
     pub fn len(&self) -> usize {
-        self.open
+        self.open_count
     }
 
     /// Returns the connections in arbitrary order.
@@ -84,11 +84,11 @@ impl Connections {
             }
         }
         self.queues[kind].push_back((end, slot));
-        self.open += 1;
+        self.open_count += 1;
     }
 
     pub fn next_end(&self) -> Option<Nanoseconds> {
-        (self.open > 0).then(|| self.ends[self.next_kind])
+        (self.open_count > 0).then(|| self.ends[self.next_kind])
     }
 
     /// Removes the connection that ends next.
@@ -98,7 +98,7 @@ impl Connections {
         self.ends[kind] = self.queues[kind].front().map_or(NEVER, |(end, _)| *end);
         self.next_kind = position_of_minimum(&self.ends);
         self.free_slots.push(slot);
-        self.open -= 1;
+        self.open_count -= 1;
         self.slots[slot as usize].take()
     }
 }
@@ -128,7 +128,8 @@ mod tests {
                 found.push((connections.next_end().unwrap(), connections.close_next().unwrap().identity));
             }
             expected.push((start + mix.kinds()[usize::from(kind)].duration, start));
-            let connection = Connection { identity: start, mark: 0, start, rerouted: None, server: 0, core: 0, kind };
+            let connection =
+                Connection { identity: start, stored_state: 0, start, rerouted_at: None, server: 0, core: 0, kind };
             connections.open(connection);
             assert_eq!(connections.len() + found.len(), expected.len());
         }

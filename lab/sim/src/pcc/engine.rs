@@ -14,7 +14,7 @@ use super::{Config, Updates};
 fn spare_servers(config: &Config) -> usize {
     match &config.updates {
         Updates::PerMinute { .. } => max_deviation(config.servers),
-        Updates::At(list) => list.iter().filter(|(_, change)| *change == Change::AddServer).count(),
+        Updates::Scheduled(list) => list.iter().filter(|(_, change)| *change == Change::AddServer).count(),
     }
 }
 
@@ -80,10 +80,10 @@ impl<'a, B: Balancer> Simulation<'a, B> {
             if now == ends {
                 self.close();
             } else if now == changes {
-                self.change();
+                self.apply_next_change();
             } else if now == reports {
                 self.next_report = Some(now + self.report_interval);
-                self.balancer.report(&self.cluster);
+                self.balancer.process_reports(&self.cluster);
             } else {
                 self.open();
             }
@@ -98,9 +98,9 @@ impl<'a, B: Balancer> Simulation<'a, B> {
         self.cluster.connection_opened(placed.server);
         let connection = Connection {
             identity,
-            mark: placed.mark,
+            stored_state: placed.stored_state,
             start: self.cluster.now,
-            rerouted: None,
+            rerouted_at: None,
             server: placed.server,
             core: placed.core,
             kind,
@@ -124,14 +124,14 @@ impl<'a, B: Balancer> Simulation<'a, B> {
                 self.run.broken += 1;
                 if !self.run.seconds.is_empty() {
                     let noticed = self.notice_time(&connection, at);
-                    self.second_of(noticed, |second| second.broken += 1);
+                    self.update_second(noticed, |second| second.broken += 1);
                 }
             }
-            None => self.second_of(self.cluster.now, |second| second.completed += 1),
+            None => self.update_second(self.cluster.now, |second| second.completed += 1),
         }
     }
 
-    fn change(&mut self) {
+    fn apply_next_change(&mut self) {
         let previous_servers = self.cluster.members().len();
         match self.schedule.apply_next(&mut self.cluster) {
             None => return,
@@ -160,7 +160,7 @@ impl<'a, B: Balancer> Simulation<'a, B> {
         connection.start + (next * u128::from(kind.duration) / packets) as Nanoseconds
     }
 
-    fn second_of(&mut self, at: Nanoseconds, count: impl FnOnce(&mut Second)) {
+    fn update_second(&mut self, at: Nanoseconds, count: impl FnOnce(&mut Second)) {
         let Some(after) = at.checked_sub(self.warm_up) else { return };
         if let Some(second) = self.run.seconds.get_mut((after / SECOND) as usize) {
             count(second);
@@ -175,7 +175,7 @@ impl<'a, B: Balancer> Simulation<'a, B> {
             while let Some(connection) = self.connections.close_next() {
                 if let Some(at) = self.balancer.broken_at(&connection, &self.cluster) {
                     let noticed = self.notice_time(&connection, at);
-                    self.second_of(noticed, |second| second.broken += 1);
+                    self.update_second(noticed, |second| second.broken += 1);
                 }
             }
         }

@@ -63,7 +63,7 @@ impl Hashed {
 
 impl Balancer for Hashed {
     fn place(&mut self, identity: u64, _cluster: &Cluster) -> PlacedConnection {
-        PlacedConnection { server: self.server_of(identity), core: 0, mark: self.table.mark() }
+        PlacedConnection { server: self.server_of(identity), core: 0, stored_state: self.table.last_change() }
     }
 
     fn servers_changed(&mut self, cluster: &Cluster) {
@@ -85,12 +85,12 @@ impl Balancer for Hashed {
 #[derive(Debug)]
 pub struct Stateful {
     hashed: Hashed,
-    running_load_balancers: u64,
+    load_balancer_mask: u64,
 }
 
 impl Stateful {
     pub fn new(layout: HashLayout, config: &Config) -> Self {
-        Self { hashed: Hashed::new(layout, config), running_load_balancers: 0 }
+        Self { hashed: Hashed::new(layout, config), load_balancer_mask: 0 }
     }
 
     /// Returns the current server of packets at a load balancer without an entry for the connection.
@@ -106,33 +106,33 @@ fn bits_of(load_balancers: &[u8]) -> u64 {
 
 impl Balancer for Stateful {
     fn place(&mut self, identity: u64, cluster: &Cluster) -> PlacedConnection {
-        PlacedConnection { mark: 1 << cluster.load_balancer(identity), ..self.hashed.place(identity, cluster) }
+        PlacedConnection { stored_state: 1 << cluster.load_balancer(identity), ..self.hashed.place(identity, cluster) }
     }
 
     fn servers_changed(&mut self, cluster: &Cluster) {
-        self.running_load_balancers = bits_of(cluster.load_balancers());
+        self.load_balancer_mask = bits_of(cluster.load_balancers());
         self.hashed.servers_changed(cluster);
     }
 
     /// Checks all connections, because each may now reach another load balancer. Hashed connections keep their server.
     fn load_balancers_changed(&mut self, cluster: &Cluster, connections: &mut Connections) {
         // A load balancer that stops or restarts loses its state.
-        let kept = self.running_load_balancers & bits_of(cluster.load_balancers());
-        self.running_load_balancers = bits_of(cluster.load_balancers());
+        let kept = self.load_balancer_mask & bits_of(cluster.load_balancers());
+        self.load_balancer_mask = bits_of(cluster.load_balancers());
         let hashed = &self.hashed;
-        for connection in connections.iter_mut().filter(|connection| connection.rerouted.is_none()) {
-            connection.mark &= kept;
+        for connection in connections.iter_mut().filter(|connection| connection.rerouted_at.is_none()) {
+            connection.stored_state &= kept;
             let reached = 1 << cluster.load_balancer(connection.identity);
-            if connection.mark & reached == 0 {
-                connection.mark |= reached;
+            if connection.stored_state & reached == 0 {
+                connection.stored_state |= reached;
                 if hashed.server_of(connection.identity) != connection.server {
-                    connection.rerouted = Some(cluster.now);
+                    connection.rerouted_at = Some(cluster.now);
                 }
             }
         }
     }
 
     fn broken_at(&self, connection: &Connection, _cluster: &Cluster) -> Option<Nanoseconds> {
-        connection.rerouted
+        connection.rerouted_at
     }
 }

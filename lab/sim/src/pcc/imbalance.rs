@@ -7,51 +7,51 @@ use super::clock::Nanoseconds;
 #[derive(Debug)]
 pub struct Imbalance {
     /// Number of servers by their number of connections.
-    servers_with: Vec<u32>,
+    server_histogram: Vec<u32>,
     servers: u64,
     connections: u64,
     max_connections: usize,
-    since: Nanoseconds,
+    updated_at: Nanoseconds,
     /// Integral of max/mean over time, and the integrated time with connections.
     weighted_time: f64,
-    measured: f64,
+    measured_time: f64,
 }
 
 impl Imbalance {
     /// Returns a tracker without servers, which counts from `start`.
     pub fn from(start: Nanoseconds) -> Self {
         Self {
-            servers_with: vec![0],
+            server_histogram: vec![0],
             servers: 0,
             connections: 0,
             max_connections: 0,
-            since: start,
+            updated_at: start,
             weighted_time: 0.0,
-            measured: 0.0,
+            measured_time: 0.0,
         }
     }
 
     /// Adds the time until `now` with the present counts.
     pub fn advance(&mut self, now: Nanoseconds) {
-        if now <= self.since {
+        if now <= self.updated_at {
             return;
         }
         if self.connections > 0 {
-            let elapsed = (now - self.since) as f64;
-            self.weighted_time += self.now() * elapsed;
-            self.measured += elapsed;
+            let elapsed = (now - self.updated_at) as f64;
+            self.weighted_time += self.current() * elapsed;
+            self.measured_time += elapsed;
         }
-        self.since = now;
+        self.updated_at = now;
     }
 
     /// Returns the current max/mean; needs connections.
-    fn now(&self) -> f64 {
+    fn current(&self) -> f64 {
         (self.max_connections as u64 * self.servers) as f64 / self.connections as f64
     }
 
     /// Returns max/mean, averaged over the time with connections; 1.0 without any.
     pub fn average(&self) -> f64 {
-        if self.measured > 0.0 { self.weighted_time / self.measured } else { 1.0 }
+        if self.measured_time > 0.0 { self.weighted_time / self.measured_time } else { 1.0 }
     }
 
     pub fn add_server(&mut self, connections: u32) {
@@ -82,16 +82,16 @@ impl Imbalance {
     }
 
     fn insert(&mut self, connections: usize) {
-        if connections >= self.servers_with.len() {
-            self.servers_with.resize(connections + 1, 0);
+        if connections >= self.server_histogram.len() {
+            self.server_histogram.resize(connections + 1, 0);
         }
-        self.servers_with[connections] += 1;
+        self.server_histogram[connections] += 1;
         self.max_connections = self.max_connections.max(connections);
     }
 
     fn remove(&mut self, connections: usize) {
-        self.servers_with[connections] -= 1;
-        while self.max_connections > 0 && self.servers_with[self.max_connections] == 0 {
+        self.server_histogram[connections] -= 1;
+        while self.max_connections > 0 && self.server_histogram[self.max_connections] == 0 {
             self.max_connections -= 1;
         }
     }

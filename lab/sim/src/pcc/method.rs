@@ -25,7 +25,7 @@ pub enum Method {
         /// Bits of the tag, 0 to [`TAG_BITS_MAX`].
         bits: u8,
         /// Whether open connections get newer tags.
-        fresh: bool,
+        renews_tags: bool,
         /// Layout of the table of buckets.
         layout: HashLayout,
     },
@@ -77,7 +77,7 @@ impl HashLayout {
         LAYOUTS.into_iter().find(|layout| layout.name() == name)
     }
 
-    fn required(name: &str) -> Result<Self, UnknownName> {
+    fn parse_name(name: &str) -> Result<Self, UnknownName> {
         Self::from_name(name).ok_or_else(|| UnknownName::new("layout", name, LAYOUTS.map(HashLayout::name)))
     }
 
@@ -131,14 +131,14 @@ const HISTORY_TAG_KEPT: &str = "history-tag-kept";
 const HASH_INDEX: &str = "hash-index";
 
 /// Splits `BITS[:LAYOUT]`; the bits stay text.
-fn bits_and_layout(parameter: &str) -> Result<(&str, HashLayout), MethodError> {
+fn parse_bits_and_layout(parameter: &str) -> Result<(&str, HashLayout), MethodError> {
     match parameter.split_once(':') {
         None => Ok((parameter, HashLayout::Striped)),
-        Some((bits, layout)) => Ok((bits, HashLayout::required(layout)?)),
+        Some((bits, layout)) => Ok((bits, HashLayout::parse_name(layout)?)),
     }
 }
 
-fn bits_up_to(most: u8, text: &str) -> Option<u8> {
+fn parse_bits(most: u8, text: &str) -> Option<u8> {
     text.parse().ok().filter(|bits| *bits <= most)
 }
 
@@ -155,16 +155,16 @@ impl FromStr for Method {
                 Ok(Method::Beamer { threshold: Some(threshold) })
             }
             ("stateful-hash", None) => Ok(Method::Stateful(HashLayout::Striped)),
-            ("stateful-hash", Some(layout)) => Ok(Method::Stateful(HashLayout::required(layout)?)),
+            ("stateful-hash", Some(layout)) => Ok(Method::Stateful(HashLayout::parse_name(layout)?)),
             (HISTORY_TAG | HISTORY_TAG_KEPT, parameter) => {
-                let (bits, layout) = bits_and_layout(parameter.unwrap_or_default())?;
-                let bits = bits_up_to(TAG_BITS_MAX, bits).ok_or_else(|| MethodError::Bits(given.to_owned()))?;
-                Ok(Method::HistoryTag { bits, fresh: name == HISTORY_TAG, layout })
+                let (bits, layout) = parse_bits_and_layout(parameter.unwrap_or_default())?;
+                let bits = parse_bits(TAG_BITS_MAX, bits).ok_or_else(|| MethodError::Bits(given.to_owned()))?;
+                Ok(Method::HistoryTag { bits, renews_tags: name == HISTORY_TAG, layout })
             }
             (HASH_INDEX, parameter) => {
-                let (bits, layout) = bits_and_layout(parameter.unwrap_or_default())?;
+                let (bits, layout) = parse_bits_and_layout(parameter.unwrap_or_default())?;
                 let (bits, tag_bits) = bits.split_once('+').unwrap_or((bits, "0"));
-                let both = bits_up_to(INDEX_BITS_MAX, bits).zip(bits_up_to(TAG_BITS_MAX, tag_bits));
+                let both = parse_bits(INDEX_BITS_MAX, bits).zip(parse_bits(TAG_BITS_MAX, tag_bits));
                 let (bits, tag_bits) = both.ok_or_else(|| MethodError::Bits(given.to_owned()))?;
                 Ok(Method::HashIndex { bits, tag_bits, layout })
             }
@@ -190,7 +190,7 @@ impl fmt::Display for Method {
             Method::Beamer { threshold: None } => f.write_str("beamer"),
             Method::Beamer { threshold: Some(threshold) } => write!(f, "beamer:{threshold}"),
             Method::Stateful(layout) => write!(f, "stateful-hash{}", layout.suffix()),
-            Method::HistoryTag { bits, fresh, layout } => {
+            Method::HistoryTag { bits, renews_tags: fresh, layout } => {
                 let name = if *fresh { HISTORY_TAG } else { HISTORY_TAG_KEPT };
                 write!(f, "{name}:{bits}{}", layout.suffix())
             }

@@ -58,7 +58,7 @@ const BYTES_PER_PACKET: f64 = 125.0;
 pub struct Mix {
     kinds: Vec<Kind>,
     /// Numbers of kinds, repeated by weight.
-    drawn_from: Vec<u8>,
+    weighted_kinds: Vec<u8>,
     mean_duration: f64,
 }
 
@@ -83,7 +83,7 @@ impl Mix {
     fn new(kinds: Vec<Kind>, drawn_from: Vec<u8>) -> Self {
         let total: u128 = drawn_from.iter().map(|kind| u128::from(kinds[usize::from(*kind)].duration)).sum();
         let mean_duration = total as f64 / drawn_from.len() as f64;
-        Self { kinds, drawn_from, mean_duration }
+        Self { kinds, weighted_kinds: drawn_from, mean_duration }
     }
 
     /// Returns the kinds; a kind's number is its position.
@@ -93,12 +93,12 @@ impl Mix {
 
     /// Returns the numbers of kinds, each repeated by its weight.
     pub fn weighted_kinds(&self) -> &[u8] {
-        &self.drawn_from
+        &self.weighted_kinds
     }
 
     /// Returns the number of a random kind.
     pub fn draw(&self, rng: &mut impl rand::Rng) -> u8 {
-        self.drawn_from[uniform_below(rng, self.drawn_from.len() as u32) as usize]
+        self.weighted_kinds[uniform_below(rng, self.weighted_kinds.len() as u32) as usize]
     }
 
     /// Returns the mean duration (ns).

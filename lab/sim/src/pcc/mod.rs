@@ -116,7 +116,7 @@ impl Config {
                 clients: 4,
                 per_second: RateStep { low: 1_500.0, high: 2_500.0, length: 40.0 },
             },
-            updates: Updates::At(changes.collect()),
+            updates: Updates::Scheduled(changes.collect()),
             minutes: 45.0 / 60.0,
             methods: ["hash", "consistent-hash", "beamer", "cheetah:awrr"]
                 .map(|name| name.parse().expect("it exists"))
@@ -198,18 +198,18 @@ fn run_one(config: &Config, mix: &Mix, method: Method, seed: u64) -> Run {
         Method::Hashed(layout) => engine::simulate(config, mix, seed, Hashed::new(layout, config)),
         Method::Beamer { threshold } => {
             let starts = arrivals::settling_time(&config.arrivals, mix) / 2;
-            let control = threshold.map(|threshold| Control { threshold, starts });
+            let control = threshold.map(|threshold| Control { threshold, start: starts });
             let beamer = Beamer::new(control, config, seed);
             engine::simulate(config, mix, seed, beamer)
         }
         Method::Stateful(layout) => engine::simulate(config, mix, seed, Stateful::new(layout, config)),
-        Method::HistoryTag { bits, fresh, layout } => {
-            let fields = Fields { tag_bits: bits, fresh, index_bits: 0 };
+        Method::HistoryTag { bits, renews_tags: fresh, layout } => {
+            let fields = Fields { tag_bits: bits, renews_tags: fresh, index_bits: 0 };
             let cookies = SmallCookies::new(fields, layout, config, servers, mix.longest());
             engine::simulate(config, mix, seed, cookies)
         }
         Method::HashIndex { bits, tag_bits, layout } => {
-            let fields = Fields { tag_bits, fresh: true, index_bits: bits };
+            let fields = Fields { tag_bits, renews_tags: true, index_bits: bits };
             let cookies = SmallCookies::new(fields, layout, config, servers, mix.longest());
             engine::simulate(config, mix, seed, cookies)
         }
@@ -244,7 +244,7 @@ fn check(config: &Config) -> Result<(), Error> {
                 }
             }
         }
-        Updates::At(list) => {
+        Updates::Scheduled(list) => {
             let mut latest = 0.0;
             for (at, _) in list {
                 if !within(*at, latest, 86_400.0) {

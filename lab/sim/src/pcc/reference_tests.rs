@@ -87,8 +87,8 @@ impl<B: Balancer, N: Network<B>> Balancer for FollowedConnections<B, N> {
         self.balancer.takes_reports()
     }
 
-    fn report(&mut self, cluster: &Cluster) {
-        self.balancer.report(cluster);
+    fn process_reports(&mut self, cluster: &Cluster) {
+        self.balancer.process_reports(cluster);
         self.send_to_all(cluster);
     }
 
@@ -176,20 +176,20 @@ struct TablesByTag {
 
 impl Network<SmallCookies> for TablesByTag {
     fn observe(&mut self, balancer: &SmallCookies, _: &Cluster) {
-        self.configurations.insert(balancer.present() % balancer.tags(), balancer.present());
+        self.configurations.insert(balancer.current_number() % balancer.tag_count(), balancer.current_number());
     }
 
     fn begin(&mut self, connection: &Connection, _: &Cluster) {
-        self.tags.insert(connection.identity, connection.mark as u32);
+        self.tags.insert(connection.identity, connection.stored_state as u32);
     }
 
     fn send(&mut self, connection: &Connection, balancer: &SmallCookies, _: &Cluster) -> u16 {
-        let (identity, index) = (connection.identity, (connection.mark >> 32) as u32);
+        let (identity, index) = (connection.identity, (connection.stored_state >> 32) as u32);
         let tag = self.tags.get_mut(&identity).unwrap();
-        let reached = balancer.server(self.configurations[&(*tag % balancer.tags())], identity, index);
-        let fresher = balancer.server(balancer.present(), identity, index) == reached;
+        let reached = balancer.server(self.configurations[&(*tag % balancer.tag_count())], identity, index);
+        let fresher = balancer.server(balancer.current_number(), identity, index) == reached;
         if balancer.renews_tags() && fresher {
-            *tag = balancer.present();
+            *tag = balancer.current_number();
         }
         reached
     }
@@ -249,7 +249,7 @@ proptest! {
         seed: u64, servers in 2usize..12, threshold in proptest::option::of(0.05f64..1.0)
     ) {
         let config = churning_cluster(servers, 2);
-        let control = threshold.map(|threshold| Control { threshold, starts: 20_000_000_000 });
+        let control = threshold.map(|threshold| Control { threshold, start: 20_000_000_000 });
         check(&config, seed, Beamer::new(control, &config, seed), DaisyChained::default());
     }
 
@@ -265,7 +265,7 @@ proptest! {
     ) {
         let config = churning_cluster(servers, 2);
         let layout = [HashLayout::Striped, HashLayout::Ring, HashLayout::Maglev][layout];
-        let (fields, mix) = (Fields { tag_bits, fresh, index_bits }, Mix::web_server());
+        let (fields, mix) = (Fields { tag_bits, renews_tags: fresh, index_bits }, Mix::web_server());
         let cookies = SmallCookies::new(fields, layout, &config, server_count(&config), mix.longest());
         check(&config, seed, cookies, TablesByTag::default());
     }
@@ -288,14 +288,16 @@ fn least_and_pow2_use_present_counts() {
     impl Balancer for Checked {
         fn place(&mut self, identity: u64, cluster: &Cluster) -> PlacedConnection {
             let placed = self.0.place(identity, cluster);
-            let (chosen, least) =
-                (cluster.open(placed.server), cluster.members().iter().map(|m| cluster.open(*m)).min());
+            let (chosen, least) = (
+                cluster.open_connections(placed.server),
+                cluster.members().iter().map(|m| cluster.open_connections(*m)).min(),
+            );
             if self.1 == "least" {
                 assert_eq!(Some(chosen), least);
             } else {
                 let drawn: [ServerId; 2] = self.0.drawn_servers(identity);
                 assert!(drawn.contains(&id_of(placed.server)));
-                assert_eq!(Some(chosen), drawn.iter().map(|server| cluster.open(server.get())).min());
+                assert_eq!(Some(chosen), drawn.iter().map(|server| cluster.open_connections(server.get())).min());
             }
             placed
         }

@@ -21,7 +21,7 @@ pub enum Updates {
         load_balancers: f64,
     },
     /// Changes at times after the warm-up (s), in this order.
-    At(Vec<(f64, Change)>),
+    Scheduled(Vec<(f64, Change)>),
 }
 
 /// Returns the largest deviation of the number of servers or load balancers from the nominal one.
@@ -34,8 +34,8 @@ pub fn max_deviation(nominal: usize) -> usize {
 pub struct Schedule {
     updates: Updates,
     rng: Xoshiro256PlusPlus,
-    next: Option<Nanoseconds>,
-    /// Next position in [`Updates::At`].
+    next_change: Option<Nanoseconds>,
+    /// Next position in [`Updates::Scheduled`].
     position: usize,
     nominal: (usize, usize),
     warm_up: Nanoseconds,
@@ -46,20 +46,20 @@ impl Schedule {
     pub fn new(updates: &Updates, cluster: &Cluster, warm_up: Nanoseconds, seed: u64) -> Self {
         let nominal = (cluster.members().len(), cluster.load_balancers().len());
         let rng = seeded_rng(seed, RNG_STREAM_CHANGES);
-        let mut schedule = Self { updates: updates.clone(), rng, next: None, position: 0, nominal, warm_up };
+        let mut schedule = Self { updates: updates.clone(), rng, next_change: None, position: 0, nominal, warm_up };
         schedule.find_next(0);
         schedule
     }
 
     /// Returns the time of the next change.
     pub fn next(&self) -> Option<Nanoseconds> {
-        self.next
+        self.next_change
     }
 
     /// Applies the change that is due. An impossible change (an addition without a spare server) is skipped.
     pub fn apply_next(&mut self, cluster: &mut Cluster) -> Option<Change> {
         let change = match &self.updates {
-            Updates::At(list) => list[self.position].1,
+            Updates::Scheduled(list) => list[self.position].1,
             Updates::PerMinute { servers, load_balancers } => {
                 let total = servers + load_balancers;
                 let of_servers = load_balancers == &0.0 || unit(&mut self.rng) * total < *servers;
@@ -69,12 +69,12 @@ impl Schedule {
         };
         self.position += 1;
         self.find_next(cluster.now);
-        cluster.change(change, &mut self.rng).then_some(change)
+        cluster.apply_change(change, &mut self.rng).then_some(change)
     }
 
     fn find_next(&mut self, now: Nanoseconds) {
-        self.next = match &self.updates {
-            Updates::At(list) => list.get(self.position).map(|(at, _)| self.warm_up + from_seconds(*at)),
+        self.next_change = match &self.updates {
+            Updates::Scheduled(list) => list.get(self.position).map(|(at, _)| self.warm_up + from_seconds(*at)),
             Updates::PerMinute { servers, load_balancers } => {
                 let per_second = (servers + load_balancers) / 60.0;
                 let gap = exponential(&mut self.rng);
@@ -125,7 +125,7 @@ mod tests {
     fn listed_changes_come_after_the_warm_up() {
         let mut cluster = Cluster::new(2, 1, 1, 0);
         let updates =
-            Updates::At(vec![(1.0, Change::AddServer), (1.0, Change::AddServer), (2.5, Change::RemoveServer)]);
+            Updates::Scheduled(vec![(1.0, Change::AddServer), (1.0, Change::AddServer), (2.5, Change::RemoveServer)]);
         let mut schedule = Schedule::new(&updates, &cluster, from_seconds(10.0), 1);
         assert_eq!(schedule.next(), Some(11_000_000_000));
         assert_eq!(schedule.apply_next(&mut cluster), Some(Change::AddServer));

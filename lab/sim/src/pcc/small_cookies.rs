@@ -26,7 +26,7 @@ pub struct Fields {
     /// Bits of the tag: 2^bits configurations are stored. 0: only the current one.
     pub tag_bits: u8,
     /// Whether open connections get newer tags.
-    pub fresh: bool,
+    pub renews_tags: bool,
     /// Bits of the index: 2^bits hash functions.
     pub index_bits: u8,
 }
@@ -35,7 +35,7 @@ pub struct Fields {
 #[derive(Debug)]
 struct Configuration {
     /// Start of the configuration.
-    at: Nanoseconds,
+    start: Nanoseconds,
     /// Servers by bucket. The sequence repeats: `hash` is periodic and needs no large table.
     servers: Vec<u16>,
 }
@@ -50,10 +50,10 @@ pub struct SmallCookies {
     /// Configurations that an open connection may use, the current one last.
     configurations: VecDeque<Configuration>,
     /// Number of the first stored configuration.
-    first: u32,
+    first_number: u32,
     longest: Nanoseconds,
     /// Connections by server in the last report, for policies that only use reports.
-    reported: Option<Vec<u32>>,
+    reported_connections: Option<Vec<u32>>,
 }
 
 impl SmallCookies {
@@ -64,25 +64,25 @@ impl SmallCookies {
             layout,
             buckets: layout.size(config.servers, config.buckets_per_server),
             configurations: VecDeque::new(),
-            first: 0,
+            first_number: 0,
             longest,
-            reported: (config.load_info == LoadInfo::Reported).then(|| vec![0; servers]),
+            reported_connections: (config.load_info == LoadInfo::Reported).then(|| vec![0; servers]),
         }
     }
 
     /// Returns the number of configurations with different tags.
-    pub fn tags(&self) -> u32 {
+    pub fn tag_count(&self) -> u32 {
         1 << self.fields.tag_bits
     }
 
     /// Returns whether a connection gets the current tag if the tag leads to its server.
     #[cfg(test)]
     pub fn renews_tags(&self) -> bool {
-        self.fields.fresh
+        self.fields.renews_tags
     }
 
-    pub fn present(&self) -> u32 {
-        self.first + self.configurations.len() as u32 - 1
+    pub fn current_number(&self) -> u32 {
+        self.first_number + self.configurations.len() as u32 - 1
     }
 
     /// Returns the server of a connection by hash function `index` in a stored configuration.
@@ -93,21 +93,23 @@ impl SmallCookies {
     }
 
     fn configuration(&self, number: u32) -> &Configuration {
-        &self.configurations[(number - self.first) as usize]
+        &self.configurations[(number - self.first_number) as usize]
     }
 
     fn connections(&self, server: u16, cluster: &Cluster) -> u32 {
-        self.reported.as_ref().map_or_else(|| cluster.open(server), |reported| reported[usize::from(server)])
+        self.reported_connections
+            .as_ref()
+            .map_or_else(|| cluster.open_connections(server), |reported| reported[usize::from(server)])
     }
 
     /// Returns the connection's tag in configuration `number`, if a load balancer can still find its server; `tagged`
     /// is its tag so far.
     fn surviving_tag(&self, connection: &Connection, tagged: u32, number: u32) -> Option<u32> {
-        let index = (connection.mark >> 32) as u32;
+        let index = (connection.stored_state >> 32) as u32;
         let same = self.server(number, connection.identity, index) == connection.server;
-        let reused = (number - tagged).is_multiple_of(self.tags());
+        let reused = (number - tagged).is_multiple_of(self.tag_count());
         match (same, reused) {
-            (true, _) if self.fields.fresh || reused => Some(number),
+            (true, _) if self.fields.renews_tags || reused => Some(number),
             (false, true) => None,
             _ => Some(tagged),
         }
@@ -116,11 +118,11 @@ impl SmallCookies {
 
 impl Balancer for SmallCookies {
     fn place(&mut self, identity: u64, cluster: &Cluster) -> PlacedConnection {
-        let present = self.present();
+        let present = self.current_number();
         let choices = (0..1u32 << self.fields.index_bits).map(|index| (index, self.server(present, identity, index)));
         let least = choices.min_by_key(|(_, server)| self.connections(*server, cluster));
         let (index, server) = least.expect("there is at least one hash function");
-        PlacedConnection { server, core: 0, mark: u64::from(index) << 32 | u64::from(present) }
+        PlacedConnection { server, core: 0, stored_state: u64::from(index) << 32 | u64::from(present) }
     }
 
     fn servers_changed(&mut self, cluster: &Cluster) {
@@ -128,30 +130,33 @@ impl Balancer for SmallCookies {
         let size = if self.layout == HashLayout::Striped { ids.len() } else { self.buckets };
         let positions = self.layout.positions(&ids, size);
         let servers = positions.into_iter().map(|position| cluster.members()[position]).collect();
-        self.configurations.push_back(Configuration { at: cluster.now, servers });
+        self.configurations.push_back(Configuration { start: cluster.now, servers });
         // A configuration is needed until the connections that began in it have ended.
-        while self.configurations.get(1).is_some_and(|next| next.at + self.longest < cluster.now) {
+        while self.configurations.get(1).is_some_and(|next| next.start + self.longest < cluster.now) {
             self.configurations.pop_front();
-            self.first += 1;
+            self.first_number += 1;
         }
     }
 
     fn takes_reports(&self) -> bool {
-        self.fields.index_bits > 0 && self.reported.is_some()
+        self.fields.index_bits > 0 && self.reported_connections.is_some()
     }
 
-    fn report(&mut self, cluster: &Cluster) {
-        if let Some(reported) = &mut self.reported {
-            reported.iter_mut().enumerate().for_each(|(server, count)| *count = cluster.open(server as u16));
+    fn process_reports(&mut self, cluster: &Cluster) {
+        if let Some(reported) = &mut self.reported_connections {
+            reported
+                .iter_mut()
+                .enumerate()
+                .for_each(|(server, count)| *count = cluster.open_connections(server as u16));
         }
     }
 
     fn broken_at(&self, connection: &Connection, _cluster: &Cluster) -> Option<Nanoseconds> {
-        let mut tagged = connection.mark as u32;
-        for number in tagged + 1..=self.present() {
+        let mut tagged = connection.stored_state as u32;
+        for number in tagged + 1..=self.current_number() {
             match self.surviving_tag(connection, tagged, number) {
                 Some(tag) => tagged = tag,
-                None => return Some(self.configuration(number).at),
+                None => return Some(self.configuration(number).start),
             }
         }
         None

@@ -6,7 +6,8 @@ use std::time::Instant;
 use serde::Serialize;
 
 use super::{
-    Class, Config, Outcome, Peak, PeakConfig, Policy, Quantiles, Service, SloMetric, SloUnit, Window, peak, run,
+    Class, Config, Outcome, Peak, PeakConfig, Policy, Quantiles, Service, SloMetric, SloUnit, Window, find_peak_load,
+    run,
 };
 use crate::output::{Format, Printable};
 
@@ -131,7 +132,7 @@ impl RpcArgs {
 impl PeakArgs {
     /// Searches and returns the printable result.
     pub(crate) fn run(self) -> anyhow::Result<String> {
-        let found = peak(&PeakConfig {
+        let found = find_peak_load(&PeakConfig {
             config: self.server.config(),
             slo: self.slo,
             seeds: 1..=self.seeds,

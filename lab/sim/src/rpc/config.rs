@@ -160,7 +160,7 @@ impl Config {
         if let Policy::RankedQueue(options) = &self.policy
             && options.assignment != Assignment::CompleteShare
         {
-            let services = options.priorities.services(self.service.class_times().len() as u8);
+            let services = options.priorities.service_count(self.service.class_times().len() as u8);
             if services != 2 || self.cores < 2 {
                 return Err(Error::TwoServices { policy: self.policy.clone(), services, cores: self.cores });
             }

@@ -46,14 +46,14 @@ pub enum Priorities {
 
 impl Priorities {
     #[inline]
-    pub fn service(self, class: u8) -> u8 {
+    pub fn service_of_class(self, class: u8) -> u8 {
         match self {
             Self::Classes => class,
             Self::None => 0,
         }
     }
 
-    pub fn services(self, classes: u8) -> u8 {
+    pub fn service_count(self, classes: u8) -> u8 {
         match self {
             Self::Classes => classes,
             Self::None => 1,
@@ -108,12 +108,16 @@ impl FromStr for JbsrqOptions {
                     options.lambda = Lambda::new(lambda).map_err(|error| error.to_string())?;
                 }
                 "depth" => options.depth = value.parse().map_err(|_| wrong(COUNT))?,
-                "rank" => options.rank = named(&RANKS, value).ok_or_else(|| wrong("jbsrq, global or per-service"))?,
-                "scheduler" => options.scheduler = named(&SCHEDULERS, value).ok_or_else(|| wrong("feo or pifo"))?,
-                "quantum" => options.quantum = time(value, MIN_UNITS).ok_or_else(|| wrong(INTERVAL))?,
-                "interval" => options.interval = time(value, MIN_UNITS).ok_or_else(|| wrong(INTERVAL))?,
+                "rank" => {
+                    options.rank = find_by_name(&RANKS, value).ok_or_else(|| wrong("jbsrq, global or per-service"))?
+                }
+                "scheduler" => {
+                    options.scheduler = find_by_name(&SCHEDULERS, value).ok_or_else(|| wrong("feo or pifo"))?
+                }
+                "quantum" => options.quantum = parse_time(value, MIN_UNITS).ok_or_else(|| wrong(INTERVAL))?,
+                "interval" => options.interval = parse_time(value, MIN_UNITS).ok_or_else(|| wrong(INTERVAL))?,
                 "switch" => {
-                    let cost = time(value, 0.0);
+                    let cost = parse_time(value, 0.0);
                     options.switch_cost = cost.ok_or_else(|| wrong("a time from 0 to 1000000 service times"))?;
                 }
                 "assignment" => {
@@ -143,7 +147,7 @@ const RANKS: [(&str, RankRule); 3] =
 /// Schedulers of RingLeader and SIGCOMM'16.
 const SCHEDULERS: [(&str, Selection); 2] = [("feo", Selection::FirstEligible), ("pifo", Selection::Pifo)];
 
-fn named<T: Copy>(names: &[(&str, T)], name: &str) -> Option<T> {
+fn find_by_name<T: Copy>(names: &[(&str, T)], name: &str) -> Option<T> {
     names.iter().find(|(known, _)| *known == name).map(|(_, value)| *value)
 }
 
@@ -156,7 +160,7 @@ const MIN_UNITS: f64 = 0.001;
 const INTERVAL: &str = "a time from 0.001 to 1000000 service times";
 const COUNT: &str = "a number from 1 to 65535";
 
-fn time(text: &str, shortest: f64) -> Option<f64> {
+fn parse_time(text: &str, shortest: f64) -> Option<f64> {
     text.parse().ok().filter(|time| (shortest..=1e6).contains(time))
 }
 

@@ -23,11 +23,11 @@ pub use config::{Config, Error};
 pub use jbsrq::{JbsrqOptions, Priorities};
 pub use outcome::{Class, Quantiles, Window};
 use outcome::{Observer, Recorder};
-pub use peak::{Peak, PeakConfig, SloMetric, SloUnit, peak};
+pub use peak::{Peak, PeakConfig, SloMetric, SloUnit, find_peak_load};
 pub use policy::{Policy, PolicyError, SYNTAX};
 use server::{Server, ServerSpec, WithServer};
 pub use service::{LongClass, Sampler, Service, ServiceError};
-use ticks::{NEVER, ticks};
+use ticks::{NEVER, to_ticks};
 use workload::Workload;
 
 /// Results of a simulation.
@@ -72,7 +72,7 @@ fn simulate(config: &Config, load: f64, observer: &mut impl Observer) -> u64 {
         policy: &config.policy,
         cores: config.cores,
         classes: config.service.class_times().len() as u8,
-        latency: ticks(config.latency),
+        latency: to_ticks(config.latency),
         indirection_table: &table,
     };
     spec.build(Runner { config, load, observer })
@@ -97,9 +97,9 @@ impl<O: Observer> WithServer<O> for Runner<'_, O> {
         for number in 0..self.config.requests {
             let request = workload.draw();
             if number == warm_up {
-                self.observer.measure_from(request.arrived);
+                self.observer.measure_from(request.arrived_at);
             }
-            server.advance(request.arrived, self.observer);
+            server.advance(request.arrived_at, self.observer);
             if self.observer.is_decided() {
                 return dropped;
             }

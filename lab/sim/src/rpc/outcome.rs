@@ -4,7 +4,7 @@ use hdrhistogram::Histogram;
 use serde::Serialize;
 
 use super::server::{Response, Sink};
-use super::ticks::{NEVER, TICKS_PER_UNIT, Tick, ticks, units};
+use super::ticks::{NEVER, TICKS_PER_UNIT, Tick, to_ticks, to_units};
 
 /// Quantiles of the latency, from a request's arrival at the NIC to its response's departure, in units of service time,
 /// within 0.05 %.
@@ -72,7 +72,7 @@ impl LatencyHistogram {
         if count == 0 {
             return None;
         }
-        let at = |quantile| units(self.histogram.median_equivalent(self.histogram.value_at_quantile(quantile)));
+        let at = |quantile| to_units(self.histogram.median_equivalent(self.histogram.value_at_quantile(quantile)));
         let mean = self.sum as f64 / count as f64 / TICKS_PER_UNIT as f64;
         Some(Quantiles { mean, p50: at(0.5), p90: at(0.9), p99: at(0.99), p999: at(0.999) })
     }
@@ -80,7 +80,7 @@ impl LatencyHistogram {
 
 #[derive(Debug)]
 pub struct Recorder {
-    from: Tick,
+    measured_from: Tick,
     classes: Vec<LatencyHistogram>,
     windows: Option<Windows>,
 }
@@ -88,21 +88,21 @@ pub struct Recorder {
 #[derive(Debug)]
 struct Windows {
     length: Tick,
-    begin: Tick,
+    current_start: Tick,
     current: LatencyHistogram,
-    done: Vec<Window>,
+    closed_windows: Vec<Window>,
 }
 
 impl Recorder {
     /// Returns empty latencies of `classes` classes, with windows of `window` units of time, if any.
     pub fn new(classes: usize, window: Option<f64>) -> Self {
         let windows = window.map(|length| Windows {
-            length: ticks(length),
-            begin: 0,
+            length: to_ticks(length),
+            current_start: 0,
             current: LatencyHistogram::new(),
-            done: Vec::new(),
+            closed_windows: Vec::new(),
         });
-        Self { from: NEVER, classes: (0..classes).map(|_| LatencyHistogram::new()).collect(), windows }
+        Self { measured_from: NEVER, classes: (0..classes).map(|_| LatencyHistogram::new()).collect(), windows }
     }
 
     /// Returns the latencies of all classes together; `None` without any.
@@ -120,23 +120,27 @@ impl Recorder {
     pub fn into_windows(self) -> Vec<Window> {
         self.windows.map_or(Vec::new(), |mut windows| {
             windows.close();
-            windows.done
+            windows.closed_windows
         })
     }
 }
 
 impl Windows {
     fn record(&mut self, response: &Response) {
-        if response.departed >= self.begin + self.length {
+        if response.departed_at >= self.current_start + self.length {
             self.close();
-            self.begin = response.departed / self.length * self.length;
+            self.current_start = response.departed_at / self.length * self.length;
         }
-        self.current.record(response.departed - response.request.arrived);
+        self.current.record(response.departed_at - response.request.arrived_at);
     }
 
     fn close(&mut self) {
         if let Some(quantiles) = self.current.quantiles() {
-            self.done.push(Window { from: units(self.begin), responses: self.current.histogram.len(), quantiles });
+            self.closed_windows.push(Window {
+                from: to_units(self.current_start),
+                responses: self.current.histogram.len(),
+                quantiles,
+            });
             self.current.histogram.reset();
             self.current.sum = 0;
         }
@@ -156,11 +160,11 @@ pub trait Observer: Sink {
 
 impl Sink for Recorder {
     #[inline]
-    fn response(&mut self, response: &Response) {
-        if response.request.arrived < self.from {
+    fn handle_response(&mut self, response: &Response) {
+        if response.request.arrived_at < self.measured_from {
             return;
         }
-        self.classes[usize::from(response.request.class)].record(response.departed - response.request.arrived);
+        self.classes[usize::from(response.request.class)].record(response.departed_at - response.request.arrived_at);
         if let Some(windows) = &mut self.windows {
             windows.record(response);
         }
@@ -169,9 +173,9 @@ impl Sink for Recorder {
 
 impl Observer for Recorder {
     fn measure_from(&mut self, from: Tick) {
-        self.from = from;
+        self.measured_from = from;
         if let Some(windows) = &mut self.windows {
-            windows.begin = from / windows.length * windows.length;
+            windows.current_start = from / windows.length * windows.length;
         }
     }
 }

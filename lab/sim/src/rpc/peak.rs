@@ -6,7 +6,7 @@ use serde::Serialize;
 
 use super::outcome::Observer;
 use super::server::{Response, Sink};
-use super::ticks::{NEVER, Tick, ticks};
+use super::ticks::{NEVER, Tick, to_ticks};
 use super::{Config, Error, simulate};
 use crate::par_map_ordered;
 
@@ -73,7 +73,7 @@ pub struct Peak {
 
 /// Searches for the peak load by bisection. Each seed has the same requests with scaled gaps. An error names the value
 /// that is out of range, and the range.
-pub fn peak(search: &PeakConfig) -> Result<Peak, Error> {
+pub fn find_peak_load(search: &PeakConfig) -> Result<Peak, Error> {
     if !(search.slo > 0.0 && search.slo.is_finite()) {
         return Err(Error::Slo(search.slo));
     }
@@ -88,14 +88,14 @@ pub fn peak(search: &PeakConfig) -> Result<Peak, Error> {
     let configs: Vec<Config> =
         search.seeds.clone().map(|seed| Config { seed, queue: None, window: None, ..search.config.clone() }).collect();
     let peaks = par_map_ordered(&configs, |config| bisect(search, config));
-    Ok(interval(&peaks, 0.5f64.powi(search.steps as i32)))
+    Ok(confidence_interval(&peaks, 0.5f64.powi(search.steps as i32)))
 }
 
 fn bisect(search: &PeakConfig, config: &Config) -> f64 {
     let (mut met, mut missed) = (0.0, 1.0);
     for _ in 0..search.steps {
         let load = (met + missed) / 2.0;
-        if meets(search, config, load) {
+        if meets_slo(search, config, load) {
             met = load;
         } else {
             missed = load;
@@ -105,13 +105,13 @@ fn bisect(search: &PeakConfig, config: &Config) -> f64 {
 }
 
 /// Returns whether the 99th percentile is within the bound at `load`.
-fn meets(search: &PeakConfig, config: &Config, load: f64) -> bool {
+fn meets_slo(search: &PeakConfig, config: &Config, load: f64) -> bool {
     let unit = if search.unit == SloUnit::Mean { config.service.mean() } else { 1.0 };
     let measured = config.requests - config.requests / 10;
-    let mut bound = Bound {
-        from: NEVER,
-        latency: ticks(search.slo * unit),
-        classes: if search.measure == SloMetric::Short { 1 } else { u8::MAX },
+    let mut bound = SloObserver {
+        measured_from: NEVER,
+        latency_bound: to_ticks(search.slo * unit),
+        class_limit: if search.measure == SloMetric::Short { 1 } else { u8::MAX },
         max_late: measured / 100,
         responses: 0,
         late: 0,
@@ -122,30 +122,30 @@ fn meets(search: &PeakConfig, config: &Config, load: f64) -> bool {
 }
 
 /// Counter of late responses: an SLO needs no histogram, and a run that misses it ends early.
-struct Bound {
-    from: Tick,
-    latency: Tick,
+struct SloObserver {
+    measured_from: Tick,
+    latency_bound: Tick,
     /// Only requests of classes below this one count.
-    classes: u8,
+    class_limit: u8,
     /// Number of late responses above which the SLO is missed: 1 % of all requests that count.
     max_late: u64,
     responses: u64,
     late: u64,
 }
 
-impl Sink for Bound {
+impl Sink for SloObserver {
     #[inline]
-    fn response(&mut self, response: &Response) {
-        if response.request.arrived >= self.from && response.request.class < self.classes {
+    fn handle_response(&mut self, response: &Response) {
+        if response.request.arrived_at >= self.measured_from && response.request.class < self.class_limit {
             self.responses += 1;
-            self.late += u64::from(response.departed - response.request.arrived > self.latency);
+            self.late += u64::from(response.departed_at - response.request.arrived_at > self.latency_bound);
         }
     }
 }
 
-impl Observer for Bound {
+impl Observer for SloObserver {
     fn measure_from(&mut self, from: Tick) {
-        self.from = from;
+        self.measured_from = from;
     }
 
     #[inline]
@@ -155,7 +155,7 @@ impl Observer for Bound {
 }
 
 /// Returns the mean and its 95 % confidence interval; `step`: precision of each value.
-fn interval(values: &[f64], step: f64) -> Peak {
+fn confidence_interval(values: &[f64], step: f64) -> Peak {
     let count = values.len() as f64;
     let mean = values.iter().sum::<f64>() / count;
     let squares: f64 = values.iter().map(|value| (value - mean) * (value - mean)).sum();
@@ -199,16 +199,16 @@ mod tests {
     #[test]
     fn confidence_interval_of_known_values() {
         // 1, 2, 3: mean 2, standard error 1 / sqrt(3), t(2) = 4.303.
-        let peak = interval(&[0.1, 0.2, 0.3], 0.0);
+        let peak = confidence_interval(&[0.1, 0.2, 0.3], 0.0);
         assert!((peak.peak_load - 0.2).abs() < 1e-12);
         let half = 4.303 * 0.1 / 3f64.sqrt();
         assert!((peak.low - (0.2f64 - half).max(0.0)).abs() < 1e-12 && (peak.high - (0.2 + half)).abs() < 1e-12);
-        assert_eq!(interval(&[0.5], 0.1), Peak { peak_load: 0.5, low: 0.45, high: 0.55 });
+        assert_eq!(confidence_interval(&[0.5], 0.1), Peak { peak_load: 0.5, low: 0.45, high: 0.55 });
     }
 
     #[test]
     fn invalid_objectives_are_rejected() {
-        let error = |search: PeakConfig| peak(&search).unwrap_err().to_string();
+        let error = |search: PeakConfig| find_peak_load(&search).unwrap_err().to_string();
         let slo = PeakConfig { slo: 0.0, ..PeakConfig::default() };
         assert_eq!(error(slo), "SLO 0: expected a number above 0, in multiples of the service time");
         assert!(error(PeakConfig { steps: 0, ..PeakConfig::default() }).contains("expected 1 to 30"));

@@ -5,7 +5,7 @@ use std::str::FromStr;
 
 use rand::Rng;
 
-use super::ticks::{TICKS_PER_UNIT, Tick, ticks};
+use super::ticks::{TICKS_PER_UNIT, Tick, to_ticks};
 use crate::names::UnknownName;
 use crate::random::{exponential, log_normal};
 
@@ -79,8 +79,8 @@ impl FromStr for Service {
             ("fixed", Some([])) => Ok(Self::Fixed),
             ("exp", Some([])) => Ok(Self::Exponential),
             ("lognormal", Some(&[sigma])) if sigma > 0.0 && sigma <= WIDEST_SIGMA => Ok(Self::LogNormal(sigma)),
-            ("bimodal", Some(numbers)) if numbers.len() == 2 => Self::classes(given, numbers),
-            ("trimodal", Some(numbers)) if numbers.len() == 4 => Self::classes(given, numbers),
+            ("bimodal", Some(numbers)) if numbers.len() == 2 => Self::parse_classes(given, numbers),
+            ("trimodal", Some(numbers)) if numbers.len() == 4 => Self::parse_classes(given, numbers),
             ("fixed", _) => Err(wrong(FIXED)),
             ("exp", _) => Err(wrong(EXPONENTIAL)),
             ("lognormal", _) => Err(wrong("lognormal:SIGMA with SIGMA above 0, at most 4")),
@@ -109,7 +109,7 @@ impl fmt::Display for Service {
 }
 
 impl Service {
-    fn classes(given: &str, numbers: &[f64]) -> Result<Self, ServiceError> {
+    fn parse_classes(given: &str, numbers: &[f64]) -> Result<Self, ServiceError> {
         let given = || given.to_owned();
         let class = |pair: &[f64]| {
             let [fraction, factor] = [pair[0], pair[1]];
@@ -180,7 +180,7 @@ impl ClassDraw {
         let mut below = 1.0 - long.iter().map(|class| class.fraction).sum::<f64>();
         for (index, class) in long.iter().enumerate() {
             draw.thresholds[index] = (below * f64::from(1u32 << 31) * 2.0 + 0.5) as u64;
-            draw.times[index + 1] = ticks(class.factor);
+            draw.times[index + 1] = to_ticks(class.factor);
             below += class.fraction;
         }
         draw
@@ -192,9 +192,9 @@ impl Sampler {
     #[inline]
     pub fn sample(&self, rng: &mut impl Rng) -> (u8, Tick) {
         match self {
-            Self::Exponential => (0, ticks(exponential(rng))),
+            Self::Exponential => (0, to_ticks(exponential(rng))),
             // The mean of a lognormal, exp(mu + sigma^2 / 2), is then 1.
-            Self::LogNormal(sigma) => (0, ticks(log_normal(rng, -sigma * sigma / 2.0, *sigma))),
+            Self::LogNormal(sigma) => (0, to_ticks(log_normal(rng, -sigma * sigma / 2.0, *sigma))),
             Self::Classes(draw) => {
                 let drawn = u64::from(rng.next_u32());
                 let class = usize::from(drawn >= draw.thresholds[0]) + usize::from(drawn >= draw.thresholds[1]);
@@ -209,7 +209,7 @@ mod tests {
     use coreward_model::rss::seeded_rng;
 
     use super::*;
-    use crate::rpc::ticks::units;
+    use crate::rpc::ticks::to_units;
 
     #[test]
     fn names_round_trip() {
@@ -238,7 +238,7 @@ mod tests {
             let (count, mut sum, mut classes) = (200_000, 0.0, [0; 3]);
             for _ in 0..count {
                 let (class, time) = sampler.sample(&mut rng);
-                sum += units(time);
+                sum += to_units(time);
                 classes[usize::from(class)] += 1;
             }
             // The standard deviations are at most 2.8, so the mean of 200,000 draws is within 0.02.

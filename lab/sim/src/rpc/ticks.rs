@@ -11,11 +11,11 @@ pub const NEVER: Tick = Tick::MAX;
 
 /// Converts units of service time to ticks, rounded.
 #[inline]
-pub fn ticks(units: f64) -> Tick {
+pub fn to_ticks(units: f64) -> Tick {
     (units * TICKS_PER_UNIT as f64 + 0.5) as Tick
 }
 
 /// Converts ticks to units of service time.
-pub fn units(ticks: Tick) -> f64 {
+pub fn to_units(ticks: Tick) -> f64 {
     ticks as f64 / TICKS_PER_UNIT as f64
 }

@@ -19,9 +19,9 @@ pub struct Workload {
     connections: Option<Connections>,
     priorities: Priorities,
     next_arrival: Tick,
-    arrivals: Xoshiro256PlusPlus,
-    services: Xoshiro256PlusPlus,
-    hashes: Xoshiro256PlusPlus,
+    arrival_rng: Xoshiro256PlusPlus,
+    service_rng: Xoshiro256PlusPlus,
+    hash_rng: Xoshiro256PlusPlus,
 }
 
 const RNG_STREAM_ARRIVALS: u64 = 0x7270_6301;
@@ -41,25 +41,25 @@ impl Workload {
             connections,
             priorities: config.policy.priorities(),
             next_arrival: 0,
-            arrivals: seeded_rng(config.seed, RNG_STREAM_ARRIVALS),
-            services: seeded_rng(config.seed, RNG_STREAM_SERVICES),
-            hashes: seeded_rng(config.seed, RNG_STREAM_HASHES),
+            arrival_rng: seeded_rng(config.seed, RNG_STREAM_ARRIVALS),
+            service_rng: seeded_rng(config.seed, RNG_STREAM_SERVICES),
+            hash_rng: seeded_rng(config.seed, RNG_STREAM_HASHES),
         }
     }
 
     #[inline]
     pub fn draw(&mut self) -> Request {
-        self.next_arrival += (exponential(&mut self.arrivals) * self.mean_gap + 0.5) as Tick;
-        let (class, work) = self.sampler.sample(&mut self.services);
-        let hash = self.hashes.next_u32();
+        self.next_arrival += (exponential(&mut self.arrival_rng) * self.mean_gap + 0.5) as Tick;
+        let (class, work) = self.sampler.sample(&mut self.service_rng);
+        let hash = self.hash_rng.next_u32();
         Request {
-            arrived: self.next_arrival,
+            arrived_at: self.next_arrival,
             work,
             hash,
-            flow_hash: self.connections.as_ref().map_or(hash, |connections| connections.draw(&mut self.hashes)),
+            flow_hash: self.connections.as_ref().map_or(hash, |connections| connections.draw(&mut self.hash_rng)),
             connection: 0,
             class,
-            service: self.priorities.service(class),
+            service: self.priorities.service_of_class(class),
         }
     }
 }

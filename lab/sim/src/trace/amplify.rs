@@ -14,7 +14,7 @@ use coreward_model::FourTuple;
 use super::{Batch, Event, FirstPacket, Packet, Service, SkipCounts, Trace, TraceError};
 
 /// Packets of a merged batch.
-const BATCH: usize = 16_384;
+const BATCH_PACKETS: usize = 16_384;
 
 /// Part of a trace between two times, as a trace that starts at 0.
 pub struct TraceSlice {
@@ -25,14 +25,14 @@ pub struct TraceSlice {
     waiting: HashMap<u32, FirstPacket>,
     /// Flows that have sent in the part and have not ended.
     open: HashMap<u32, ()>,
-    ended: bool,
+    is_ended: bool,
 }
 
 impl TraceSlice {
     /// Creates the part. Panics when the trace has a history, which would have to be cut too.
     pub fn new(trace: Box<dyn Trace>, from_ns: u64, until_ns: u64) -> Self {
         assert_eq!(trace.history_ns(), 0, "a trace with a history is not cut");
-        Self { trace, from_ns, until_ns, waiting: HashMap::new(), open: HashMap::new(), ended: false }
+        Self { trace, from_ns, until_ns, waiting: HashMap::new(), open: HashMap::new(), is_ended: false }
     }
 
     /// Copies the packets within the part, with adjusted times.
@@ -41,7 +41,7 @@ impl TraceSlice {
         for packet in &whole.packets {
             let opening = if packet.event.opens() { openings.next().copied() } else { None };
             if packet.time_ns >= self.until_ns {
-                self.ended = true;
+                self.is_ended = true;
                 return;
             }
             if packet.time_ns < self.from_ns {
@@ -84,12 +84,12 @@ impl Trace for TraceSlice {
     fn read(&mut self, batch: &mut Batch) -> Result<(), TraceError> {
         batch.clear();
         let mut whole = Batch::default();
-        while batch.packets.is_empty() && !self.ended {
+        while batch.packets.is_empty() && !self.is_ended {
             self.trace.read(&mut whole)?;
-            self.ended |= whole.packets.is_empty();
+            self.is_ended |= whole.packets.is_empty();
             self.cut(&whole, batch);
         }
-        if self.ended {
+        if self.is_ended {
             // Flows that are open at the end of the part send nothing more.
             let mut open: Vec<u32> = self.open.drain().map(|(flow, ())| flow).collect();
             open.sort_unstable();
@@ -126,18 +126,18 @@ struct Part {
     start_ns: u64,
     copy: u32,
     batch: Batch,
-    next: usize,
+    next_packet: usize,
     next_opening: usize,
 }
 
 impl Part {
     /// Returns the part's next packet, in the time of the overlay; `None` at its end.
     fn peek(&mut self) -> Result<Option<Packet>, TraceError> {
-        if self.next == self.batch.packets.len() {
+        if self.next_packet == self.batch.packets.len() {
             self.trace.read(&mut self.batch)?;
-            (self.next, self.next_opening) = (0, 0);
+            (self.next_packet, self.next_opening) = (0, 0);
         }
-        let packet = self.batch.packets.get(self.next);
+        let packet = self.batch.packets.get(self.next_packet);
         Ok(packet.map(|packet| Packet { time_ns: packet.time_ns + self.start_ns, ..*packet }))
     }
 }
@@ -146,21 +146,27 @@ impl Part {
 pub struct Overlay {
     parts: Vec<Part>,
     /// Next packet of each part, by time.
-    next: BinaryHeap<Reverse<(u64, usize)>>,
-    started: bool,
+    next_packets: BinaryHeap<Reverse<(u64, usize)>>,
+    is_started: bool,
 }
 
 impl Overlay {
     /// Creates an overlay of traces, each with its start time (ns) and the number of its copy.
     pub fn new(parts: Vec<(Box<dyn Trace>, u64, u32)>) -> Self {
-        let part =
-            |(trace, start_ns, copy)| Part { trace, start_ns, copy, batch: Batch::default(), next: 0, next_opening: 0 };
-        Self { parts: parts.into_iter().map(part).collect(), next: BinaryHeap::new(), started: false }
+        let part = |(trace, start_ns, copy)| Part {
+            trace,
+            start_ns,
+            copy,
+            batch: Batch::default(),
+            next_packet: 0,
+            next_opening: 0,
+        };
+        Self { parts: parts.into_iter().map(part).collect(), next_packets: BinaryHeap::new(), is_started: false }
     }
 
     fn schedule(&mut self, part: usize) -> Result<(), TraceError> {
         if let Some(packet) = self.parts[part].peek()? {
-            self.next.push(Reverse((packet.time_ns, part)));
+            self.next_packets.push(Reverse((packet.time_ns, part)));
         }
         Ok(())
     }
@@ -169,22 +175,22 @@ impl Overlay {
 impl Trace for Overlay {
     fn read(&mut self, batch: &mut Batch) -> Result<(), TraceError> {
         batch.clear();
-        if !self.started {
-            self.started = true;
+        if !self.is_started {
+            self.is_started = true;
             for part in 0..self.parts.len() {
                 self.schedule(part)?;
             }
         }
         let count = self.parts.len() as u32;
-        while batch.packets.len() < BATCH {
-            let Some(Reverse((time_ns, position))) = self.next.pop() else { break };
+        while batch.packets.len() < BATCH_PACKETS {
+            let Some(Reverse((time_ns, position))) = self.next_packets.pop() else { break };
             let part = &mut self.parts[position];
-            let packet = part.batch.packets[part.next];
-            part.next += 1;
+            let packet = part.batch.packets[part.next_packet];
+            part.next_packet += 1;
             if packet.event.opens() {
                 let opening = part.batch.openings[part.next_opening];
                 part.next_opening += 1;
-                batch.openings.push(FirstPacket { tuple: fresh(&opening.tuple, part.copy), ..opening });
+                batch.openings.push(FirstPacket { tuple: copy_tuple(&opening.tuple, part.copy), ..opening });
             }
             batch.packets.push(Packet { time_ns, flow: packet.flow * count + position as u32, ..packet });
             self.schedule(position)?;
@@ -219,12 +225,12 @@ impl Trace for Overlay {
 
 /// Returns the tuple of a copy; copy 0 keeps its own. Addresses are mixed, because Toeplitz is linear: with a constant
 /// difference between copies, flows that share a bucket would share one in every copy.
-fn fresh(tuple: &FourTuple, copy: u32) -> FourTuple {
-    let side = |socket: SocketAddr| SocketAddr::new(fresh_address(socket.ip(), copy), socket.port());
+fn copy_tuple(tuple: &FourTuple, copy: u32) -> FourTuple {
+    let side = |socket: SocketAddr| SocketAddr::new(copy_address(socket.ip(), copy), socket.port());
     FourTuple::new(side(tuple.client()), side(tuple.vip())).expect("families stay as they are")
 }
 
-fn fresh_address(address: IpAddr, copy: u32) -> IpAddr {
+fn copy_address(address: IpAddr, copy: u32) -> IpAddr {
     if copy == 0 {
         return address;
     }
@@ -318,14 +324,14 @@ mod tests {
     fn fresh_addresses_do_not_differ_by_one_constant() {
         let addresses = ["10.0.0.1", "10.0.0.2", "10.0.0.3"].map(|text| text.parse::<Ipv4Addr>().unwrap());
         let differences: std::collections::HashSet<u32> = addresses
-            .map(|address| match fresh_address(address.into(), 3) {
+            .map(|address| match copy_address(address.into(), 3) {
                 IpAddr::V4(fresh) => fresh.to_bits() ^ address.to_bits(),
                 IpAddr::V6(_) => unreachable!("stays IPv4"),
             })
             .into();
         assert_eq!(differences.len(), 3);
         let v6: IpAddr = "2001:db8::1".parse().unwrap();
-        assert_ne!(fresh_address(v6, 1), fresh_address(v6, 2));
-        assert_eq!(fresh_address(v6, 0), v6);
+        assert_ne!(copy_address(v6, 1), copy_address(v6, 2));
+        assert_eq!(copy_address(v6, 0), v6);
     }
 }

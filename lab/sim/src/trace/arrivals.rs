@@ -5,14 +5,14 @@ use coreward_model::arrivals::ArrivalLog;
 use super::{Batch, Event, FirstPacket, Packet, Service, Trace, TraceError};
 
 /// Packets of a batch.
-const BATCH: usize = 16_384;
+const BATCH_PACKETS: usize = 16_384;
 
 /// Trace of an arrival log.
 pub struct ArrivalTrace {
     log: ArrivalLog,
     /// Time of each request (us), its connection, and its number on the connection.
     requests: Vec<(u64, u32, u32)>,
-    next: usize,
+    next_request: usize,
     service: Service,
 }
 
@@ -26,20 +26,20 @@ impl ArrivalTrace {
         }
         let mut requests = Vec::new();
         for (connection, arrival) in log.arrivals.iter().enumerate() {
-            requests.extend((0..arrival.requests).map(|index| (arrival.due_us(index), connection as u32, index)));
+            requests.extend((0..arrival.request_count).map(|index| (arrival.due_us(index), connection as u32, index)));
         }
         requests.sort_unstable();
-        Ok(Self { log, requests, next: 0, service: Service { packets_per_s: 1e6 / f64::from(first) } })
+        Ok(Self { log, requests, next_request: 0, service: Service { packets_per_s: 1e6 / f64::from(first) } })
     }
 }
 
 impl Trace for ArrivalTrace {
     fn read(&mut self, batch: &mut Batch) -> Result<(), TraceError> {
         batch.clear();
-        let end = (self.next + BATCH).min(self.requests.len());
-        for (due_us, connection, index) in &self.requests[self.next..end] {
+        let end = (self.next_request + BATCH_PACKETS).min(self.requests.len());
+        for (due_us, connection, index) in &self.requests[self.next_request..end] {
             let arrival = &self.log.arrivals[*connection as usize];
-            let event = match (*index == 0, *index + 1 == arrival.requests) {
+            let event = match (*index == 0, *index + 1 == arrival.request_count) {
                 (false, false) => Event::NONE,
                 (false, true) => Event::CLOSES,
                 (true, false) => Event::OPENS,
@@ -51,7 +51,7 @@ impl Trace for ArrivalTrace {
             }
             batch.packets.push(Packet { time_ns: due_us * 1_000, flow: *connection, bytes: 0, event });
         }
-        self.next = end;
+        self.next_request = end;
         Ok(())
     }
 

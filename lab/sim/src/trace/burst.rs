@@ -6,8 +6,8 @@
 
 use std::str::FromStr;
 
-use super::campus::{ActiveFlow, FlowGenerator, Sorted, emit, sort};
-use super::settings::{SettingError, settings};
+use super::campus::{ActiveFlow, FlowGenerator, KeyedOpening, emit, sort_batch};
+use super::settings::{SettingError, parse_settings};
 use super::{Batch, Trace, TraceError};
 
 /// Start of the burst (ns), within the first window, which is not measured.
@@ -40,13 +40,13 @@ impl FromStr for Burst {
     /// Parses `seed=1,connections=1000,seconds=5`; missing settings have their defaults.
     fn from_str(text: &str) -> Result<Self, SettingError> {
         let mut burst = Self::default();
-        for setting in settings("burst", text) {
+        for setting in parse_settings("burst", text) {
             let setting = setting?;
             match setting.name {
                 "seed" => burst.seed = Some(setting.to_integer_in(0..=u64::MAX)?),
                 "connections" => burst.connections = setting.to_integer_in(1..=1_000_000)? as u32,
                 "seconds" => burst.seconds = setting.to_integer_in(2..=3_600)?,
-                _ => return Err(setting.unknown(&["seed", "connections", "seconds"])),
+                _ => return Err(setting.unknown_name_error(&["seed", "connections", "seconds"])),
             }
         }
         Ok(burst)
@@ -66,11 +66,11 @@ impl BurstTrace {
         let mut draw = FlowGenerator::new(burst.seed.unwrap_or(seed));
         let end_ns = burst.seconds * 1_000_000_000;
         let active = (0..burst.connections).map(|number| {
-            let start_ns = START_NS as f64 + draw.uniform() * WIDTH_NS as f64;
-            let rate = draw.rate();
+            let start_ns = START_NS as f64 + draw.draw_uniform() * WIDTH_NS as f64;
+            let rate = draw.draw_rate();
             // More packets than the connection can send until the end.
             let packets = rate * end_ns as f64 / 1e9 + 1.0;
-            ActiveFlow::new(number, start_ns, rate, packets as u32, draw.tuple())
+            ActiveFlow::new(number, start_ns, rate, packets as u32, draw.draw_tuple())
         });
         Self { active: active.collect(), slice_start_ns: 0, end_ns }
     }
@@ -81,11 +81,11 @@ impl Trace for BurstTrace {
         batch.clear();
         while batch.packets.is_empty() && self.slice_start_ns < self.end_ns {
             let until_ns = (self.slice_start_ns + SLICE_NS).min(self.end_ns);
-            let mut openings: Vec<Sorted> = Vec::new();
+            let mut openings: Vec<KeyedOpening> = Vec::new();
             for flow in &mut self.active {
                 emit(flow, until_ns as f64, &mut batch.packets, &mut openings);
             }
-            sort(batch, openings);
+            sort_batch(batch, openings);
             self.slice_start_ns = until_ns;
         }
         Ok(())

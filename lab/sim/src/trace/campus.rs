@@ -25,7 +25,7 @@ use rand::{Rng as _, RngExt as _};
 use rand_distr::{Distribution as _, Exp1, LogNormal};
 use rand_xoshiro::Xoshiro256PlusPlus;
 
-use super::settings::{SettingError, settings};
+use super::settings::{SettingError, parse_settings};
 use super::{Batch, Event, FirstPacket, Packet, Trace, TraceError};
 
 /// Component of the mixture of packets per flow: its weight and distribution (SciPy's parameters with `loc` 0).
@@ -105,14 +105,14 @@ impl FromStr for Campus {
     /// Parses `seed=1,flows=3000,seconds=10,history=300`; missing settings have their defaults.
     fn from_str(text: &str) -> Result<Self, SettingError> {
         let mut campus = Self::default();
-        for setting in settings("campus", text) {
+        for setting in parse_settings("campus", text) {
             let setting = setting?;
             match setting.name {
                 "seed" => campus.seed = Some(setting.to_integer_in(0..=u64::MAX)?),
                 "flows" => campus.flows_per_s = setting.to_integer_in(1..=1_000_000)? as f64,
                 "seconds" => campus.seconds = setting.to_integer_in(1..=3_600)?,
                 "history" => campus.history_s = setting.to_integer_in(0..=MAX_FLOW_SECONDS as u64)?,
-                _ => return Err(setting.unknown(&["seed", "flows", "seconds", "history"])),
+                _ => return Err(setting.unknown_name_error(&["seed", "flows", "seconds", "history"])),
             }
         }
         Ok(campus)
@@ -147,7 +147,7 @@ impl ActiveFlow {
 
 /// Campus traffic of one seed.
 pub struct CampusTrace {
-    draw: FlowGenerator,
+    flow_generator: FlowGenerator,
     /// Arrival of the next flow (s after the end of the history).
     next_arrival_s: f64,
     mean_gap_s: f64,
@@ -156,50 +156,50 @@ pub struct CampusTrace {
     end_ns: u64,
     active: Vec<ActiveFlow>,
     /// Reusable numbers of ended flows, and the first unused number.
-    free: Vec<u32>,
-    unused: u32,
+    free_numbers: Vec<u32>,
+    next_number: u32,
 }
 
-pub(super) type Sorted = ((u64, u32), FirstPacket);
+pub(super) type KeyedOpening = ((u64, u32), FirstPacket);
 
 impl CampusTrace {
     /// Returns the traffic of `campus`, with `seed` if the settings have none.
     pub fn new(campus: &Campus, seed: u64) -> Self {
         let history_ns = campus.history_s * 1_000_000_000;
         let mut trace = Self {
-            draw: FlowGenerator::new(campus.seed.unwrap_or(seed)),
+            flow_generator: FlowGenerator::new(campus.seed.unwrap_or(seed)),
             next_arrival_s: -MAX_FLOW_SECONDS,
             mean_gap_s: 1.0 / campus.flows_per_s,
             history_ns,
             slice_start_ns: 0,
             end_ns: history_ns + campus.seconds * 1_000_000_000,
             active: Vec::new(),
-            free: Vec::new(),
-            unused: 0,
+            free_numbers: Vec::new(),
+            next_number: 0,
         };
-        trace.arrivals_until(0);
+        trace.add_arrivals_until(0);
         trace
     }
 
     /// Draws the flows that arrive before `until_ns` (after the start of the history).
-    fn arrivals_until(&mut self, until_ns: u64) {
+    fn add_arrivals_until(&mut self, until_ns: u64) {
         let history_s = self.history_ns as f64 / 1e9;
         let until_s = until_ns as f64 / 1e9 - history_s;
         while self.next_arrival_s < until_s {
             let arrival_s = self.next_arrival_s;
-            let gap: f64 = Exp1.sample(&mut self.draw.rng);
+            let gap: f64 = Exp1.sample(&mut self.flow_generator.rng);
             self.next_arrival_s += gap * self.mean_gap_s;
-            let (length, rate) = (self.draw.length(), self.draw.rate());
+            let (length, rate) = (self.flow_generator.draw_packet_count(), self.flow_generator.draw_rate());
             let rate = rate.max(length / MAX_FLOW_SECONDS);
-            let tuple = self.draw.tuple();
+            let tuple = self.flow_generator.draw_tuple();
             // Packets that were sent before the start of the trace and its history.
             let sent = (-(arrival_s + history_s) * rate).ceil().max(0.0);
             if sent >= length {
                 continue;
             }
-            let number = self.free.pop().unwrap_or_else(|| {
-                self.unused += 1;
-                self.unused - 1
+            let number = self.free_numbers.pop().unwrap_or_else(|| {
+                self.next_number += 1;
+                self.next_number - 1
             });
             let first_ns = (arrival_s + history_s + sent / rate) * 1e9;
             self.active.push(ActiveFlow::new(number, first_ns, rate, (length - sent) as u32, tuple));
@@ -209,7 +209,7 @@ impl CampusTrace {
     /// Reads the next slice of the history, in which flows begin and expire.
     fn read_history(&mut self, batch: &mut Batch) {
         let until_ns = (self.slice_start_ns + HISTORY_SLICE_NS).min(self.history_ns);
-        self.arrivals_until(until_ns);
+        self.add_arrivals_until(until_ns);
         let mut openings = Vec::new();
         for flow in &mut self.active {
             begin_or_expire(flow, until_ns as f64, &mut batch.packets, &mut openings);
@@ -223,7 +223,7 @@ impl CampusTrace {
 
     fn read_packets(&mut self, batch: &mut Batch) {
         let until_ns = (self.slice_start_ns + SLICE_NS).min(self.end_ns);
-        self.arrivals_until(until_ns);
+        self.add_arrivals_until(until_ns);
         let mut openings = Vec::new();
         for flow in &mut self.active {
             emit(flow, until_ns as f64, &mut batch.packets, &mut openings);
@@ -231,9 +231,10 @@ impl CampusTrace {
         self.finish_slice(batch, openings, until_ns);
     }
 
-    fn finish_slice(&mut self, batch: &mut Batch, openings: Vec<Sorted>, until_ns: u64) {
-        self.free.extend(self.active.extract_if(.., |flow| flow.remaining_packets == 0).map(|flow| flow.number));
-        sort(batch, openings);
+    fn finish_slice(&mut self, batch: &mut Batch, openings: Vec<KeyedOpening>, until_ns: u64) {
+        self.free_numbers
+            .extend(self.active.extract_if(.., |flow| flow.remaining_packets == 0).map(|flow| flow.number));
+        sort_batch(batch, openings);
         self.slice_start_ns = until_ns;
     }
 }
@@ -262,7 +263,7 @@ impl Trace for CampusTrace {
 }
 
 /// Sorts the packets of a batch by time, and the flows' openings with them.
-pub(super) fn sort(batch: &mut Batch, mut openings: Vec<Sorted>) {
+pub(super) fn sort_batch(batch: &mut Batch, mut openings: Vec<KeyedOpening>) {
     // A flow that begins and ends in the same ns begins first.
     batch.packets.sort_unstable_by_key(|packet| (packet.time_ns, packet.flow, packet.event.closes()));
     openings.sort_unstable_by_key(|(key, _)| *key);
@@ -270,7 +271,7 @@ pub(super) fn sort(batch: &mut Batch, mut openings: Vec<Sorted>) {
 }
 
 /// Appends the events of the flow up to a time of the history.
-fn begin_or_expire(flow: &mut ActiveFlow, until_ns: f64, events: &mut Vec<Packet>, openings: &mut Vec<Sorted>) {
+fn begin_or_expire(flow: &mut ActiveFlow, until_ns: f64, events: &mut Vec<Packet>, openings: &mut Vec<KeyedOpening>) {
     let event = |time_ns, event| Packet { time_ns, flow: flow.number, bytes: 0, event };
     if flow.is_new {
         let time_ns = flow.next_ns as u64;
@@ -292,7 +293,7 @@ fn skip_packets_before(flow: &mut ActiveFlow, now_ns: f64) {
 }
 
 /// Appends the flow's packets up to `until_ns`.
-pub(super) fn emit(flow: &mut ActiveFlow, until_ns: f64, packets: &mut Vec<Packet>, openings: &mut Vec<Sorted>) {
+pub(super) fn emit(flow: &mut ActiveFlow, until_ns: f64, packets: &mut Vec<Packet>, openings: &mut Vec<KeyedOpening>) {
     while flow.remaining_packets > 0 && flow.next_ns < until_ns {
         let time_ns = flow.next_ns as u64;
         let event = match (flow.is_new, flow.remaining_packets == 1) {
@@ -343,7 +344,7 @@ impl FlowGenerator {
     }
 
     /// Returns the packets of a flow: an integer from 1 to [`MAX_FLOW_PACKETS`].
-    fn length(&mut self) -> f64 {
+    fn draw_packet_count(&mut self) -> f64 {
         loop {
             let (whole, _) = self.parts[self.parts.len() - 1];
             let chosen = self.rng.random::<f64>() * whole;
@@ -359,17 +360,17 @@ impl FlowGenerator {
     }
 
     /// Returns the packets per second of a flow of any length.
-    pub fn rate(&mut self) -> f64 {
+    pub fn draw_rate(&mut self) -> f64 {
         (MEDIAN_RATE * self.rate.sample(&mut self.rng)).min(MAX_RATE)
     }
 
     /// Returns a uniform number below 1.
-    pub fn uniform(&mut self) -> f64 {
+    pub fn draw_uniform(&mut self) -> f64 {
         self.rng.random()
     }
 
     /// Returns a random client's tuple to the only service.
-    pub fn tuple(&mut self) -> FourTuple {
+    pub fn draw_tuple(&mut self) -> FourTuple {
         let client = Ipv4Addr::from_bits(self.rng.next_u32());
         let port = 1_024 + uniform_below(&mut self.rng, 64_512) as u16;
         FourTuple::ipv4((client, port), (Ipv4Addr::new(10, 200, 0, 1), 443))
@@ -383,7 +384,7 @@ mod tests {
     #[test]
     fn lengths_are_those_of_the_data() {
         let mut draw = FlowGenerator::new(1);
-        let lengths: Vec<f64> = (0..4_000_000).map(|_| draw.length()).collect();
+        let lengths: Vec<f64> = (0..4_000_000).map(|_| draw.draw_packet_count()).collect();
         let whole: f64 = lengths.iter().sum();
         let mean = whole / lengths.len() as f64;
         let elephants = lengths.iter().filter(|length| **length > 57_000.0).sum::<f64>() / whole;

@@ -38,7 +38,7 @@ pub struct Setting<'a> {
 }
 
 /// Parses the settings in `text`, in their order.
-pub fn settings<'a>(
+pub fn parse_settings<'a>(
     generator: &'static str,
     text: &'a str,
 ) -> impl Iterator<Item = Result<Setting<'a>, SettingError>> + use<'a> {
@@ -60,7 +60,7 @@ impl Setting<'_> {
         })
     }
 
-    pub fn unknown(&self, known: &[&str]) -> SettingError {
+    pub fn unknown_name_error(&self, known: &[&str]) -> SettingError {
         let name = UnknownName::new("setting", self.name, known.iter().copied());
         SettingError::Name { generator: self.generator, name }
     }

@@ -73,7 +73,7 @@ impl Source {
 
     /// Opens an overlay of several copies of the traffic: see [`super::amplify`]. A file is read once to find its end,
     /// then once for each copy (twice for a copy that starts in the middle).
-    pub fn overlaid(&self, seed: u64, copies: u32, options: ReadOptions) -> Result<Box<dyn Trace>, TraceError> {
+    pub fn open_overlay(&self, seed: u64, copies: u32, options: ReadOptions) -> Result<Box<dyn Trace>, TraceError> {
         if copies == 1 {
             return self.open(seed, options);
         }

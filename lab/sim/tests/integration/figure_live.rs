@@ -109,7 +109,7 @@ fn simulated_series_is_drawn_with_the_measured_one() {
     assert_eq!(highest, [(40.0, 5.0), (80.0, 5.0)]);
     assert_eq!(simulated.cells.iter().map(|cell| cell.seeds.len()).collect::<Vec<_>>(), [3, 3]);
     assert!(simulated.cells.iter().all(|cell| cell.spread.low > 1.0), "{simulated:?}");
-    assert!(draw::svg(&scenario, &table).contains("open, dashed: simulated"));
+    assert!(draw::render_svg(&scenario, &table).contains("open, dashed: simulated"));
 }
 
 #[test]
@@ -125,7 +125,7 @@ fn simulated_series_need_a_simulation() {
 fn live_figures_are_listed_and_not_part_of_all() {
     let names = |figures: Vec<Embedded>| figures.iter().map(|figure| figure.name).collect::<Vec<_>>();
     let with_live = names(library::with_live_figures(&[LIVE]));
-    assert!(!names(library::all()).contains(&"cheetah-5-live"));
+    assert!(!names(library::all_figures()).contains(&"cheetah-5-live"));
     let place = with_live.iter().position(|name| *name == "cheetah-5-live").unwrap();
     assert_eq!(&with_live[place - 1..=place + 1], ["cheetah-2c", "cheetah-5-live", "cheetah-6"]);
 }

@@ -24,13 +24,13 @@ fn result(embedded: &Embedded, scenario: &Scenario) -> FigureResult {
 }
 
 fn files(result: &FigureResult, scenario: &Scenario) -> [String; 4] {
-    let page = page::page(&[(result.clone(), scenario.clone())]);
-    [result.table.csv(), draw::svg(scenario, &result.table), serde_json::to_string(result).unwrap(), page]
+    let page = page::render_page(&[(result.clone(), scenario.clone())]);
+    [result.table.csv(), draw::render_svg(scenario, &result.table), serde_json::to_string(result).unwrap(), page]
 }
 
 #[test]
 fn every_scenario_gives_a_complete_figure() {
-    for embedded in library::all() {
+    for embedded in library::all_figures() {
         let scenario = small(&embedded);
         let result = result(&embedded, &scenario);
         let name = embedded.name;
@@ -57,7 +57,7 @@ fn every_scenario_gives_a_complete_figure() {
 #[test]
 fn results_do_not_depend_on_threads() {
     for name in ["turbo-2b", "crossrss-2b"] {
-        let embedded = library::named(name, &library::all()).unwrap();
+        let embedded = library::find_figure(name, &library::all_figures()).unwrap();
         let scenario = small(&embedded);
         let with_threads = |threads| {
             let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
@@ -69,7 +69,7 @@ fn results_do_not_depend_on_threads() {
 
 #[test]
 fn dashboard_needs_no_external_resources() {
-    let embedded = library::named("turbo-11", &library::all()).unwrap();
+    let embedded = library::find_figure("turbo-11", &library::all_figures()).unwrap();
     let scenario = small(&embedded);
     let [.., page] = files(&result(&embedded, &scenario), &scenario);
     for elsewhere in ["<script", "<link", "src=", "href=\"http", "url(", "@import"] {

@@ -2,8 +2,8 @@
 //! invalid input.
 
 use coreward_model::arrivals::Workload;
-use coreward_model::policy::named;
-use coreward_model::replay::{Placer, Pools, replay};
+use coreward_model::policy::policy_by_name;
+use coreward_model::replay::{Placer, ReplaySettings, replay};
 use coreward_sim::lb::{Config, Error, Outcome, PolicyOutcome, run};
 use coreward_sim::trace::capture::{ReadOptions, writer};
 use coreward_sim::trace::{Source, TraceError};
@@ -68,7 +68,7 @@ fn balanced_cores_serve_more_near_saturation() {
     assert!(crossrss.dropped_pct.median < hash.dropped_pct.median);
     for (hash, crossrss) in hash.seeds.iter().zip(&crossrss.seeds) {
         // Every packet is served or dropped; queues hold 128 packets of 16 cores at most.
-        let offered = |seed: &coreward_sim::lb::Measured| seed.throughput_pps / (1.0 - seed.dropped_pct / 100.0);
+        let offered = |seed: &coreward_sim::lb::SeedResult| seed.throughput_pps / (1.0 - seed.dropped_pct / 100.0);
         assert!((offered(hash) - offered(crossrss)).abs() < 2.0 * 128.0 * 16.0 / 3.0, "{hash:?} {crossrss:?}");
         assert!(crossrss.throughput_pps <= 16.0 * 19_500.0 * 1.001);
     }
@@ -87,8 +87,8 @@ fn arrival_logs_agree_with_the_replay() {
         let outcome = run(&config(path.to_str().unwrap(), &["crossrss-plus", "rr"], seed..=seed)).unwrap();
         here.push(["crossrss-plus", "rr"].map(|policy| core(&outcome, policy)));
         there.push(["crossrss-plus", "rr"].map(|policy| {
-            let mut policy = named(policy, seed).unwrap();
-            replay(&log, Pools { seed, ..Pools::default() }, Placer::Policy(policy.as_mut())).core_pct
+            let mut policy = policy_by_name(policy, seed).unwrap();
+            replay(&log, ReplaySettings { seed, ..ReplaySettings::default() }, Placer::Policy(policy.as_mut())).core_pct
         }));
     }
     // Keys, tables and warm-ups differ, so only magnitudes agree.

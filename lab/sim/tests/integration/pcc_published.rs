@@ -178,7 +178,7 @@ fn impossible_configurations_are_rejected() {
     assert_eq!(fails(Config { buckets_per_server: 0, ..sound() }), "0 buckets per server: expected 1 to 1000");
     let unordered = vec![(2.0, coreward_sim::pcc::Change::AddServer), (1.0, coreward_sim::pcc::Change::RemoveServer)];
     assert_eq!(
-        fails(Config { updates: Updates::At(unordered), ..sound() }),
+        fails(Config { updates: Updates::Scheduled(unordered), ..sound() }),
         "a change at second 1: expected a number from 0 on, none before the one that it follows"
     );
 }

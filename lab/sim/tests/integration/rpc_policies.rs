@@ -9,7 +9,7 @@ use proptest::prelude::*;
 struct CollectedResponses(Vec<Response>);
 
 impl Sink for CollectedResponses {
-    fn response(&mut self, response: &Response) {
+    fn handle_response(&mut self, response: &Response) {
         self.0.push(*response);
     }
 }
@@ -23,13 +23,13 @@ impl WithServer<CollectedResponses> for ServeRequests<'_> {
     fn visit(self, mut server: impl Server<CollectedResponses>) -> Self::Output {
         let mut answered = CollectedResponses::default();
         for request in self.0 {
-            server.advance(request.arrived, &mut answered);
+            server.advance(request.arrived_at, &mut answered);
             server.offer(*request);
         }
         server.advance(u64::MAX - 1, &mut answered);
         assert_eq!(server.outstanding(), 0);
-        let end = answered.0.last().map_or(0, |last| last.departed);
-        let busy = server.busy(end);
+        let end = answered.0.last().map_or(0, |last| last.departed_at);
+        let busy = server.busy_times(end);
         (answered.0, busy)
     }
 }
@@ -68,7 +68,7 @@ proptest! {
             arrived += gap * STEP;
             let connection = requests.len() as u32;
             let (work, service) = (work * STEP, class);
-            requests.push(Request { arrived, work, hash, flow_hash: hash, connection, class, service });
+            requests.push(Request { arrived_at: arrived, work, hash, flow_hash: hash, connection, class, service });
         }
         let table = IndirectionTable::balanced(1, 16, 4).unwrap();
         for name in POLICIES {
@@ -77,15 +77,15 @@ proptest! {
             let spec = ServerSpec { policy: &policy, cores: 4, classes: 2, latency, indirection_table: &table };
             let priorities = policy.priorities();
             let requests: Vec<Request> =
-                requests.iter().map(|r| Request { service: priorities.service(r.class), ..*r }).collect();
+                requests.iter().map(|r| Request { service: priorities.service_of_class(r.class), ..*r }).collect();
             let (responses, busy) = spec.build(ServeRequests(&requests));
             prop_assert_eq!(responses.len(), requests.len(), "{}", name);
-            prop_assert!(responses.is_sorted_by_key(|response| response.departed), "{}", name);
+            prop_assert!(responses.is_sorted_by_key(|response| response.departed_at), "{}", name);
             let mut answered: Vec<u32> = responses.iter().map(|response| response.request.connection).collect();
             answered.sort_unstable();
             prop_assert!((0..).zip(&answered).all(|(index, connection)| index == *connection), "{}", name);
-            for Response { departed, request } in &responses {
-                prop_assert!(*departed >= request.arrived + request.work + 2 * latency, "{}", name);
+            for Response { departed_at: departed, request } in &responses {
+                prop_assert!(*departed >= request.arrived_at + request.work + 2 * latency, "{}", name);
             }
             let (busy, work) = (busy.iter().sum::<u64>(), requests.iter().map(|request| request.work).sum::<u64>());
             // Shared cores divide the total time by the number of cores.

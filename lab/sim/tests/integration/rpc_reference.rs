@@ -16,8 +16,8 @@ use proptest::prelude::*;
 struct Responses(Vec<(u64, u32)>);
 
 impl Sink for Responses {
-    fn response(&mut self, response: &Response) {
-        self.0.push((response.departed, response.request.hash));
+    fn handle_response(&mut self, response: &Response) {
+        self.0.push((response.departed_at, response.request.hash));
     }
 }
 
@@ -26,7 +26,7 @@ fn simulated(requests: &[Request], dispatcher: impl Dispatcher, cores: impl Core
     let mut server = NicServer::new(dispatcher, cores, 2);
     let mut responses = Responses::default();
     for request in requests {
-        server.advance(request.arrived, &mut responses);
+        server.advance(request.arrived_at, &mut responses);
         Server::<Responses>::offer(&mut server, *request);
     }
     server.advance(u64::MAX - 1, &mut responses);
@@ -48,7 +48,7 @@ fn reference(requests: &[Request], cores: usize, latency: u64, bound: u64, choos
         Arrives(usize),
     }
     let mut events: BinaryHeap<Reverse<(u64, Event)>> =
-        requests.iter().enumerate().map(|(i, request)| Reverse((request.arrived, Event::Arrives(i)))).collect();
+        requests.iter().enumerate().map(|(i, request)| Reverse((request.arrived_at, Event::Arrives(i)))).collect();
     let mut under_way = vec![(0, 0); cores];
     let mut at_nic: VecDeque<usize> = VecDeque::new();
     let mut queues: Vec<VecDeque<usize>> = vec![VecDeque::new(); cores];
@@ -102,7 +102,15 @@ fn requests() -> impl Strategy<Value = Vec<Request>> {
         let mut arrived = 0;
         let request = |(index, (gap, work, low)): (usize, (u64, u64, bool))| {
             arrived += gap;
-            Request { arrived, work, hash: index as u32, flow_hash: 0, connection: 0, class: 0, service: u8::from(low) }
+            Request {
+                arrived_at: arrived,
+                work,
+                hash: index as u32,
+                flow_hash: 0,
+                connection: 0,
+                class: 0,
+                service: u8::from(low),
+            }
         };
         drawn.into_iter().enumerate().map(request).collect()
     })
@@ -164,7 +172,7 @@ proptest! {
             let mut seen = vec![false; requests.len()];
             for (left, index) in left {
                 let request = &requests[index as usize];
-                prop_assert!(left >= request.arrived + request.work + 2 * latency);
+                prop_assert!(left >= request.arrived_at + request.work + 2 * latency);
                 prop_assert!(!std::mem::replace(&mut seen[index as usize], true));
             }
         }
@@ -187,18 +195,26 @@ proptest! {
 
 #[test]
 fn busy_time_is_counted_continuously() {
-    let request = |arrived, work| Request { arrived, work, hash: 0, flow_hash: 0, connection: 0, class: 0, service: 0 };
+    let request = |arrived, work| Request {
+        arrived_at: arrived,
+        work,
+        hash: 0,
+        flow_hash: 0,
+        connection: 0,
+        class: 0,
+        service: 0,
+    };
     fn check<C: Cores>(cores: C, requests: &[Request]) {
         let mut server = NicServer::new(RoundRobinCore::new(1), cores, 1);
         let mut sink = Responses::default();
         for request in requests {
-            server.advance(request.arrived, &mut sink);
+            server.advance(request.arrived_at, &mut sink);
             Server::<Responses>::offer(&mut server, *request);
         }
         // The interface takes 5: the core works from 15 to 115 and then to 165.
         for (now, busy) in [(40, 25), (120, 105), (165, 150), (200, 150)] {
             server.advance(now, &mut sink);
-            assert_eq!(Server::<Responses>::busy(&server, now), [busy], "at {now}");
+            assert_eq!(Server::<Responses>::busy_times(&server, now), [busy], "at {now}");
         }
     }
     let requests = [request(10, 100), request(20, 50)];

@@ -1,6 +1,6 @@
 //! Statements of Turbo (HPCA'23) that the simulator supports, with fewer requests than in the figures.
 
-use coreward_sim::rpc::{Config, PeakConfig, peak, run};
+use coreward_sim::rpc::{Config, PeakConfig, find_peak_load, run};
 
 /// Latency between NIC and cores: 550 ns for requests of 2 us (Sect. VII-D).
 const INTERFACE: f64 = 0.275;
@@ -8,7 +8,7 @@ const INTERFACE: f64 = 0.275;
 fn peak_load(policy: &str, cores: u16, service: &str, latency: f64, slo: f64) -> f64 {
     let (policy, service) = (policy.parse().unwrap(), service.parse().unwrap());
     let config = Config { policy, cores, service, latency, requests: 200_000, ..Config::default() };
-    peak(&PeakConfig { config, slo, seeds: 1..=3, steps: 9, ..PeakConfig::default() }).unwrap().peak_load
+    find_peak_load(&PeakConfig { config, slo, seeds: 1..=3, steps: 9, ..PeakConfig::default() }).unwrap().peak_load
 }
 
 #[test]

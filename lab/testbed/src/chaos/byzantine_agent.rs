@@ -27,15 +27,15 @@ const REPORT_INTERVAL: Duration = Duration::from_millis(1);
 const HONEST_INTERVAL: Duration = Duration::from_millis(100);
 /// Interval of attempts to register as the server: the controller rejects them until the real agent has been silent.
 const RETRY_INTERVAL: Duration = Duration::from_millis(100);
-const CONNECT_LIMIT: Duration = Duration::from_secs(1);
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(1);
 /// Limit without a message of the controller, after which the impostor leaves the stream.
-const STREAM_LIMIT: Duration = Duration::from_secs(2);
+const STREAM_TIMEOUT: Duration = Duration::from_secs(2);
 /// Number of simultaneous silent or malformed connections.
 const FLOOD_CONNECTION_COUNT: usize = 64;
 
 /// Counts of false reports.
 #[derive(Debug, Default)]
-pub struct FalseReports {
+pub struct FalseReportCounters {
     pub reports: AtomicU64,
     /// Silent or malformed connections.
     pub connections: AtomicU64,
@@ -64,7 +64,12 @@ pub struct ByzantineAgent {
 impl ByzantineAgent {
     /// Sends false reports from the server's machine until `done`; call it in its own thread. Fails when the machine's
     /// namespace cannot be entered, or a system call fails unexpectedly.
-    pub fn run(self, machine: &Namespace, false_reports: &FalseReports, done: &AtomicBool) -> anyhow::Result<()> {
+    pub fn run(
+        self,
+        machine: &Namespace,
+        false_reports: &FalseReportCounters,
+        done: &AtomicBool,
+    ) -> anyhow::Result<()> {
         let tls = Tls::load(self.stolen_files.clone())?;
         machine.within(|| {
             let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
@@ -86,7 +91,7 @@ impl ByzantineAgent {
         to: SocketAddr,
         tls: &Arc<Tls>,
         rng: &mut Xoshiro256PlusPlus,
-        false_reports: &FalseReports,
+        false_reports: &FalseReportCounters,
         done: &AtomicBool,
     ) -> anyhow::Result<()> {
         let itself = format!("s{}", self.server);
@@ -101,17 +106,20 @@ impl ByzantineAgent {
             _ => itself,
         };
         let is_idle = uniform_below(rng, 2) == 0;
-        let reports = (1..).map(|sequence| if is_idle { idle_report(sequence) } else { report(sequence, rng) });
-        tokio::time::timeout(STREAM_LIMIT, send_reports(name, to, tls, (reports, REPORT_INTERVAL), false_reports, done))
-            .await?
+        let reports = (1..).map(|sequence| if is_idle { idle_report(sequence) } else { random_report(sequence, rng) });
+        tokio::time::timeout(
+            STREAM_TIMEOUT,
+            send_reports(name, to, tls, (reports, REPORT_INTERVAL), false_reports, done),
+        )
+        .await?
     }
 }
 
 /// Opens connections, sends random bytes on some, and closes all once the last one is open.
-fn flood(address: SocketAddr, rng: &mut Xoshiro256PlusPlus, false_reports: &FalseReports) {
+fn flood(address: SocketAddr, rng: &mut Xoshiro256PlusPlus, false_reports: &FalseReportCounters) {
     let mut open = Vec::with_capacity(FLOOD_CONNECTION_COUNT);
     for _ in 0..FLOOD_CONNECTION_COUNT {
-        let Ok(mut stream) = TcpStream::connect_timeout(&address, CONNECT_LIMIT) else { return };
+        let Ok(mut stream) = TcpStream::connect_timeout(&address, CONNECT_TIMEOUT) else { return };
         let nonsense: Vec<u8> = (0..uniform_below(rng, 200)).map(|_| uniform_below(rng, 256) as u8).collect();
         // The controller may close the connection immediately.
         let _ = stream.write_all(&nonsense);
@@ -126,10 +134,10 @@ async fn send_reports(
     to: SocketAddr,
     tls: &Arc<Tls>,
     (mut reports, interval): (impl Iterator<Item = v1::Report>, Duration),
-    false_reports: &FalseReports,
+    false_reports: &FalseReportCounters,
     done: &AtomicBool,
 ) -> anyhow::Result<()> {
-    let endpoint = Endpoint::from_shared(format!("http://{to}"))?.connect_timeout(CONNECT_LIMIT);
+    let endpoint = Endpoint::from_shared(format!("http://{to}"))?.connect_timeout(CONNECT_TIMEOUT);
     let connector = Connector::new(to, Some((tls.clone(), &[Role::Controller, Role::Rack])));
     let mut client = ControlClient::new(endpoint.connect_with_connector(connector).await?);
     let (messages, receiver) = mpsc::channel(16);
@@ -171,7 +179,7 @@ fn rss(key: usize, queues: Vec<u32>) -> v1::Rss {
     v1::Rss { source: "false".to_owned(), key: vec![0xaa; key], indirection_table: queues, input_transform: 0 }
 }
 
-fn report(sequence: u64, rng: &mut Xoshiro256PlusPlus) -> v1::Report {
+fn random_report(sequence: u64, rng: &mut Xoshiro256PlusPlus) -> v1::Report {
     let busy_ns = sequence * u64::from(uniform_below(rng, 1_000_000));
     let mut report = v1::Report { core_busy_ns: vec![busy_ns, 0], ..idle_report(sequence) };
     match uniform_below(rng, 16) {

@@ -20,7 +20,7 @@ const LAST_SECONDS: usize = 10;
 /// four times a second, and load balancers report ten times a second.
 const MAX_LAG_SECONDS: f64 = 0.35;
 /// Interval of connections.
-const INTERVAL: Duration = Duration::from_millis(8);
+const CONNECTION_INTERVAL: Duration = Duration::from_millis(8);
 /// Standard deviations by which a random share may exceed the limit.
 const MAX_DEVIATIONS: f64 = 5.0;
 
@@ -42,7 +42,7 @@ impl ByzantineShare {
             interrupt::check()?;
             *drawn += u64::from(Connection::open_to(service, None)?.query_worker()?.server == impostor);
             *all += 1;
-            std::thread::sleep(INTERVAL);
+            std::thread::sleep(CONNECTION_INTERVAL);
         }
         Ok(Self { fair_share: 1.0 / f64::from(servers), seconds })
     }

@@ -12,21 +12,21 @@ use crate::topology::Testbed;
 #[derive(Debug)]
 pub struct Operator<'a> {
     testbed: &'a Testbed,
-    controllers: u16,
+    controller_count: u16,
     /// Controller that answered the last command, counted from 0.
-    newest: AtomicUsize,
-    limit_s: &'static str,
+    last_responder: AtomicUsize,
+    timeout_s: &'static str,
 }
 
 impl<'a> Operator<'a> {
     /// `controllers`: number of controllers; `limit_s`: timeout of each controller (s).
     pub fn new(testbed: &'a Testbed, controllers: u16, limit_s: &'static str) -> Self {
-        Self { testbed, controllers, newest: AtomicUsize::new(0), limit_s }
+        Self { testbed, controller_count: controllers, last_responder: AtomicUsize::new(0), timeout_s: limit_s }
     }
 
     /// Returns the output of `coreward ARGUMENTS`. Fails when no controller executes the command, with the last error.
-    pub fn coreward(&self, arguments: &[&str]) -> anyhow::Result<String> {
-        let (first, count) = (self.newest.load(Ordering::Relaxed), usize::from(self.controllers));
+    pub fn run_coreward(&self, arguments: &[&str]) -> anyhow::Result<String> {
+        let (first, count) = (self.last_responder.load(Ordering::Relaxed), usize::from(self.controller_count));
         let mut outcome = None;
         for turn in 0..count {
             let number = (first + turn) % count;
@@ -34,7 +34,7 @@ impl<'a> Operator<'a> {
             let is_answered = answer.is_ok();
             outcome = Some(answer);
             if is_answered {
-                self.newest.store(number, Ordering::Relaxed);
+                self.last_responder.store(number, Ordering::Relaxed);
                 break;
             }
         }
@@ -44,7 +44,7 @@ impl<'a> Operator<'a> {
     fn run_command(&self, controller: u16, arguments: &[&str]) -> anyhow::Result<String> {
         let asking = operator_command_for(self.testbed, [controller], arguments)?;
         let mut command = Command::new("timeout");
-        command.args(["--signal", "KILL", self.limit_s]).arg(asking.get_program()).args(asking.get_args());
+        command.args(["--signal", "KILL", self.timeout_s]).arg(asking.get_program()).args(asking.get_args());
         command.envs(asking.get_envs().filter_map(|(name, value)| Some((name, value?))));
         Ok(String::from_utf8(self.testbed.run(self.testbed.controller(), command)?.stdout)?)
     }

@@ -13,7 +13,7 @@ use anyhow::{Context as _, bail, ensure};
 use serde::Serialize;
 
 use super::cli_probe::Operator;
-use super::document::Documents;
+use super::document::DocumentGenerator;
 use super::drains::Drains;
 use crate::topology::Testbed;
 
@@ -26,11 +26,11 @@ const DRAIN_PERIOD: u64 = 4;
 /// Number of changes per comparison of the controller's state with the acknowledgements.
 const CHECK_PERIOD: u64 = 10;
 /// Pause after a failure.
-const PAUSE: Duration = Duration::from_millis(100);
+const RETRY_PAUSE: Duration = Duration::from_millis(100);
 /// Limit for the acknowledgement of the last changes.
 const LAST_CHANGES_TIMEOUT: Duration = Duration::from_secs(20);
 /// Limit of a command (s): longer than the command's own timeout for a silent controller.
-const LIMIT_S: &str = "8";
+const COMMAND_TIMEOUT_S: &str = "8";
 
 /// Attempted writes and their outcomes.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
@@ -61,7 +61,7 @@ pub struct Model {
     generation: u64,
     text: String,
     /// Unanswered documents, which may be in force.
-    unanswered: Vec<String>,
+    unanswered_documents: Vec<String>,
     drains: Drains,
 }
 
@@ -69,15 +69,15 @@ pub struct Model {
 #[derive(Debug)]
 pub struct Writer<'a> {
     operator: Operator<'a>,
-    file: PathBuf,
+    document_path: PathBuf,
     writes: Mutex<WriteCounts>,
 }
 
 impl<'a> Writer<'a> {
     /// Returns a writer before its first write.
     pub fn new(testbed: &'a Testbed, controllers: u16) -> Self {
-        let operator = Operator::new(testbed, controllers, LIMIT_S);
-        Self { operator, file: testbed.directory().join("wanted.toml"), writes: Mutex::default() }
+        let operator = Operator::new(testbed, controllers, COMMAND_TIMEOUT_S);
+        Self { operator, document_path: testbed.directory().join("wanted.toml"), writes: Mutex::default() }
     }
 
     /// Returns the writes so far.
@@ -90,13 +90,13 @@ impl<'a> Writer<'a> {
     /// the end.
     pub fn run(
         &self,
-        mut documents: Documents,
+        mut documents: DocumentGenerator,
         changes: u64,
         interval: Duration,
         done: &AtomicBool,
     ) -> anyhow::Result<Model> {
         let mut model = Model::default();
-        (model.generation, model.text) = self.in_force()?;
+        (model.generation, model.text) = self.query_document()?;
         let mut due = Instant::now();
         let mut made = 0u64;
         while !done.load(Ordering::Relaxed) {
@@ -108,7 +108,7 @@ impl<'a> Writer<'a> {
             made += 1;
             documents.change(&model.drains.possibly_drained());
             if !self.change(&mut model, &documents)? {
-                std::thread::sleep(PAUSE);
+                std::thread::sleep(RETRY_PAUSE);
             }
             if made.is_multiple_of(DRAIN_PERIOD) {
                 self.drain_or_undrain(&mut model, &mut documents);
@@ -127,7 +127,7 @@ impl<'a> Writer<'a> {
         let end = Instant::now() + LAST_CHANGES_TIMEOUT;
         while !self.change(&mut model, &documents)? {
             ensure!(Instant::now() < end, "the last change is not acknowledged");
-            std::thread::sleep(PAUSE);
+            std::thread::sleep(RETRY_PAUSE);
         }
         // One server stays drained while all controllers restart.
         self.undrain(&mut model, 1)?;
@@ -147,18 +147,18 @@ impl<'a> Writer<'a> {
         for server in model.drains.possibly_drained().into_iter().skip(left) {
             while !self.request_drain(model, server, false) {
                 ensure!(Instant::now() < end, "that s{server} is no longer drained is not acknowledged");
-                std::thread::sleep(PAUSE);
+                std::thread::sleep(RETRY_PAUSE);
             }
         }
         Ok(())
     }
 
     /// Applies a change. Returns whether the controller acknowledged it.
-    fn change(&self, model: &mut Model, documents: &Documents) -> anyhow::Result<bool> {
+    fn change(&self, model: &mut Model, documents: &DocumentGenerator) -> anyhow::Result<bool> {
         let (text, present) = (documents.text(), documents.present_servers());
-        fs::write(&self.file, &text)?;
+        fs::write(&self.document_path, &text)?;
         // An unanswered attempt may be in force now.
-        if !model.unanswered.is_empty() && !self.check_state(model) {
+        if !model.unanswered_documents.is_empty() && !self.check_state(model) {
             return Ok(false);
         }
         match self.apply() {
@@ -169,23 +169,23 @@ impl<'a> Writer<'a> {
                         model.generation
                     ));
                 }
-                model.drains.applied(&present, true);
+                model.drains.record_document(&present, true);
                 (model.generation, model.text) = (generation, text);
-                model.unanswered.clear();
-                self.count(|writes| writes.acknowledged += 1);
+                model.unanswered_documents.clear();
+                self.update_counts(|writes| writes.acknowledged += 1);
                 Ok(true)
             }
             Err(_) => {
-                model.drains.applied(&present, false);
-                model.unanswered.push(text);
-                self.count(|writes| writes.unanswered += 1);
+                model.drains.record_document(&present, false);
+                model.unanswered_documents.push(text);
+                self.update_counts(|writes| writes.unanswered += 1);
                 Ok(false)
             }
         }
     }
 
     /// Drains a server, or ends a drain.
-    fn drain_or_undrain(&self, model: &mut Model, documents: &mut Documents) {
+    fn drain_or_undrain(&self, model: &mut Model, documents: &mut DocumentGenerator) {
         let drained = model.drains.possibly_drained();
         let next = documents.next_drain(&drained).map(|server| (server, true));
         if let Some((server, drain)) = next.or_else(|| drained.first().map(|server| (*server, false))) {
@@ -196,19 +196,21 @@ impl<'a> Writer<'a> {
     /// Requests a drain or undrain. Returns whether the controller acknowledged it.
     fn request_drain(&self, model: &mut Model, server: u16, drain: bool) -> bool {
         let command = if drain { "drain" } else { "undrain" };
-        let is_acknowledged = self.operator.coreward(&[command, &format!("s{server}")]).is_ok();
+        let is_acknowledged = self.operator.run_coreward(&[command, &format!("s{server}")]).is_ok();
         model.drains.record_request(server, drain, is_acknowledged);
-        self.count(|writes| *if is_acknowledged { &mut writes.drains } else { &mut writes.drains_unanswered } += 1);
+        self.update_counts(|writes| {
+            *if is_acknowledged { &mut writes.drains } else { &mut writes.drains_unanswered } += 1
+        });
         is_acknowledged
     }
 
     /// Applies an invalid document, which must be rejected.
     fn try_invalid_document(&self, model: &mut Model, text: &str) -> anyhow::Result<()> {
-        fs::write(&self.file, text)?;
-        self.count(|writes| writes.invalid_documents += 1);
+        fs::write(&self.document_path, text)?;
+        self.update_counts(|writes| writes.invalid_documents += 1);
         if let Ok(generation) = self.apply() {
             self.record_violation(format!("a document with a mistake is in force as generation {generation}:\n{text}"));
-            (model.generation, model.text) = self.in_force()?;
+            (model.generation, model.text) = self.query_document()?;
         }
         Ok(())
     }
@@ -216,23 +218,23 @@ impl<'a> Writer<'a> {
     /// Requests a rotation, which must be rejected: the keys are minutes old, and cookies are valid for a day, whatever
     /// the clock.
     fn try_rotation(&self) {
-        self.count(|writes| writes.rotations += 1);
-        if let Ok(answer) = self.operator.coreward(&["keys", "rotate"]) {
+        self.update_counts(|writes| writes.rotations += 1);
+        if let Ok(answer) = self.operator.run_coreward(&["keys", "rotate"]) {
             self.record_violation(format!("keys that are minutes old are rotated: {answer}"));
         }
     }
 
     /// Compares the configuration in force with the model. Returns false when the controller does not answer.
     fn check_state(&self, model: &mut Model) -> bool {
-        let Ok((generation, text)) = self.in_force() else { return false };
+        let Ok((generation, text)) = self.query_document() else { return false };
         let Ok(status) = self.status() else { return false };
-        self.count(|writes| writes.status_queries += 1);
+        self.update_counts(|writes| writes.status_queries += 1);
         model.drains.compare(&status).into_iter().for_each(|wrong| self.record_violation(wrong));
         if text == model.text && generation == model.generation {
             return true;
         }
-        if generation > model.generation && model.unanswered.contains(&text) {
-            self.count(|writes| writes.unanswered_in_force += 1);
+        if generation > model.generation && model.unanswered_documents.contains(&text) {
+            self.update_counts(|writes| writes.unanswered_in_force += 1);
         } else {
             let first = |text: &str| text.lines().next().unwrap_or_default().to_owned();
             self.record_violation(format!(
@@ -243,15 +245,15 @@ impl<'a> Writer<'a> {
             ));
         }
         // Earlier attempts cannot be in force any more: each requires the generation that it replaces.
-        model.unanswered = after(std::mem::take(&mut model.unanswered), &text);
+        model.unanswered_documents = attempts_after(std::mem::take(&mut model.unanswered_documents), &text);
         (model.generation, model.text) = (generation, text);
         true
     }
 
     /// Returns the generation in force after the change.
     fn apply(&self) -> anyhow::Result<u64> {
-        let file = self.file.display().to_string();
-        let answer = self.operator.coreward(&["apply", "--yes", &file])?;
+        let file = self.document_path.display().to_string();
+        let answer = self.operator.run_coreward(&["apply", "--yes", &file])?;
         let generation = answer.lines().find_map(|line| line.strip_prefix("generation ")?.strip_suffix(" is in force"));
         match generation.map(str::parse) {
             Some(Ok(generation)) => Ok(generation),
@@ -260,27 +262,27 @@ impl<'a> Writer<'a> {
     }
 
     /// Returns generation and text of the fleet's document in force.
-    fn in_force(&self) -> anyhow::Result<(u64, String)> {
+    fn query_document(&self) -> anyhow::Result<(u64, String)> {
         let answer: serde_json::Value =
-            serde_json::from_str(&self.operator.coreward(&["fleet", "show", "--format", "json"])?)?;
+            serde_json::from_str(&self.operator.run_coreward(&["fleet", "show", "--format", "json"])?)?;
         let generation = answer["generation"].as_u64().context("a document without a generation")?;
         Ok((generation, answer["text"].as_str().context("a document without a text")?.to_owned()))
     }
 
     fn status(&self) -> anyhow::Result<serde_json::Value> {
-        Ok(serde_json::from_str(&self.operator.coreward(&["status", "--format", "json"])?)?)
+        Ok(serde_json::from_str(&self.operator.run_coreward(&["status", "--format", "json"])?)?)
     }
 
-    fn count(&self, count: impl FnOnce(&mut WriteCounts)) {
+    fn update_counts(&self, count: impl FnOnce(&mut WriteCounts)) {
         count(&mut self.writes.lock().expect("no writer panics"));
     }
 
     fn record_violation(&self, what: String) {
-        self.count(|writes| writes.violations.push(what));
+        self.update_counts(|writes| writes.violations.push(what));
     }
 }
 
-fn after(attempts: Vec<String>, in_force: &str) -> Vec<String> {
+fn attempts_after(attempts: Vec<String>, in_force: &str) -> Vec<String> {
     let position = attempts.iter().position(|text| text == in_force);
     attempts.into_iter().skip(position.map_or(0, |position| position + 1)).collect()
 }
@@ -292,8 +294,8 @@ mod tests {
     #[test]
     fn document_in_force_decides_unanswered_attempts() {
         let attempts = ["a", "b", "c"].map(String::from).to_vec();
-        assert_eq!(after(attempts.clone(), "b"), ["c"]);
-        assert_eq!(after(attempts.clone(), "c"), [""; 0]);
-        assert_eq!(after(attempts.clone(), "x"), attempts);
+        assert_eq!(attempts_after(attempts.clone(), "b"), ["c"]);
+        assert_eq!(attempts_after(attempts.clone(), "c"), [""; 0]);
+        assert_eq!(attempts_after(attempts.clone(), "x"), attempts);
     }
 }

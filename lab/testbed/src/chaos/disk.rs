@@ -8,7 +8,7 @@ use anyhow::Context as _;
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
 
 /// Size of the disk: many times the store of some servers.
-const SIZE: &str = "size=8m";
+const SIZE_OPTION: &str = "size=8m";
 
 /// File system in memory; unmounted when dropped.
 #[derive(Debug)]
@@ -20,7 +20,7 @@ impl Disk {
     /// Creates `path` and mounts a disk on it.
     pub fn mount(path: &Path) -> anyhow::Result<Self> {
         fs::create_dir_all(path)?;
-        mount(Some("tmpfs"), path, Some("tmpfs"), MsFlags::empty(), Some(SIZE))
+        mount(Some("tmpfs"), path, Some("tmpfs"), MsFlags::empty(), Some(SIZE_OPTION))
             .with_context(|| format!("cannot mount a file system at {}", path.display()))?;
         Ok(Self { path: path.to_owned() })
     }
@@ -46,7 +46,7 @@ impl Disk {
     }
 
     /// Removes the filling file. Fails when the disk was not full.
-    pub fn empty(&self) -> anyhow::Result<()> {
+    pub fn remove_filler(&self) -> anyhow::Result<()> {
         fs::remove_file(self.filler()).with_context(|| format!("nothing fills {}", self.path.display()))
     }
 

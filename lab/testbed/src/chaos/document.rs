@@ -13,12 +13,12 @@ use crate::network_options::NetworkOptions;
 /// [`seeded_rng`]'s stream for the changes.
 const RNG_STREAM_CHANGES: u64 = 0x6368_6102;
 /// Minimum number of active servers.
-const ACTIVE_MIN: usize = 2;
+const MIN_ACTIVE_SERVERS: usize = 2;
 const POLICIES: [&str; 6] = ["crossrss", "crossrss-plus", "rr", "hash", "least", "pow2"];
 
 /// Entry of a server in the document.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Entry {
+struct ServerEntry {
     draining: bool,
     weight: u32,
     /// Whether its agent must connect to a controller directly.
@@ -26,23 +26,23 @@ struct Entry {
 }
 
 /// Initial state of an entry.
-const ACTIVE: Entry = Entry { draining: false, weight: 1, needs_controller: false };
+const ACTIVE_ENTRY: ServerEntry = ServerEntry { draining: false, weight: 1, needs_controller: false };
 
 /// Generator of documents; holds the newest one.
 #[derive(Debug, Clone)]
-pub struct Documents {
+pub struct DocumentGenerator {
     rng: Xoshiro256PlusPlus,
     services: Vec<(String, SocketAddr, &'static str)>,
     policies: Vec<&'static str>,
     network: NetworkOptions,
-    servers: BTreeMap<u16, Option<Entry>>,
+    servers: BTreeMap<u16, Option<ServerEntry>>,
     /// Racks that the agent of a server may use.
     server_racks: BTreeMap<u16, Vec<u16>>,
     report_interval_ms: u32,
-    number: u64,
+    revision: u64,
 }
 
-impl Documents {
+impl DocumentGenerator {
     /// Returns documents with all `servers` active. `services`: name, address, and further lines. `server_racks`: racks
     /// that the agent of each server may use; empty without racks.
     pub fn new(
@@ -57,20 +57,20 @@ impl Documents {
             policies: vec![POLICIES[0]; services.len()],
             services,
             network,
-            servers: servers.iter().map(|number| (*number, Some(ACTIVE))).collect(),
+            servers: servers.iter().map(|number| (*number, Some(ACTIVE_ENTRY))).collect(),
             server_racks,
             report_interval_ms: 100,
-            number: 0,
+            revision: 0,
         }
     }
 
     /// Returns the text of the document, with a number that makes it unique.
     pub fn text(&self) -> String {
-        let mut text = format!("# {}\nreport_interval = \"{}ms\"\n", self.number, self.report_interval_ms);
+        let mut text = format!("# {}\nreport_interval = \"{}ms\"\n", self.revision, self.report_interval_ms);
         let racks: BTreeSet<u16> = self.server_racks.values().flatten().copied().collect();
-        let _ = writeln!(text, "racks = {:?}", names(&racks));
+        let _ = writeln!(text, "racks = {:?}", rack_names(&racks));
         for (number, entry) in &self.servers {
-            let Some(Entry { draining, weight, needs_controller }) = entry else { continue };
+            let Some(ServerEntry { draining, weight, needs_controller }) = entry else { continue };
             let (address, state) =
                 (self.network.family.address(server_address(*number)), if *draining { "draining" } else { "active" });
             let _ = writeln!(
@@ -78,7 +78,7 @@ impl Documents {
                 "\n[[server]]\nname = \"s{number}\"\naddress = \"{address}\"\nstate = \"{state}\"\nweight = {weight}"
             );
             let racks = self.server_racks.get(number).into_iter().flatten().filter(|_| !needs_controller);
-            let _ = writeln!(text, "racks = {:?}", names(racks));
+            let _ = writeln!(text, "racks = {:?}", rack_names(racks));
         }
         let forwarding = self.network.forwarding.name();
         for ((name, address, more), policy) in self.services.iter().zip(&self.policies) {
@@ -106,15 +106,15 @@ impl Documents {
 
     /// Returns whether enough other servers take new connections.
     fn can_leave(&self, number: u16, drained: &BTreeSet<u16>) -> bool {
-        let takes_new = |(other, entry): &(&u16, &Option<Entry>)| {
+        let takes_new = |(other, entry): &(&u16, &Option<ServerEntry>)| {
             **other != number && entry.is_some_and(|entry| !entry.draining) && !drained.contains(other)
         };
-        self.servers.iter().filter(takes_new).count() >= ACTIVE_MIN
+        self.servers.iter().filter(takes_new).count() >= MIN_ACTIVE_SERVERS
     }
 
     /// Makes one random change. `drained`: servers that are or may be drained by command.
     pub fn change(&mut self, drained: &BTreeSet<u16>) {
-        self.number += 1;
+        self.revision += 1;
         match self.random_below(8) {
             0 => {
                 let service = self.random_below(self.policies.len() as u32) as usize;
@@ -133,10 +133,10 @@ impl Documents {
         let may_go = self.can_leave(number, drained);
         let entry = match self.random_below(5) {
             0 if may_go => None,
-            1 if may_go => Some(Entry { draining: true, ..ACTIVE }),
-            2 => Some(Entry { weight: 1 + self.random_below(4), ..ACTIVE }),
-            3 => Some(Entry { needs_controller: true, ..ACTIVE }),
-            _ => Some(ACTIVE),
+            1 if may_go => Some(ServerEntry { draining: true, ..ACTIVE_ENTRY }),
+            2 => Some(ServerEntry { weight: 1 + self.random_below(4), ..ACTIVE_ENTRY }),
+            3 => Some(ServerEntry { needs_controller: true, ..ACTIVE_ENTRY }),
+            _ => Some(ACTIVE_ENTRY),
         };
         self.servers.insert(number, entry);
     }
@@ -155,9 +155,9 @@ impl Documents {
 
     /// Makes all servers active and restores the initial policies.
     pub fn restore(&mut self) {
-        self.number += 1;
+        self.revision += 1;
         self.policies.fill(POLICIES[0]);
-        self.servers.values_mut().for_each(|entry| *entry = Some(ACTIVE));
+        self.servers.values_mut().for_each(|entry| *entry = Some(ACTIVE_ENTRY));
     }
 
     fn random_below(&mut self, bound: u32) -> u32 {
@@ -165,7 +165,7 @@ impl Documents {
     }
 }
 
-fn names<'a>(racks: impl IntoIterator<Item = &'a u16>) -> Vec<String> {
+fn rack_names<'a>(racks: impl IntoIterator<Item = &'a u16>) -> Vec<String> {
     racks.into_iter().map(|rack| rack_name(*rack)).collect()
 }
 
@@ -176,9 +176,9 @@ mod tests {
 
     use super::*;
 
-    fn documents(seed: u64) -> Documents {
+    fn documents(seed: u64) -> DocumentGenerator {
         let services = vec![("web".to_owned(), SocketAddr::new([10, 200, 0, 1].into(), 80), "")];
-        Documents::new(
+        DocumentGenerator::new(
             seed,
             NetworkOptions::default(),
             &[1, 2, 3, 4],
@@ -209,10 +209,13 @@ mod tests {
                 _ => {}
             }
             drained.retain(|number| documents.present_servers().contains(number));
-            let takes_new = |(number, entry): &(&u16, &Option<Entry>)| {
+            let takes_new = |(number, entry): &(&u16, &Option<ServerEntry>)| {
                 entry.is_some_and(|entry| !entry.draining) && !drained.contains(number)
             };
-            assert!(documents.servers.iter().filter(takes_new).count() >= ACTIVE_MIN, "turn {turn}: {drained:?}");
+            assert!(
+                documents.servers.iter().filter(takes_new).count() >= MIN_ACTIVE_SERVERS,
+                "turn {turn}: {drained:?}"
+            );
         }
     }
 }

@@ -43,7 +43,7 @@ impl Drains {
     }
 
     /// Records a document with these servers; `acknowledged`: whether the controller acknowledged it.
-    pub fn applied(&mut self, servers: &BTreeSet<u16>, acknowledged: bool) {
+    pub fn record_document(&mut self, servers: &BTreeSet<u16>, acknowledged: bool) {
         if acknowledged {
             self.0.retain(|server, _| servers.contains(server));
         } else {
@@ -118,9 +118,9 @@ mod tests {
     fn removed_server_loses_its_drain() {
         let mut drains = Drains::default();
         (1..=2).for_each(|server| drains.record_request(server, true, true));
-        drains.applied(&[1].into(), false);
+        drains.record_document(&[1].into(), false);
         assert!(drains.is_uncertain(2) && !drains.is_uncertain(1));
-        drains.applied(&[1].into(), true);
+        drains.record_document(&[1].into(), true);
         assert_eq!(drains.possibly_drained(), [1].into());
     }
 }

@@ -85,17 +85,17 @@ pub enum Fault {
     /// A member of etcd fails.
     Etcd {
         /// Whether the leading member fails.
-        leader: bool,
+        is_leader: bool,
         /// Otherwise the number of the failing member, counted from 1.
-        number: u16,
+        member_number: u16,
         /// Whether the member is stopped; otherwise it is killed.
-        stop: bool,
+        is_stopped: bool,
     },
     /// A daemon's clock is wrong.
     Clock {
         daemon: String,
         /// Offset of the clock (s).
-        seconds: i64,
+        offset_s: i64,
     },
     /// A server's agent sends false reports.
     ByzantineAgent(u16),
@@ -125,8 +125,8 @@ impl Fault {
     pub fn duration_ms(&self) -> Range<u32> {
         match self {
             Self::Upgrade(_) => 0..1,
-            Self::Partition { from, to, .. } if is_control(from) || is_control(to) => DURATION_MS,
-            Self::Link(port) if is_control(port) => DURATION_MS,
+            Self::Partition { from, to, .. } if is_control_port(from) || is_control_port(to) => DURATION_MS,
+            Self::Link(port) if is_control_port(port) => DURATION_MS,
             Self::Partition { .. } | Self::Link(_) => LOSS_DURATION_MS,
             _ => DURATION_MS,
         }
@@ -157,7 +157,7 @@ impl Fault {
 }
 
 /// Returns whether the port is a controller's or a rack's, which get no client packets.
-fn is_control(port: &str) -> bool {
+fn is_control_port(port: &str) -> bool {
     port == "controller" || port.starts_with("rack")
 }
 
@@ -172,11 +172,11 @@ impl fmt::Display for Fault {
             Self::Link(port) => write!(f, "link of {port} down"),
             Self::Disk { fails_every_write: true } => write!(f, "every write of the controller fails: no room"),
             Self::Disk { fails_every_write: false } => write!(f, "disk of the store full"),
-            Self::Etcd { leader, number, stop } => {
+            Self::Etcd { is_leader: leader, member_number: number, is_stopped: stop } => {
                 let signal = if *stop { "SIGSTOP" } else { "SIGKILL" };
                 if *leader { write!(f, "{signal} of etcd's leader") } else { write!(f, "{signal} of etcd{number}") }
             }
-            Self::Clock { daemon, seconds } => write!(f, "clock of {daemon} jumps by {seconds} s"),
+            Self::Clock { daemon, offset_s: seconds } => write!(f, "clock of {daemon} jumps by {seconds} s"),
             Self::ByzantineAgent(server) => write!(f, "an impostor reports for s{server}"),
         }
     }

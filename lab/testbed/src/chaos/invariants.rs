@@ -18,7 +18,7 @@ use crate::addresses::{load_balancer_name, rack_name};
 use crate::topology::Testbed;
 
 /// Address of every load balancer's metrics, in its own namespace.
-pub const METRICS: &str = "127.0.0.1:9440";
+pub const METRICS_ADDRESS: &str = "127.0.0.1:9440";
 /// Interval of the checks.
 const POLL_INTERVAL: Duration = Duration::from_millis(100);
 /// Checks of load balancers per check of the status, which costs a controller more.
@@ -56,21 +56,21 @@ pub struct InvariantChecker<'a> {
 #[derive(Debug, Default)]
 struct ObservedState {
     observations: Observations,
-    configuration: u64,
+    configuration_generation: u64,
     /// Server names by id.
-    names: BTreeMap<u64, String>,
+    server_names: BTreeMap<u64, String>,
     /// Counters by (load balancer or server, counter).
     counters: BTreeMap<(String, String), u64>,
     /// Servers that load balancers find down: load balancer, service, server.
-    down: BTreeSet<[String; 3]>,
+    down_servers: BTreeSet<[String; 3]>,
     /// Table generations by load balancer, with the time of their last change.
     tables: BTreeMap<u16, (f64, Instant)>,
     /// Stamping cookie key, its generation, and the progress of a rotation.
-    keys: Option<[Value; 3]>,
+    cookie_keys: Option<[Value; 3]>,
 }
 
 /// Policies that make new tables whenever there is traffic.
-const READ_LOADS: [&str; 2] = ["crossrss", "crossrss-plus"];
+const LOAD_AWARE_POLICIES: [&str; 2] = ["crossrss", "crossrss-plus"];
 
 impl<'a> InvariantChecker<'a> {
     /// Returns a checker without observations.
@@ -107,9 +107,10 @@ impl<'a> InvariantChecker<'a> {
 
     /// Returns a load balancer without a new table since `since`; `None`: all have one. `status`: of the controller. A
     /// policy that ignores loads makes no new tables without changes: then the controller's tables must be in force.
-    pub fn find_without_table(&self, status: &Value, since: Instant) -> Option<String> {
-        let services = array(&status["services"]);
-        let reads_loads = services.iter().any(|service| READ_LOADS.iter().any(|policy| service["policy"] == *policy));
+    pub fn missing_table_reason(&self, status: &Value, since: Instant) -> Option<String> {
+        let services = array_or_empty(&status["services"]);
+        let reads_loads =
+            services.iter().any(|service| LOAD_AWARE_POLICIES.iter().any(|policy| service["policy"] == *policy));
         let made: f64 = services.iter().filter_map(|service| service["table_generation"].as_f64()).sum();
         let known = self.lock_state();
         let lacks = |number: u16| match known.tables.get(&number) {
@@ -123,7 +124,7 @@ impl<'a> InvariantChecker<'a> {
 
     /// Returns `coreward status`. Fails when no controller answers in time.
     pub fn status(&self) -> anyhow::Result<Value> {
-        Ok(serde_json::from_str(&self.operator.coreward(&["status", "--format", "json"])?)?)
+        Ok(serde_json::from_str(&self.operator.run_coreward(&["status", "--format", "json"])?)?)
     }
 
     fn lock_state(&self) -> std::sync::MutexGuard<'_, ObservedState> {
@@ -132,7 +133,7 @@ impl<'a> InvariantChecker<'a> {
 
     /// Returns the sum of the generations of the tables in force.
     fn table_generations(&self, number: u16) -> anyhow::Result<f64> {
-        let page = self.testbed.load_balancer(number)?.within(scrape)?;
+        let page = self.testbed.load_balancer(number)?.within(scrape_metrics)?;
         let generations = page.lines().filter_map(|line| line.strip_prefix("coreward_table_generation{"));
         Ok(generations.filter_map(|line| line.rsplit(' ').next()?.parse::<f64>().ok()).sum())
     }
@@ -160,18 +161,18 @@ impl<'a> InvariantChecker<'a> {
         let mut known = self.lock_state();
         known.observations.statuses += 1;
         let generation = status["configuration_generation"].as_u64().unwrap_or(0);
-        if generation < known.configuration {
-            let before = known.configuration;
+        if generation < known.configuration_generation {
+            let before = known.configuration_generation;
             known.record_violation(format!("configuration generation {generation} after {before}"));
         }
-        known.configuration = known.configuration.max(generation);
-        for server in array(&status["servers"]) {
+        known.configuration_generation = known.configuration_generation.max(generation);
+        for server in array_or_empty(&status["servers"]) {
             known.inspect_server(server);
             known.inspect_counters(server["name"].as_str().unwrap_or_default(), &server["counters"]);
         }
-        array(&status["services"]).iter().for_each(|service| known.inspect_checks(service));
+        array_or_empty(&status["services"]).iter().for_each(|service| known.inspect_checks(service));
         known.inspect_keys(&status["keys"]);
-        for balancer in array(&status["load_balancers"]) {
+        for balancer in array_or_empty(&status["load_balancers"]) {
             let name = balancer["name"].as_str().unwrap_or_default();
             known.inspect_counters(name, &balancer["state"]["counters"]);
         }
@@ -188,23 +189,24 @@ impl ObservedState {
     /// Checks that an id belongs to one server for the whole run, because cookies may contain it.
     fn inspect_server(&mut self, server: &Value) {
         let (Some(id), Some(name)) = (server["id"].as_u64(), server["name"].as_str()) else { return };
-        let other = self.names.iter().find(|(known, owner)| **known != id && *owner == name).map(|(other, _)| *other);
+        let other =
+            self.server_names.iter().find(|(known, owner)| **known != id && *owner == name).map(|(other, _)| *other);
         if let Some(other) = other {
             self.record_violation(format!("{name} has id {id}, after {other}"));
         }
-        let owner = self.names.entry(id).or_insert_with(|| name.to_owned()).clone();
+        let owner = self.server_names.entry(id).or_insert_with(|| name.to_owned()).clone();
         if owner != name {
             self.record_violation(format!("id {id} is {name}'s, after {owner}'s"));
         }
     }
 
     fn inspect_checks(&mut self, service: &Value) {
-        for member in array(&service["members"]) {
-            for check in array(&member["checks"]) {
+        for member in array_or_empty(&service["members"]) {
+            for check in array_or_empty(&member["checks"]) {
                 let who = [&check["load_balancer"], &service["name"], &member["server"]].map(Value::to_string);
                 match check["up"] == false {
-                    true => self.observations.found_down += u64::from(self.down.insert(who)),
-                    false => drop(self.down.remove(&who)),
+                    true => self.observations.found_down += u64::from(self.down_servers.insert(who)),
+                    false => drop(self.down_servers.remove(&who)),
                 }
             }
         }
@@ -213,7 +215,7 @@ impl ObservedState {
     /// Checks that the keys stay, because no rotation is allowed.
     fn inspect_keys(&mut self, keys: &Value) {
         let now = ["current", "generation", "phase"].map(|key| keys[key].clone());
-        let before = self.keys.get_or_insert_with(|| now.clone()).clone();
+        let before = self.cookie_keys.get_or_insert_with(|| now.clone()).clone();
         if now != before {
             self.record_violation(format!("the cookie keys changed: {before:?}, then {now:?}"));
         }
@@ -234,8 +236,8 @@ impl ObservedState {
 /// Returns the reason why the fleet has not converged. `None`: every server in the document reports and is healthy,
 /// every rack is connected, and every load balancer has the newest configuration and knows all servers. The load
 /// balancers must have confirmed this after `since`.
-pub fn not_converged(testbed: &Testbed, status: &Value, since: Instant) -> Option<String> {
-    for server in array(&status["servers"]) {
+pub fn unconverged_reason(testbed: &Testbed, status: &Value, since: Instant) -> Option<String> {
+    for server in array_or_empty(&status["servers"]) {
         if server["state"] != "gone" && server["reports"] != "fresh" {
             return Some(format!("{} reports {}", server["name"], server["reports"]));
         }
@@ -245,11 +247,11 @@ pub fn not_converged(testbed: &Testbed, status: &Value, since: Instant) -> Optio
     }
     for number in 1..=testbed.options().racks {
         let name = rack_name(number);
-        if !array(&status["racks"]).iter().any(|rack| rack["name"] == name) {
+        if !array_or_empty(&status["racks"]).iter().any(|rack| rack["name"] == name) {
             return Some(format!("{name} is not there"));
         }
     }
-    let balancers = array(&status["load_balancers"]);
+    let balancers = array_or_empty(&status["load_balancers"]);
     for number in testbed.load_balancer_numbers() {
         let name = load_balancer_name(number);
         let Some(balancer) = balancers.iter().find(|balancer| balancer["name"] == name) else {
@@ -260,7 +262,7 @@ pub fn not_converged(testbed: &Testbed, status: &Value, since: Instant) -> Optio
         if state.is_null() || age > since.elapsed() {
             return Some(format!("{name} has sent nothing since"));
         }
-        let unresolved = array(&state["unresolved_servers"]);
+        let unresolved = array_or_empty(&state["unresolved_servers"]);
         if !unresolved.is_empty() {
             return Some(format!("{name} does not find {unresolved:?}"));
         }
@@ -268,13 +270,13 @@ pub fn not_converged(testbed: &Testbed, status: &Value, since: Instant) -> Optio
     None
 }
 
-fn array(value: &Value) -> &[Value] {
+fn array_or_empty(value: &Value) -> &[Value] {
     value.as_array().map_or(&[], Vec::as_slice)
 }
 
 /// Returns the metrics of the namespace's load balancer.
-fn scrape() -> anyhow::Result<String> {
-    let address: SocketAddr = METRICS.parse()?;
+fn scrape_metrics() -> anyhow::Result<String> {
+    let address: SocketAddr = METRICS_ADDRESS.parse()?;
     let mut stream = TcpStream::connect_timeout(&address, SCRAPE_LIMIT)?;
     stream.set_read_timeout(Some(SCRAPE_LIMIT))?;
     stream.write_all(b"GET /metrics HTTP/1.1\r\nHost: coreward\r\nConnection: close\r\n\r\n")?;

@@ -34,7 +34,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::ensure;
 
-use crate::conformance::{SetOnDrop, change_loads, write_busy};
+use crate::conformance::{SetOnDrop, change_loads, write_busy_times};
 use crate::fleet::{Fleet, FleetOptions, LoadSource, busy_file, logs};
 use crate::interrupt;
 use crate::network_options::NetworkOptions;
@@ -45,7 +45,7 @@ use byzantine_agent::FalseReportKind;
 use byzantine_share::ByzantineShare;
 use config_mutator::{Model, Writer};
 use disk::Disk;
-use document::Documents;
+use document::DocumentGenerator;
 use etcd::Etcd;
 use fault::FaultKind;
 use invariants::{InvariantChecker, ResourceUsage};
@@ -99,20 +99,20 @@ const WEB_CHECK: &str =
     "[service.health]\ncheck = \"http\"\npath = \"/who\"\ninterval = \"200ms\"\ntimeout = \"200ms\"\nfall = 1\n";
 const STREAMS_CHECK: &str =
     "consistency = \"stateful\"\n[service.health]\ninterval = \"200ms\"\ntimeout = \"200ms\"\nfall = 1\n";
-const STEP: Duration = Duration::from_millis(20);
+const EVENT_POLL_INTERVAL: Duration = Duration::from_millis(20);
 /// Fraction of the run with configuration changes; the rest has only faults.
 const CHANGES_FRACTION: f64 = 0.7;
 /// Allowed growth of a daemon's memory (kB): work in progress, and memory that an allocator keeps.
-const MEMORY_GROWTH_KB: u64 = 32 << 10;
+const MAX_MEMORY_GROWTH_KB: u64 = 32 << 10;
 /// Allowed growth of open files.
-const FILES_GROWTH: u64 = 16;
+const MAX_FILE_GROWTH: u64 = 16;
 
 /// Runs the test and prints its results. Fails when the setup fails, or an invariant is violated.
 pub fn main(options: &Options) -> anyhow::Result<()> {
     interrupt::catch()?;
     let outcome = run("chaos", options)?;
     println!("{}", if options.json { serde_json::to_string_pretty(&outcome)? } else { outcome.to_string() });
-    ensure!(outcome.is_passed(), "what must hold did not: see above");
+    ensure!(outcome.has_passed(), "what must hold did not: see above");
     Ok(())
 }
 
@@ -134,14 +134,14 @@ pub fn run(instance: &str, options: &Options) -> anyhow::Result<Outcome> {
     let busy_of_streams = |number| testbed.directory().join(format!("streams-s{number}"));
     let _streams = testbed.start_stream_servers_at(stream_service(&testbed), busy_of_streams)?;
     for number in &numbers {
-        write_busy(&busy_file(&testbed, *number), &vec![0; usize::from(CORE_COUNT)])?;
+        write_busy_times(&busy_file(&testbed, *number), &vec![0; usize::from(CORE_COUNT)])?;
     }
     let server_racks: BTreeMap<u16, Vec<u16>> = numbers
         .iter()
         .filter(|_| options.racks > 0)
         .map(|number| (*number, server_racks(*number, options.racks)))
         .collect();
-    let documents = Documents::new(
+    let documents = DocumentGenerator::new(
         options.seed,
         options.network,
         &numbers,
@@ -156,16 +156,16 @@ pub fn run(instance: &str, options: &Options) -> anyhow::Result<Outcome> {
     let etcd = (options.controllers > 1).then(|| Etcd::start(&testbed)).transpose()?;
     let fleet_options = FleetOptions {
         load: LoadSource::PacedServer,
-        applied: Some(documents.text()),
+        applied_document: Some(documents.text()),
         store: Some(disk.path().join("controller.redb")),
-        preload: Some(preload.clone()),
-        controllers: options.controllers,
+        preloaded_faults: Some(preload.clone()),
+        controller_count: options.controllers,
         server_racks,
         tls: true,
         forwarding: options.network.forwarding,
         servers_family: options.network.family,
-        etcd: etcd.as_ref().map(Etcd::endpoints).unwrap_or_default(),
-        load_balancer_text: format!("metrics = \"{}\"\n", invariants::METRICS),
+        etcd_endpoints: etcd.as_ref().map(Etcd::endpoints).unwrap_or_default(),
+        load_balancer_text: format!("metrics = \"{}\"\n", invariants::METRICS_ADDRESS),
         ..FleetOptions::default()
     };
     let fleet = Fleet::start(&testbed, fleet_options)?;
@@ -178,13 +178,13 @@ struct Run<'a> {
     testbed: &'a Testbed,
     env: TestEnv<'a>,
     options: &'a Options,
-    kinds: Vec<FaultKind>,
+    fault_kinds: Vec<FaultKind>,
     start: Instant,
-    faults: BTreeMap<&'static str, u64>,
+    fault_counts: BTreeMap<&'static str, u64>,
     recoveries: Vec<Recovery>,
     violations: Vec<String>,
-    pins: usize,
-    resource_usage: BTreeMap<String, ResourceUsage>,
+    initial_pin_count: usize,
+    initial_usage: BTreeMap<String, ResourceUsage>,
 }
 
 impl<'a> Run<'a> {
@@ -196,18 +196,18 @@ impl<'a> Run<'a> {
         Ok(Self {
             testbed,
             options,
-            kinds,
+            fault_kinds: kinds,
             start: Instant::now(),
-            faults: BTreeMap::new(),
+            fault_counts: BTreeMap::new(),
             recoveries: Vec::new(),
             violations: Vec::new(),
-            pins: count_files(&testbed.pin_directory()),
-            resource_usage: env.resource_usage()?,
+            initial_pin_count: count_files(&testbed.pin_directory()),
+            initial_usage: env.resource_usage()?,
             env,
         })
     }
 
-    fn run(mut self, documents: Documents) -> anyhow::Result<Outcome> {
+    fn run(mut self, documents: DocumentGenerator) -> anyhow::Result<Outcome> {
         let (traffic, writer, watch) = (
             Traffic::start(self.testbed, self.options.seconds, self.options.seed)?,
             Writer::new(self.testbed, self.options.controllers),
@@ -230,21 +230,21 @@ impl<'a> Run<'a> {
             self.env.restart_controllers()?;
             self.wait_until_converged(&["kill"], &watch)?;
             writer.compare_final(&mut written)?;
-            let byzantine_share = self.byzantine_share(&writer, &mut written)?;
+            let byzantine_share = self.measure_byzantine_share(&writer, &mut written)?;
             Ok::<_, anyhow::Error>((self.env.resource_usage()?, byzantine_share))
         })?;
         self.check_growth(&busiest);
         let mut outcome = Outcome {
             seconds: self.start.elapsed().as_secs_f64(),
             seed: self.options.seed,
-            faults: self.faults.iter().map(|(name, count)| ((*name).to_owned(), *count)).collect(),
+            faults: self.fault_counts.iter().map(|(name, count)| ((*name).to_owned(), *count)).collect(),
             false_reports: self.env.false_reports().into(),
             byzantine_share,
             recoveries: std::mem::take(&mut self.recoveries),
             writes: writer.writes(),
             observations: watch.observations(),
             traffic: traffic.finish()?,
-            usage_before: std::mem::take(&mut self.resource_usage),
+            usage_before: std::mem::take(&mut self.initial_usage),
             usage_after: busiest,
             violations: std::mem::take(&mut self.violations),
         };
@@ -269,7 +269,7 @@ impl<'a> Run<'a> {
     ) -> anyhow::Result<()> {
         let Options { controllers, racks, .. } = *self.options;
         let parts = PartCounts { controllers, load_balancers: LOAD_BALANCER_COUNT, racks, servers: SERVER_COUNT };
-        let mut schedule = Schedule::new(self.options.seed, &self.kinds, parts);
+        let mut schedule = Schedule::new(self.options.seed, &self.fault_kinds, parts);
         let end = self.start + Duration::from_secs(self.options.seconds.into());
         while Instant::now() < end {
             let round = schedule.next_round();
@@ -297,7 +297,7 @@ impl<'a> Run<'a> {
             while begun.elapsed() < at {
                 interrupt::check()?;
                 self.env.maintain()?;
-                std::thread::sleep(STEP.min(at.saturating_sub(begun.elapsed())));
+                std::thread::sleep(EVENT_POLL_INTERVAL.min(at.saturating_sub(begun.elapsed())));
             }
             if is_end {
                 self.env.end(&planned.fault)?;
@@ -305,15 +305,19 @@ impl<'a> Run<'a> {
             }
             let lasts = planned.end - planned.begin;
             self.print_progress(&format!("{}, for {:.1} s", planned.fault, lasts.as_secs_f64()));
-            *self.faults.entry(planned.fault.kind().name()).or_default() += 1;
+            *self.fault_counts.entry(planned.fault.kind().name()).or_default() += 1;
             self.env.begin(&planned.fault)?;
         }
         Ok(())
     }
 
     /// Measures the connections that a server gets while an impostor reports idle cores for it.
-    fn byzantine_share(&mut self, writer: &Writer<'_>, written: &mut Model) -> anyhow::Result<Option<ByzantineShare>> {
-        if !self.kinds.contains(&FaultKind::ByzantineAgent) {
+    fn measure_byzantine_share(
+        &mut self,
+        writer: &Writer<'_>,
+        written: &mut Model,
+    ) -> anyhow::Result<Option<ByzantineShare>> {
+        if !self.fault_kinds.contains(&FaultKind::ByzantineAgent) {
             return Ok(None);
         }
         writer.undrain(written, 0)?;
@@ -341,8 +345,8 @@ impl<'a> Run<'a> {
             interrupt::check()?;
             self.env.maintain()?;
             let missing = match watch.status() {
-                Ok(status) => invariants::not_converged(self.testbed, &status, since)
-                    .or_else(|| watch.find_without_table(&status, since)),
+                Ok(status) => invariants::unconverged_reason(self.testbed, &status, since)
+                    .or_else(|| watch.missing_table_reason(&status, since)),
                 Err(error) => Some(format!("{error:#}")),
             };
             let Some(missing) = missing else { break };
@@ -355,7 +359,7 @@ impl<'a> Run<'a> {
                 break;
             }
             waited_for = Some(missing);
-            std::thread::sleep(STEP);
+            std::thread::sleep(EVENT_POLL_INTERVAL);
         }
         self.recoveries.push(Recovery {
             at: self.start.elapsed().as_secs_f64(),
@@ -369,12 +373,13 @@ impl<'a> Run<'a> {
     /// Checks the daemons' pins and resource usage against those before the run.
     fn check_growth(&mut self, after: &BTreeMap<String, ResourceUsage>) {
         let pins = count_files(&self.testbed.pin_directory());
-        if pins != self.pins {
-            self.violations.push(format!("{pins} objects are pinned, {} at the beginning", self.pins));
+        if pins != self.initial_pin_count {
+            self.violations.push(format!("{pins} objects are pinned, {} at the beginning", self.initial_pin_count));
         }
-        for (name, before) in &self.resource_usage {
+        for (name, before) in &self.initial_usage {
             let Some(after) = after.get(name) else { continue };
-            if after.memory_kb > before.memory_kb + MEMORY_GROWTH_KB || after.files > before.files + FILES_GROWTH {
+            if after.memory_kb > before.memory_kb + MAX_MEMORY_GROWTH_KB || after.files > before.files + MAX_FILE_GROWTH
+            {
                 self.violations.push(format!("{name} has grown: {before:?}, then {after:?}"));
             }
         }

@@ -7,7 +7,7 @@ use std::sync::atomic::Ordering;
 use serde::Serialize;
 
 use super::IMPOSTOR;
-use super::byzantine_agent::FalseReports;
+use super::byzantine_agent::FalseReportCounters;
 use super::byzantine_share::ByzantineShare;
 use super::config_mutator::WriteCounts;
 use super::invariants::{Observations, ResourceUsage};
@@ -60,8 +60,8 @@ pub struct FalseReportCounts {
     pub connections: u64,
 }
 
-impl From<&FalseReports> for FalseReportCounts {
-    fn from(false_reports: &FalseReports) -> Self {
+impl From<&FalseReportCounters> for FalseReportCounts {
+    fn from(false_reports: &FalseReportCounters) -> Self {
         Self {
             reports: false_reports.reports.load(Ordering::Relaxed),
             connections: false_reports.connections.load(Ordering::Relaxed),
@@ -71,7 +71,7 @@ impl From<&FalseReports> for FalseReportCounts {
 
 impl Outcome {
     /// Returns whether no invariant was violated.
-    pub fn is_passed(&self) -> bool {
+    pub fn has_passed(&self) -> bool {
         self.traffic.broken() == 0 && self.violations.is_empty()
     }
 }
@@ -144,6 +144,6 @@ impl fmt::Display for Outcome {
         for violation in &self.violations {
             writeln!(f, "DID NOT HOLD: {violation}")?;
         }
-        write!(f, "{}", if self.is_passed() { "all held" } else { "NOT all held" })
+        write!(f, "{}", if self.has_passed() { "all held" } else { "NOT all held" })
     }
 }

@@ -17,7 +17,7 @@ use crate::fleet::{CONTROLLER, agent_name, controller_name};
 const RNG_STREAM_FAULTS: u64 = 0x6368_6101;
 const FAULTS_MAX: u32 = 3;
 /// Range of the start times of a round's faults (ms).
-const BEGIN_MS: u32 = 2_000;
+const MAX_BEGIN_MS: u32 = 2_000;
 
 /// Fault with its start and end.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -45,14 +45,14 @@ pub struct PartCounts {
 pub struct Schedule {
     rng: Xoshiro256PlusPlus,
     kinds: Vec<FaultKind>,
-    turns: Vec<FaultKind>,
+    remaining_kinds: Vec<FaultKind>,
     parts: PartCounts,
 }
 
 impl Schedule {
     /// `kinds`: at least one that `parts` allow.
     pub fn new(seed: u64, kinds: &[FaultKind], parts: PartCounts) -> Self {
-        Self { rng: seeded_rng(seed, RNG_STREAM_FAULTS), kinds: kinds.to_vec(), turns: Vec::new(), parts }
+        Self { rng: seeded_rng(seed, RNG_STREAM_FAULTS), kinds: kinds.to_vec(), remaining_kinds: Vec::new(), parts }
     }
 
     /// Returns the faults of the next round, at least one; no two affect the same part.
@@ -61,12 +61,12 @@ impl Schedule {
         let mut round: Vec<PlannedFault> = Vec::new();
         for _ in 0..count {
             let kind = self.next_kind();
-            let fault = self.draw(kind);
+            let fault = self.random_fault(kind);
             if round.iter().any(|other| other.fault.overlaps(&fault)) {
-                self.turns.push(kind);
+                self.remaining_kinds.push(kind);
                 continue;
             }
-            let begin = Duration::from_millis(self.random_below(BEGIN_MS).into());
+            let begin = Duration::from_millis(self.random_below(MAX_BEGIN_MS).into());
             let lasts = fault.duration_ms();
             let lasting = Duration::from_millis((lasts.start + self.random_below(lasts.end - lasts.start)).into());
             round.push(PlannedFault { begin, end: begin + lasting, fault });
@@ -75,31 +75,31 @@ impl Schedule {
     }
 
     fn next_kind(&mut self) -> FaultKind {
-        if self.turns.is_empty() {
-            self.turns.clone_from(&self.kinds);
+        if self.remaining_kinds.is_empty() {
+            self.remaining_kinds.clone_from(&self.kinds);
         }
-        let position = self.random_below(self.turns.len() as u32);
-        self.turns.swap_remove(position as usize)
+        let position = self.random_below(self.remaining_kinds.len() as u32);
+        self.remaining_kinds.swap_remove(position as usize)
     }
 
-    fn draw(&mut self, kind: FaultKind) -> Fault {
+    fn random_fault(&mut self, kind: FaultKind) -> Fault {
         match kind {
-            FaultKind::Kill => Fault::Kill(self.daemon()),
-            FaultKind::Stop => Fault::Stop(self.daemon()),
-            FaultKind::Upgrade => Fault::Upgrade(self.daemon()),
+            FaultKind::Kill => Fault::Kill(self.random_daemon()),
+            FaultKind::Stop => Fault::Stop(self.random_daemon()),
+            FaultKind::Upgrade => Fault::Upgrade(self.random_daemon()),
             FaultKind::Partition => {
-                let (from, to) = self.partitioned_pair();
+                let (from, to) = self.random_port_pair();
                 Fault::Partition { from, to, is_bidirectional: self.random_below(2) == 0 }
             }
-            FaultKind::Link => Fault::Link(self.port()),
+            FaultKind::Link => Fault::Link(self.random_port()),
             FaultKind::Disk => Fault::Disk { fails_every_write: self.random_below(2) == 0 },
             FaultKind::Etcd => Fault::Etcd {
-                leader: self.random_below(2) == 0,
-                number: 1 + self.random_below(MEMBER_COUNT.into()) as u16,
-                stop: self.random_below(2) == 0,
+                is_leader: self.random_below(2) == 0,
+                member_number: 1 + self.random_below(MEMBER_COUNT.into()) as u16,
+                is_stopped: self.random_below(2) == 0,
             },
-            FaultKind::Clock => Fault::Clock { daemon: self.daemon(), seconds: self.clock_jump() },
-            FaultKind::ByzantineAgent => Fault::ByzantineAgent(self.server()),
+            FaultKind::Clock => Fault::Clock { daemon: self.random_daemon(), offset_s: self.random_clock_offset_s() },
+            FaultKind::ByzantineAgent => Fault::ByzantineAgent(self.random_server()),
         }
     }
 
@@ -107,46 +107,46 @@ impl Schedule {
         uniform_below(&mut self.rng, bound)
     }
 
-    fn server(&mut self) -> u16 {
+    fn random_server(&mut self) -> u16 {
         1 + self.random_below(self.parts.servers.into()) as u16
     }
 
-    fn load_balancer(&mut self) -> u16 {
+    fn random_load_balancer(&mut self) -> u16 {
         1 + self.random_below(self.parts.load_balancers.into()) as u16
     }
 
-    fn rack(&mut self) -> u16 {
+    fn random_rack(&mut self) -> u16 {
         1 + self.random_below(self.parts.racks.into()) as u16
     }
 
-    fn roles(&self) -> u32 {
+    fn role_count(&self) -> u32 {
         if self.parts.racks > 0 { 4 } else { 3 }
     }
 
     /// Returns a random daemon; each role has the same probability.
-    fn daemon(&mut self) -> String {
-        match self.random_below(self.roles()) {
+    fn random_daemon(&mut self) -> String {
+        match self.random_below(self.role_count()) {
             0 => controller_name(1 + self.random_below(self.parts.controllers.into()) as u16),
-            1 => load_balancer_name(self.load_balancer()),
-            3 => rack_name(self.rack()),
-            _ => agent_name(self.server()),
+            1 => load_balancer_name(self.random_load_balancer()),
+            3 => rack_name(self.random_rack()),
+            _ => agent_name(self.random_server()),
         }
     }
 
-    fn port(&mut self) -> String {
-        match self.random_below(self.roles()) {
+    fn random_port(&mut self) -> String {
+        match self.random_below(self.role_count()) {
             0 => CONTROLLER.to_owned(),
-            1 => load_balancer_name(self.load_balancer()),
-            3 => rack_name(self.rack()),
-            _ => format!("s{}", self.server()),
+            1 => load_balancer_name(self.random_load_balancer()),
+            3 => rack_name(self.random_rack()),
+            _ => format!("s{}", self.random_server()),
         }
     }
 
     /// Returns two ports; packets from the first to the second will be dropped.
-    fn partitioned_pair(&mut self) -> (String, String) {
-        let from = self.port();
+    fn random_port_pair(&mut self) -> (String, String) {
+        let from = self.random_port();
         loop {
-            let to = self.port();
+            let to = self.random_port();
             if to != from {
                 return (from, to);
             }
@@ -154,7 +154,7 @@ impl Schedule {
     }
 
     /// Returns a random clock offset (s): seconds, minutes, hours or days, positive or negative.
-    fn clock_jump(&mut self) -> i64 {
+    fn random_clock_offset_s(&mut self) -> i64 {
         let unit = [1, 60, 3_600, 86_400][self.random_below(4) as usize];
         let by = i64::from(1 + self.random_below(59)) * unit;
         if self.random_below(2) == 0 { by } else { -by }

@@ -11,7 +11,7 @@ use anyhow::{Context as _, ensure};
 use coreward_tls::Role;
 use nix::sys::signal::Signal;
 
-use super::byzantine_agent::{ByzantineAgent, FalseReportKind, FalseReports};
+use super::byzantine_agent::{ByzantineAgent, FalseReportCounters, FalseReportKind};
 use super::disk::Disk;
 use super::etcd::Etcd;
 use super::fault::Fault;
@@ -35,16 +35,16 @@ pub struct TestEnv<'a> {
     fleet: Fleet,
     network: Network<'a>,
     disk: Disk,
-    preload: PreloadedFaults,
+    preloaded_faults: PreloadedFaults,
     etcd: Option<Etcd<'a>>,
     stopped_etcd: Option<u16>,
     /// Executable that upgrades alternate with; `None`: upgrades restart the same executable.
-    other_command: Option<PathBuf>,
+    alternate_command: Option<PathBuf>,
     /// Daemons that run the other executable.
-    other: BTreeSet<String>,
-    down: BTreeSet<String>,
+    alternate_daemons: BTreeSet<String>,
+    down_daemons: BTreeSet<String>,
     running_impostors: BTreeMap<u16, RunningImpostor>,
-    false_reports: Arc<FalseReports>,
+    false_reports: Arc<FalseReportCounters>,
     /// Violations, in words.
     pub violations: Vec<String>,
 }
@@ -71,19 +71,19 @@ impl<'a> TestEnv<'a> {
             fleet,
             network: Network::new(testbed)?,
             disk,
-            preload,
+            preloaded_faults: preload,
             etcd,
             stopped_etcd: None,
-            other_command,
-            other: BTreeSet::new(),
-            down: BTreeSet::new(),
+            alternate_command: other_command,
+            alternate_daemons: BTreeSet::new(),
+            down_daemons: BTreeSet::new(),
             running_impostors: BTreeMap::new(),
             false_reports: Arc::default(),
             violations: Vec::new(),
         })
     }
 
-    pub fn false_reports(&self) -> &FalseReports {
+    pub fn false_reports(&self) -> &FalseReportCounters {
         &self.false_reports
     }
 
@@ -95,10 +95,12 @@ impl<'a> TestEnv<'a> {
             Fault::Upgrade(daemon) => self.upgrade(daemon),
             Fault::Partition { from, to, is_bidirectional } => self.network.drop_packets(from, to, *is_bidirectional),
             Fault::Link(port) => self.network.set_link(port, false),
-            Fault::Disk { fails_every_write: true } => self.preload.set_disk_full(CONTROLLER, true),
+            Fault::Disk { fails_every_write: true } => self.preloaded_faults.set_disk_full(CONTROLLER, true),
             Fault::Disk { fails_every_write: false } => self.disk.fill(),
-            Fault::Etcd { leader, number, stop } => self.begin_etcd(*leader, *number, *stop),
-            Fault::Clock { daemon, seconds } => self.preload.set_clock(daemon, seconds * SECOND_NS),
+            Fault::Etcd { is_leader: leader, member_number: number, is_stopped: stop } => {
+                self.begin_etcd(*leader, *number, *stop)
+            }
+            Fault::Clock { daemon, offset_s: seconds } => self.preloaded_faults.set_clock(daemon, seconds * SECOND_NS),
             Fault::ByzantineAgent(server) => self.start_false_reports(*server, FalseReportKind::FullControl),
         }
         .with_context(|| fault.to_string())
@@ -115,10 +117,10 @@ impl<'a> TestEnv<'a> {
             Fault::Upgrade(_) => Ok(()),
             Fault::Partition { .. } => self.network.restore(),
             Fault::Link(port) => self.network.set_link(port, true),
-            Fault::Disk { fails_every_write: true } => self.preload.set_disk_full(CONTROLLER, false),
-            Fault::Disk { fails_every_write: false } => self.disk.empty(),
-            Fault::Etcd { stop, .. } => self.end_etcd(*stop),
-            Fault::Clock { daemon, .. } => self.preload.set_clock(daemon, 0),
+            Fault::Disk { fails_every_write: true } => self.preloaded_faults.set_disk_full(CONTROLLER, false),
+            Fault::Disk { fails_every_write: false } => self.disk.remove_filler(),
+            Fault::Etcd { is_stopped: stop, .. } => self.end_etcd(*stop),
+            Fault::Clock { daemon, .. } => self.preloaded_faults.set_clock(daemon, 0),
             Fault::ByzantineAgent(server) => self.stop_false_reports(*server),
         }
         .with_context(|| format!("the end of: {fault}"))
@@ -127,7 +129,7 @@ impl<'a> TestEnv<'a> {
     /// Restarts daemons that have ended unexpectedly. Fails when the kernel does not have one of the processes.
     pub fn maintain(&mut self) -> anyhow::Result<()> {
         for daemon in self.fleet.daemons() {
-            if self.down.contains(&daemon) {
+            if self.down_daemons.contains(&daemon) {
                 continue;
             }
             if let Some(status) = self.fleet.daemon(&daemon)?.try_wait()? {
@@ -157,7 +159,7 @@ impl<'a> TestEnv<'a> {
     }
 
     fn kill(&mut self, daemon: &str) -> anyhow::Result<()> {
-        self.down.insert(daemon.to_owned());
+        self.down_daemons.insert(daemon.to_owned());
         if self.fleet.daemon(daemon)?.try_wait()?.is_some() {
             return Ok(());
         }
@@ -166,7 +168,7 @@ impl<'a> TestEnv<'a> {
 
     /// Starts a daemon. [`TestEnv::maintain`] finds a daemon that ends immediately.
     fn start(&mut self, daemon: &str) {
-        self.down.remove(daemon);
+        self.down_daemons.remove(daemon);
         if let Err(error) = self.fleet.restart(self.testbed, daemon) {
             tracing::debug!(event = "not-started", daemon, error = format!("{error:#}"), "cannot start a daemon");
         }
@@ -175,10 +177,10 @@ impl<'a> TestEnv<'a> {
     fn upgrade(&mut self, daemon: &str) -> anyhow::Result<()> {
         let status = self.fleet.daemon(daemon)?.terminate(END_LIMIT)?;
         ensure!(status.success(), "{daemon} ended with {status}: {}", logs(self.testbed));
-        if let Some(other) = self.other_command.clone() {
-            let is_other = self.other.remove(daemon);
+        if let Some(other) = self.alternate_command.clone() {
+            let is_other = self.alternate_daemons.remove(daemon);
             if !is_other {
-                self.other.insert(daemon.to_owned());
+                self.alternate_daemons.insert(daemon.to_owned());
             }
             self.fleet.set_command(daemon, if is_other { coreward_command()? } else { other });
         }

@@ -93,7 +93,7 @@ pub struct Traffic<'a> {
     delay_script: PathBuf,
 }
 
-type CountOf = fn(&mut TrafficCounts) -> &mut ClientCounts;
+type ClientCountSelector = fn(&mut TrafficCounts) -> &mut ClientCounts;
 
 impl<'a> Traffic<'a> {
     /// Starts the streams, which open connections for `seconds`. Fails when a process cannot be started.
@@ -119,20 +119,20 @@ impl<'a> Traffic<'a> {
             scope.spawn(move || {
                 while going() {
                     let outcome = download_once(self.testbed, &["--limit-rate", DOWNLOAD_RATE]);
-                    self.count(|seen| &mut seen.downloads, "download", outcome);
+                    self.record_outcome(|seen| &mut seen.downloads, "download", outcome);
                 }
             });
         }
         scope.spawn(move || {
             while going() {
-                self.wrk();
+                self.run_wrk();
             }
         });
         scope.spawn(move || {
             while going() {
                 let outcome =
                     self.in_client(|| Connection::open_to(self.testbed.service(), None)?.query_worker().map(drop));
-                self.count(|seen| &mut seen.short, "short connection", outcome);
+                self.record_outcome(|seen| &mut seen.short, "short connection", outcome);
                 std::thread::sleep(SHORT_INTERVAL);
             }
         });
@@ -162,7 +162,7 @@ impl<'a> Traffic<'a> {
         self.testbed.client().within(action)
     }
 
-    fn count(&self, of: CountOf, what: &str, outcome: anyhow::Result<()>) {
+    fn record_outcome(&self, of: ClientCountSelector, what: &str, outcome: anyhow::Result<()>) {
         let mut seen = self.counts.lock().expect("no client panics");
         match outcome {
             Ok(()) => of(&mut seen).good += 1,
@@ -179,7 +179,7 @@ impl<'a> Traffic<'a> {
         }
     }
 
-    fn wrk(&self) {
+    fn run_wrk(&self) {
         let mut command = Command::new("wrk");
         command.args(["--threads", "1", "--connections", "8", "--timeout", "10s", "--duration"]);
         command.arg(format!("{WRK_SECONDS}s")).arg("--script").arg(&self.delay_script);
@@ -194,7 +194,7 @@ impl<'a> Traffic<'a> {
                     self.report_failure(&mut seen.failures, self.start.elapsed(), format!("wrk: {errors} errors"));
                 }
             }
-            Err(error) => self.count(|seen| &mut seen.requests, "wrk", Err(error)),
+            Err(error) => self.record_outcome(|seen| &mut seen.requests, "wrk", Err(error)),
         }
     }
 
@@ -208,7 +208,7 @@ impl<'a> Traffic<'a> {
                 if outcome.is_err() {
                     *place = None;
                 }
-                self.count(|seen| &mut seen.kept, "kept connection", outcome);
+                self.record_outcome(|seen| &mut seen.kept, "kept connection", outcome);
                 std::thread::sleep((KEPT_INTERVAL / KEPT_CONNECTION_COUNT as u32).saturating_sub(asked.elapsed()));
             }
         }

@@ -28,7 +28,7 @@ use std::time::Duration;
 
 use anyhow::{Context as _, bail};
 use coreward_model::arrivals::{ArrivalLog, Workload};
-use coreward_model::replay::{Placer, Pools, replay};
+use coreward_model::replay::{Placer, ReplaySettings, replay};
 use coreward_model::statistics::median;
 use indicatif::{ProgressBar, ProgressStyle};
 
@@ -46,7 +46,7 @@ use timeline::Timeline;
 /// Time from the start of the load generators to time 0 of the log: they first read the log.
 const START_DELAY: Duration = Duration::from_millis(700);
 /// Pause between seeds, after which loads of the previous seed have no effect.
-const PAUSE: Duration = Duration::from_secs(1);
+const SEED_PAUSE: Duration = Duration::from_secs(1);
 
 /// Runs the demo and prints its results. Fails without root, when a testbed or a daemon does not start, or when
 /// interrupted; nothing is left behind.
@@ -60,7 +60,7 @@ pub fn run(options: &DemoOptions) -> anyhow::Result<()> {
     fs::create_dir_all(&options.out).with_context(|| format!("cannot create {}", options.out.display()))?;
     let logs = write_logs(options)?;
     if options.simulated {
-        println!("{}", results::simulated_table(&options.policies(), &simulated(options, &logs)));
+        println!("{}", results::simulated_table(&options.policies(), &simulate_logs(options, &logs)));
         return Ok(());
     }
     let progress = progress_bar(options);
@@ -76,37 +76,37 @@ pub fn run(options: &DemoOptions) -> anyhow::Result<()> {
 }
 
 /// Arrival log and its file.
-struct Log {
-    log: ArrivalLog,
+struct LogFile {
+    arrival_log: ArrivalLog,
     path: PathBuf,
 }
 
-fn write_logs(options: &DemoOptions) -> anyhow::Result<Vec<Log>> {
+fn write_logs(options: &DemoOptions) -> anyhow::Result<Vec<LogFile>> {
     let workload = Workload {
         duration_us: options.seconds * 1_000_000,
-        cores: u32::from(options.servers) * u32::from(options.cores),
+        core_count: u32::from(options.servers) * u32::from(options.cores),
         ..Workload::default()
     };
     let write = |seed: &u64| {
         let log = workload.generate(*seed);
         let path = fs::canonicalize(&options.out)?.join(format!("arrivals-seed{seed}.txt"));
         fs::write(&path, log.to_string()).with_context(|| format!("cannot write {}", path.display()))?;
-        Ok(Log { log, path })
+        Ok(LogFile { arrival_log: log, path })
     };
     options.seeds.iter().map(write).collect()
 }
 
-fn run_all(options: &DemoOptions, logs: &[Log], progress: &ProgressBar) -> anyhow::Result<DemoResults> {
+fn run_all(options: &DemoOptions, logs: &[LogFile], progress: &ProgressBar) -> anyhow::Result<DemoResults> {
     let timeline = Timeline::new(options.seconds);
-    let noise_floors: Vec<f64> = logs.iter().map(|log| noise_floor(options, &log.log)).collect();
+    let noise_floors: Vec<f64> = logs.iter().map(|log| noise_floor(options, &log.arrival_log)).collect();
     // The simulation runs first, because it would disturb measurements.
     announce(progress, "simulating the same logs under the same policies".to_owned());
-    let simulated = simulated(options, logs);
+    let simulated = simulate_logs(options, logs);
     interrupt::check()?;
     let mut testbeds = Vec::new();
     for policy in options.policies() {
         announce(progress, format!("starting testbed, controller, load balancer, agents: {policy}"));
-        testbeds.push(PolicyTestbed::start(policy, options, logs[0].log.source_addresses)?);
+        testbeds.push(PolicyTestbed::start(policy, options, logs[0].arrival_log.source_address_count)?);
         progress.inc(1);
         interrupt::check()?;
     }
@@ -132,8 +132,8 @@ fn run_all(options: &DemoOptions, logs: &[Log], progress: &ProgressBar) -> anyho
     })
 }
 
-fn simulated(options: &DemoOptions, logs: &[Log]) -> Vec<Simulated> {
-    let of_seeds: Vec<&ArrivalLog> = logs.iter().map(|log| &log.log).collect();
+fn simulate_logs(options: &DemoOptions, logs: &[LogFile]) -> Vec<Simulated> {
+    let of_seeds: Vec<&ArrivalLog> = logs.iter().map(|log| &log.arrival_log).collect();
     simulated::simulate(options, &options.policies(), &of_seeds, &Timeline::new(options.seconds))
 }
 
@@ -141,7 +141,12 @@ fn simulated(options: &DemoOptions, logs: &[Log]) -> Vec<Simulated> {
 /// requests are indivisible.
 fn noise_floor(options: &DemoOptions, log: &ArrivalLog) -> f64 {
     let warm_up_us = timeline::SETTLE_SECONDS * 1_000_000;
-    let pools = Pools { servers: options.servers, cores: options.cores, warm_up_us, ..Pools::default() };
+    let pools = ReplaySettings {
+        server_count: options.servers,
+        core_count: options.cores,
+        warm_up_us,
+        ..ReplaySettings::default()
+    };
     replay(log, pools, Placer::Oracle).core_pct
 }
 
@@ -152,12 +157,12 @@ fn generations(testbeds: &[PolicyTestbed]) -> anyhow::Result<Vec<u64>> {
 fn run_seed(
     testbeds: &mut [PolicyTestbed],
     position: usize,
-    log: &Log,
+    log: &LogFile,
     timeline: &Timeline,
     machine: &mut HostCpu,
     progress: &ProgressBar,
 ) -> anyhow::Result<Vec<SeedMeasures>> {
-    let seed = log.log.seed;
+    let seed = log.arrival_log.seed;
     let start_ns = now_ns() + START_DELAY.as_nanos() as u64;
     for testbed in &mut *testbeds {
         testbed.start_load(position, &log.path, start_ns)?;
@@ -179,7 +184,7 @@ fn run_seed(
     }
     machine.stop()?;
     let measures = testbeds.iter_mut().map(|testbed| testbed.finish(seed, timeline)).collect();
-    std::thread::sleep(PAUSE);
+    std::thread::sleep(SEED_PAUSE);
     measures
 }
 

@@ -12,7 +12,7 @@ use super::results::{DemoResults, PolicyRuns};
 
 const SIZE: (u32, u32) = (1200, 560);
 /// Width of the panel with the variance by second (pixels).
-const TIME_PANEL: u32 = 740;
+const TIME_PANEL_WIDTH: u32 = 740;
 const FONT: (&str, u32) = ("sans-serif", 14);
 const SMALL_FONT: (&str, u32) = ("sans-serif", 12);
 /// Height of a label's line, as a fraction of the panel's height.
@@ -41,7 +41,7 @@ pub fn draw(results: &DemoResults, path: &Path) -> anyhow::Result<()> {
             results.cores,
             results.runs[0].seeds.len()
         );
-        let (time, medians) = root.titled(&title, ("sans-serif", 20))?.split_horizontally(TIME_PANEL);
+        let (time, medians) = root.titled(&title, ("sans-serif", 20))?.split_horizontally(TIME_PANEL_WIDTH);
         draw_by_second(results, &time)?;
         draw_medians(results, &medians)?;
         root.present()
@@ -64,7 +64,7 @@ fn scale(results: &DemoResults) -> std::ops::Range<f64> {
 /// Returns the median over the seeds of each second's per-core variance.
 fn by_second(runs: &PolicyRuns, seconds: u64) -> Vec<(f64, f64)> {
     let of_second = |second: u64| {
-        let seeds = runs.seeds.iter().filter_map(|seed| seed.windows.get(second as usize)?.core_pct);
+        let seeds = runs.seeds.iter().filter_map(|seed| seed.windows.get(second as usize)?.core_variance_pct);
         Some((second as f64 + 0.5, median(&seeds.collect::<Vec<_>>())?))
     };
     (0..seconds).filter_map(of_second).collect()

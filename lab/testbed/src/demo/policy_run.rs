@@ -22,14 +22,14 @@ use super::timeline::{Event, Timeline};
 #[derive(Debug)]
 pub struct PolicyTestbed {
     policy: &'static str,
-    load: Option<Process>,
+    load_generator: Option<Process>,
     fleet: Fleet,
     servers: BTreeMap<u16, PacedServer>,
     /// Number of the server that is not in the pool.
-    waiting: u16,
+    waiting_server: u16,
     samples: Vec<Sample>,
     /// Number of client addresses of one log.
-    addresses: u16,
+    addresses_per_log: u16,
     testbed: Testbed,
 }
 
@@ -38,7 +38,7 @@ impl PolicyTestbed {
     /// start.
     pub fn start(policy: &'static str, options: &DemoOptions, addresses: u16) -> anyhow::Result<Self> {
         let testbed = Testbed::create(TestbedOptions {
-            instance: instance::unique_name(&instance_of(policy))?,
+            instance: instance::unique_name(&instance_prefix(policy))?,
             servers: options.servers + 1,
             cores: options.cores,
             // Each log has its own client addresses, because ports stay in TIME-WAIT for a minute.
@@ -63,7 +63,16 @@ impl PolicyTestbed {
         pool.remove(&waiting);
         fleet.set_pool(&testbed, pool)?;
         fleet.wait_until_ready(&testbed)?;
-        Ok(Self { policy, load: None, fleet, servers, waiting, samples: Vec::new(), addresses, testbed })
+        Ok(Self {
+            policy,
+            load_generator: None,
+            fleet,
+            servers,
+            waiting_server: waiting,
+            samples: Vec::new(),
+            addresses_per_log: addresses,
+            testbed,
+        })
     }
 
     pub fn policy(&self) -> &'static str {
@@ -82,13 +91,13 @@ impl PolicyTestbed {
 
     /// Starts the load generator with log number `position` of the demo. Fails when it cannot be started.
     pub fn start_load(&mut self, position: usize, log: &Path, start_ns: u64) -> anyhow::Result<()> {
-        let first_address = self.testbed.client_address(self.addresses * position as u16);
+        let first_address = self.testbed.client_address(self.addresses_per_log * position as u16);
         let mut command = Command::new(lab_command()?);
         command.args(["testbed", "load", "--vip", &self.testbed.service().to_string(), "--log"]).arg(log);
         command.args(["--first-address", &first_address.to_string(), "--start-at", &start_ns.to_string()]);
         command.stdout(File::create(self.report_path())?);
         self.samples.clear();
-        self.load = Some(self.testbed.spawn(self.testbed.client(), command)?);
+        self.load_generator = Some(self.testbed.spawn(self.testbed.client(), command)?);
         Ok(())
     }
 
@@ -107,7 +116,7 @@ impl PolicyTestbed {
     pub fn change_pool(&mut self, event: Event) -> anyhow::Result<()> {
         let mut pool = self.fleet.pool().clone();
         match event {
-            Event::Join => pool.insert(self.waiting, AdminState::Active),
+            Event::Join => pool.insert(self.waiting_server, AdminState::Active),
             Event::Drain => pool.insert(self.oldest_in_pool(), AdminState::Draining),
         };
         self.fleet.set_pool(&self.testbed, pool)
@@ -115,27 +124,27 @@ impl PolicyTestbed {
 
     /// Returns the oldest server of the pool: servers join in a cyclic order, so it follows the waiting one.
     fn oldest_in_pool(&self) -> u16 {
-        self.waiting % self.servers.len() as u16 + 1
+        self.waiting_server % self.servers.len() as u16 + 1
     }
 
     /// Waits for the load generator, removes the drained server from the pool, and returns the measures. Fails when the
     /// load generator fails or does not end in time.
     pub fn finish(&mut self, seed: u64, timeline: &Timeline) -> anyhow::Result<SeedMeasures> {
-        let mut load = self.load.take().context("no load generator was started")?;
+        let mut load = self.load_generator.take().context("no load generator was started")?;
         let status = load.wait(*TIMEOUT)?;
         ensure!(status.success(), "the load generator of policy {} failed: {status}", self.policy);
         let report: LoadReport = serde_json::from_slice(&fs::read(self.report_path())?)?;
         let measures = SeedMeasures::new(seed, &std::mem::take(&mut self.samples), timeline, report);
 
-        self.waiting = self.oldest_in_pool();
+        self.waiting_server = self.oldest_in_pool();
         let mut pool = self.fleet.pool().clone();
-        pool.remove(&self.waiting);
+        pool.remove(&self.waiting_server);
         self.fleet.set_pool(&self.testbed, pool)?;
         Ok(measures)
     }
 }
 
 /// Returns the prefix of an instance's name, which has lower-case letters and digits only.
-fn instance_of(policy: &str) -> String {
+fn instance_prefix(policy: &str) -> String {
     "demo".chars().chain(policy.chars().filter(char::is_ascii_alphanumeric).take(20)).collect()
 }

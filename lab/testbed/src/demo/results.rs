@@ -48,11 +48,11 @@ impl PolicyRuns {
         self.spread(|seed| seed.load.latency_us.p99 as f64 / 1_000.0)
     }
 
-    fn opened(&self) -> u64 {
+    fn opened_count(&self) -> u64 {
         self.seeds.iter().map(|seed| seed.load.opened).sum()
     }
 
-    fn broken(&self) -> u64 {
+    fn broken_count(&self) -> u64 {
         self.seeds.iter().map(|seed| seed.load.broken.total()).sum()
     }
 
@@ -116,12 +116,12 @@ struct JsonPolicy<'a> {
 
 #[derive(Serialize)]
 struct JsonSimulated {
-    server_variance_pct: JsonCompared,
-    core_variance_pct: JsonCompared,
+    server_variance_pct: JsonComparison,
+    core_variance_pct: JsonComparison,
 }
 
 #[derive(Serialize)]
-struct JsonCompared {
+struct JsonComparison {
     #[serde(flatten)]
     simulated: SeedSummary,
     live_is_within: bool,
@@ -142,7 +142,7 @@ struct JsonConnections {
 impl DemoResults {
     /// Returns medians over the seeds, and sums of connections and tables. Fails when a value is not a number.
     pub fn json(&self) -> anyhow::Result<String> {
-        let compared = |live: SeedSummary, simulated: SeedSummary| JsonCompared {
+        let compared = |live: SeedSummary, simulated: SeedSummary| JsonComparison {
             simulated,
             live_is_within: simulated.holds(live.median),
         };
@@ -155,7 +155,7 @@ impl DemoResults {
             server_variance_pct: runs.server_variance_pct().median,
             core_variance_pct: runs.core_variance_pct().median,
             latency_ms: JsonLatency { p50: runs.p50_ms().median, p99: runs.p99_ms().median },
-            connections: JsonConnections { opened: runs.opened(), broken: runs.broken() },
+            connections: JsonConnections { opened: runs.opened_count(), broken: runs.broken_count() },
             table_generations: runs.table_generations,
         };
         let Self { noise_floor_pct, seconds, servers, cores, .. } = *self;
@@ -191,25 +191,25 @@ impl DemoResults {
              Real: packets, TCP, load balancer, agents, controller."
                 .to_owned(),
         );
-        for runs in self.runs.iter().filter(|runs| runs.broken() > 0) {
+        for runs in self.runs.iter().filter(|runs| runs.broken_count() > 0) {
             lines.push(format!("Broken under {}: {}.", runs.policy, runs.broken_kinds()));
         }
-        lines.extend(["".to_owned(), self.live_against_simulated().to_string()]);
+        lines.extend(["".to_owned(), self.comparison_table().to_string()]);
         lines.push(format!(
             "Live against simulated: the same logs under the same policies in the simulator; medians over the seeds, \
              in\n\
-             brackets their range over {SIMULATED_RUN_COUNT} draws of server ids, RSS key, the moments of agents' reports \
-             and whose turn is\n\
+             brackets their range over {SIMULATED_RUN_COUNT} draws of server ids, RSS key, the moments of agents' \
+             reports and whose turn is\n\
              first. A live run is one such draw: if both are the same, one of {} live medians lies outside.",
             SIMULATED_RUN_COUNT.div_ceil(2)
         ));
-        lines.extend(self.warning());
+        lines.extend(self.measurement_note());
         lines
             .push(format!("Picture: {}; arrival logs and JSON in the same directory.", out.join("demo.svg").display()));
         lines.join("\n")
     }
 
-    fn warning(&self) -> Option<String> {
+    fn measurement_note(&self) -> Option<String> {
         let late_us = self.runs.iter().flat_map(|runs| &runs.seeds).map(|seed| seed.load.lateness_us.p99).max()?;
         let state = format!(
             "Profile {}. The machine's CPUs were {:.0} % busy; requests were sent {:.1} ms late at worst (p99)",
@@ -226,7 +226,7 @@ impl DemoResults {
         })
     }
 
-    fn live_against_simulated(&self) -> Table {
+    fn comparison_table(&self) -> Table {
         let mut table = Table::new();
         table.load_style(presets::UTF8_FULL_CONDENSED);
         table.set_header(["policy", "per-core variance %", "simulated", "", "server variance %", "simulated", ""]);
@@ -262,8 +262,8 @@ impl DemoResults {
                 runs.server_variance_pct().cell(2),
                 runs.p50_ms().cell(1),
                 runs.p99_ms().cell(1),
-                runs.opened().to_string(),
-                runs.broken().to_string(),
+                runs.opened_count().to_string(),
+                runs.broken_count().to_string(),
                 runs.table_generations.to_string(),
             ]);
         }
@@ -297,7 +297,11 @@ pub(super) mod tests {
         let seed = |seed: u64, core_variance_pct: f64| SeedMeasures {
             seed,
             windows: (0..18)
-                .map(|second| Window { second, server_pct: Some(0.5), core_pct: Some(core_variance_pct) })
+                .map(|second| Window {
+                    second,
+                    server_variance_pct: Some(0.5),
+                    core_variance_pct: Some(core_variance_pct),
+                })
                 .collect(),
             server_variance_pct: 0.5,
             core_variance_pct,

@@ -17,9 +17,9 @@ pub struct Window {
     /// Start of the window (second of the run).
     pub second: u64,
     /// Variance of the servers' served work; `None` when nothing was served.
-    pub server_pct: Option<f64>,
+    pub server_variance_pct: Option<f64>,
     /// Variance of the cores' served work; `None` when nothing was served.
-    pub core_pct: Option<f64>,
+    pub core_variance_pct: Option<f64>,
 }
 
 /// Measures of one seed's run under one policy.
@@ -41,7 +41,8 @@ impl SeedMeasures {
     /// Returns the measures by the samples at the start of each second and at the end of the last one.
     pub fn new(seed: u64, samples: &[Sample], timeline: &Timeline, load: LoadReport) -> Self {
         let windows = windows(samples);
-        let Variances { server_pct, core_pct } = Variances::of(&windows, timeline);
+        let Variances { server_variance_pct: server_pct, core_variance_pct: core_pct } =
+            Variances::of(&windows, timeline);
         Self { seed, windows, server_variance_pct: server_pct, core_variance_pct: core_pct, load }
     }
 }
@@ -50,9 +51,9 @@ impl SeedMeasures {
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Variances {
     /// Variance of the servers' served work.
-    pub server_pct: f64,
+    pub server_variance_pct: f64,
     /// Variance of the cores' served work.
-    pub core_pct: f64,
+    pub core_variance_pct: f64,
 }
 
 impl Variances {
@@ -62,7 +63,10 @@ impl Variances {
             let counted = windows.iter().filter(|window| timeline.is_counted(window.second));
             mean(&counted.filter_map(value).collect::<Vec<_>>()).unwrap_or(f64::NAN)
         };
-        Self { server_pct: of_counted(|window| window.server_pct), core_pct: of_counted(|window| window.core_pct) }
+        Self {
+            server_variance_pct: of_counted(|window| window.server_variance_pct),
+            core_variance_pct: of_counted(|window| window.core_variance_pct),
+        }
     }
 }
 
@@ -78,7 +82,11 @@ fn window(second: u64, before: &Sample, after: &Sample) -> Window {
     };
     let of_cores: Vec<Vec<f64>> = after.iter().filter_map(served).collect();
     let of_servers: Vec<f64> = of_cores.iter().map(|cores| cores.iter().sum()).collect();
-    Window { second, server_pct: variance_pct(&of_servers), core_pct: variance_pct(&of_cores.concat()) }
+    Window {
+        second,
+        server_variance_pct: variance_pct(&of_servers),
+        core_variance_pct: variance_pct(&of_cores.concat()),
+    }
 }
 
 #[cfg(test)]
@@ -91,7 +99,7 @@ mod tests {
         let after = Sample::from([(1, vec![11, 13]), (2, vec![1, 3]), (4, vec![900, 900])]);
         let window = window(7, &before, &after);
         // Cores served 1, 3, 1, 3: 0.5 and 1.5 of the mean; servers 4 and 4.
-        assert_eq!(window, Window { second: 7, server_pct: Some(0.0), core_pct: Some(25.0) });
+        assert_eq!(window, Window { second: 7, server_variance_pct: Some(0.0), core_variance_pct: Some(25.0) });
     }
 
     #[test]

@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use coreward_model::arrivals::ArrivalLog;
 use coreward_model::policy;
-use coreward_model::replay::{PoolChange, Pools, ReportPhase, replay_by_second};
+use coreward_model::replay::{PoolChange, ReplaySettings, ReportPhase, replay_by_second};
 use coreward_model::statistics::median;
 
 use super::options::DemoOptions;
@@ -42,8 +42,8 @@ pub fn simulate(
         SeedSummary::of(&draws.iter().map(value).collect::<Vec<_>>())
     };
     let of_policy = |draws: &[Variances]| Simulated {
-        core_variance_pct: spread(draws, |draw| draw.core_pct),
-        server_variance_pct: spread(draws, |draw| draw.server_pct),
+        core_variance_pct: spread(draws, |draw| draw.core_variance_pct),
+        server_variance_pct: spread(draws, |draw| draw.server_variance_pct),
     };
     medians.chunks(SIMULATED_RUN_COUNT).map(of_policy).collect()
 }
@@ -59,9 +59,15 @@ fn simulate_draw(
     let of_log = |(position, log): (usize, &&ArrivalLog)| {
         let circumstances = ReportPhase::Random;
         let servers = options.servers + 1;
-        let pools = Pools { servers, cores: options.cores, seed: draw, circumstances, ..Pools::default() };
-        let changes = changes(options.servers, position as u16, timeline);
-        let mut policy = policy::named(policy, draw).expect("the demo has run it");
+        let pools = ReplaySettings {
+            server_count: servers,
+            core_count: options.cores,
+            seed: draw,
+            report_phase: circumstances,
+            ..ReplaySettings::default()
+        };
+        let changes = planned_pool_changes(options.servers, position as u16, timeline);
+        let mut policy = policy::policy_by_name(policy, draw).expect("the demo has run it");
         let busy_ns = replay_by_second(log, pools, &changes, policy.as_mut());
         let samples: Vec<Sample> =
             (0..).zip(&busy_ns).map(|(second, busy_ns)| sample(busy_ns, options.cores, &changes, second)).collect();
@@ -70,12 +76,15 @@ fn simulate_draw(
     let all: Vec<Variances> = logs.iter().enumerate().map(of_log).collect();
     let median_of =
         |value: fn(&Variances) -> f64| median(&all.iter().map(value).collect::<Vec<_>>()).unwrap_or(f64::NAN);
-    Variances { core_pct: median_of(|run| run.core_pct), server_pct: median_of(|run| run.server_pct) }
+    Variances {
+        core_variance_pct: median_of(|run| run.core_variance_pct),
+        server_variance_pct: median_of(|run| run.server_variance_pct),
+    }
 }
 
 /// Returns the changes of the pool during log number `position` of the demo. Servers join in a cyclic order, and the
 /// oldest server of the pool drains.
-fn changes(servers: u16, position: u16, timeline: &Timeline) -> Vec<PoolChange> {
+fn planned_pool_changes(servers: u16, position: u16, timeline: &Timeline) -> Vec<PoolChange> {
     let waiting = (servers + position) % (servers + 1);
     let mut changes = vec![PoolChange { at_us: 0, server: waiting, eligible: false }];
     changes.extend(timeline.changes().map(|(second, event)| {
@@ -125,13 +134,21 @@ mod tests {
     fn simulated_servers_join_and_drain_as_live() {
         let timeline = Timeline::new(18);
         let change = |second: u64, server, eligible| PoolChange { at_us: second * 1_000_000, server, eligible };
-        assert_eq!(changes(4, 0, &timeline), [change(0, 4, false), change(6, 4, true), change(12, 0, false)]);
-        assert_eq!(changes(4, 1, &timeline), [change(0, 0, false), change(6, 0, true), change(12, 1, false)]);
+        assert_eq!(
+            planned_pool_changes(4, 0, &timeline),
+            [change(0, 4, false), change(6, 4, true), change(12, 0, false)]
+        );
+        assert_eq!(
+            planned_pool_changes(4, 1, &timeline),
+            [change(0, 0, false), change(6, 0, true), change(12, 1, false)]
+        );
         let busy_ns: Vec<u64> = (0..10).collect();
-        let in_pool = |second| sample(&busy_ns, 2, &changes(4, 0, &timeline), second).into_keys().collect::<Vec<_>>();
+        let in_pool = |second| {
+            sample(&busy_ns, 2, &planned_pool_changes(4, 0, &timeline), second).into_keys().collect::<Vec<_>>()
+        };
         assert_eq!([in_pool(0), in_pool(6)], [[1, 2, 3, 4], [1, 2, 3, 4]]);
         assert_eq!((in_pool(7), in_pool(13)), (vec![1, 2, 3, 4, 5], vec![2, 3, 4, 5]));
-        assert_eq!(sample(&busy_ns, 2, &changes(4, 0, &timeline), 7)[&5], [8, 9]);
+        assert_eq!(sample(&busy_ns, 2, &planned_pool_changes(4, 0, &timeline), 7)[&5], [8, 9]);
     }
 
     #[test]

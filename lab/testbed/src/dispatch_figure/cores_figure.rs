@@ -16,8 +16,8 @@ use coreward_sim::rpc::{Config, Policy};
 
 use super::orchestrator::Orchestrator;
 use super::points::{self, find_measurement, key};
-use super::real_time;
-use super::requests::{Measurement, Requests, allow_sockets};
+use super::real_time_command;
+use super::requests::{Measurement, RequestLoad, raise_socket_limit};
 use super::server_figure::TestEnv;
 use crate::addresses::SERVICE;
 use crate::fleet::lab_command;
@@ -48,7 +48,7 @@ pub fn measure(scenario: &Scenario, progress: Progress<'_>) -> anyhow::Result<Ve
     if let Some(missing) = missing_privilege() {
         bail!(missing);
     }
-    allow_sockets()?;
+    raise_socket_limit()?;
     let live = scenario.live.as_ref().context("a live figure without [live]")?;
     let (unit_us, seconds) = live.unit_us.zip(live.seconds).context("[live]: expected `unit_us` and `seconds`")?;
     let plan = points::plan(scenario)?;
@@ -83,8 +83,8 @@ fn measure_run(testbed: &Testbed, config: &Config, unit_us: f64, seconds: f64) -
     let batch = batch.filter(|_| service.mean() == 1.0).context("service: expected bimodal:0:FACTOR, for the batch")?;
     let orchestrator = Orchestrator::start(testbed, config, options, unit_us, Some(batch))?;
     let rate = |load: f64| load * f64::from(*cores) / (unit_us / 1e6);
-    let requests = Requests { service: service.clone(), unit_us, rate: rate(*load), seconds, seed: *seed };
-    let bursts = Requests { rate: rate(BURST_LOAD), seconds: BURST_SECONDS, ..requests.clone() };
+    let requests = RequestLoad { service: service.clone(), unit_us, rate: rate(*load), seconds, seed: *seed };
+    let bursts = RequestLoad { rate: rate(BURST_LOAD), seconds: BURST_SECONDS, ..requests.clone() };
     let stop = AtomicBool::new(false);
     let (measured, sent) = std::thread::scope(|scope| {
         let bursts = scope.spawn(|| send_bursts(testbed, &bursts, &stop));
@@ -116,7 +116,7 @@ fn measure_batch(
 }
 
 /// Sends a burst per interval until `stop` is set. Each burst has its own seed.
-fn send_bursts(testbed: &Testbed, burst: &Requests, stop: &AtomicBool) -> anyhow::Result<()> {
+fn send_bursts(testbed: &Testbed, burst: &RequestLoad, stop: &AtomicBool) -> anyhow::Result<()> {
     let mut due_ns = now_ns() + BURST_INTERVAL_NS;
     for number in 1.. {
         while now_ns() < due_ns {
@@ -126,7 +126,7 @@ fn send_bursts(testbed: &Testbed, burst: &Requests, stop: &AtomicBool) -> anyhow
             std::thread::sleep(POLL_INTERVAL);
         }
         due_ns += BURST_INTERVAL_NS;
-        let mut command = real_time(lab_command()?);
+        let mut command = real_time_command(lab_command()?);
         command.args(["load", &SERVICE.to_string(), "--service", &burst.service.to_string()]);
         command.args(["--multiplier", &burst.unit_us.to_string(), "--rate", &burst.rate.to_string()]);
         command.args(["--seconds", &burst.seconds.to_string(), "--warm-up", "0"]);

@@ -81,14 +81,14 @@ impl<'a> Dispatcher<'a> {
         }
     }
 
-    fn command(&self, arguments: &[&str]) -> anyhow::Result<Vec<u8>> {
+    fn run_command(&self, arguments: &[&str]) -> anyhow::Result<Vec<u8>> {
         let mut command = Command::new(coreward_command()?);
         command.arg("dispatch").args(arguments).arg("--pin-directory").arg(&self.pin_directory);
         Ok(self.testbed.run(self.testbed.server(self.server)?, command)?.stdout)
     }
 
     fn status(&self) -> anyhow::Result<Value> {
-        let status: Value = serde_json::from_slice(&self.command(&["--status", "--format", "json"])?)?;
+        let status: Value = serde_json::from_slice(&self.run_command(&["--status", "--format", "json"])?)?;
         status["services"].get(0).cloned().context("a status without a service")
     }
 
@@ -98,7 +98,7 @@ impl<'a> Dispatcher<'a> {
     }
 
     /// Returns the number of dispatched requests. Fails when the status is not available.
-    pub fn dispatched(&self) -> anyhow::Result<u64> {
+    pub fn dispatched_count(&self) -> anyhow::Result<u64> {
         self.workers()?.iter().map(|worker| worker["dispatched"].as_u64().context("dispatched")).sum()
     }
 
@@ -107,7 +107,7 @@ impl<'a> Dispatcher<'a> {
     pub fn stop(mut self) -> anyhow::Result<()> {
         let status = self.daemon.terminate(*TIMEOUT)?;
         ensure!(status.success(), "coreward dispatch ended with {status}");
-        self.command(&["--detach"]).map(drop)
+        self.run_command(&["--detach"]).map(drop)
     }
 }
 
@@ -115,6 +115,6 @@ impl Drop for Dispatcher<'_> {
     fn drop(&mut self) {
         // After a failure or `stop`; remaining pins are removed with the testbed.
         let _ = self.daemon.terminate(Duration::from_secs(1));
-        let _ = self.command(&["--detach"]);
+        let _ = self.run_command(&["--detach"]);
     }
 }

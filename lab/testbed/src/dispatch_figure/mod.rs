@@ -25,7 +25,7 @@ pub fn interrupt() {
 }
 
 /// Returns a command with real-time priority: it represents another machine, or more CPUs than this one has.
-fn real_time(program: PathBuf) -> Command {
+fn real_time_command(program: PathBuf) -> Command {
     let mut command = Command::new("chrt");
     command.args(["--fifo", "1"]).arg(program);
     command

@@ -12,7 +12,7 @@ use coreward_model::dispatch::{RankRule, Selection};
 use coreward_sim::rpc::{Config, JbsrqOptions};
 use serde_json::Value;
 
-use super::real_time;
+use super::real_time_command;
 use crate::addresses::SERVICE;
 use crate::core_load_file::read_busy_file;
 use crate::fleet::{coreward_command, lab_command};
@@ -50,7 +50,7 @@ pub fn configuration(
         "memory = {memory:?}\ncores = {cores}\ndepth = {depth}\npolicy = \"{policy}\"\nscheduler = \"{scheduler}\"\n\
          sleep = \"{latency_us}us\"\nwaiting = 16384\npayload = 256\nstall_after = \"10s\"\n"
     );
-    let services = options.priorities.services(config.service.class_times().len() as u8);
+    let services = options.priorities.service_count(config.service.class_times().len() as u8);
     for service in 0..services {
         let (priority, lambda) = (service, options.lambda.get());
         writeln!(text, "[[service]]\nlisten = \"{SERVICE}\"\npriority = {priority}\nlambda = {lambda:?}")?;
@@ -81,18 +81,18 @@ impl Orchestrator {
             // Files of an earlier orchestrator.
             let _ = fs::remove_file(left);
         }
-        fs::write(&file, configuration(config, options, &memory, in_us(config.latency, unit_us))?)?;
+        fs::write(&file, configuration(config, options, &memory, units_to_us(config.latency, unit_us))?)?;
         let log = File::create(path("orchestrate.log"))?;
         let namespace = testbed.server(1)?;
-        let mut command = real_time(coreward_command()?);
+        let mut command = real_time_command(coreward_command()?);
         command.args(["orchestrate", "--config"]).arg(&file);
         command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(log.try_clone()?);
         let mut daemon = testbed.spawn(namespace, command)?;
         daemon.wait_for_file("coreward orchestrate", &memory)?;
 
-        let mut command = real_time(lab_command()?);
+        let mut command = real_time_command(lab_command()?);
         command.args(["testbed", "orchestrated-server"]).args(server_options(config, options, unit_us));
-        command.args(batch.map(|time| format!("--batch-us={}", in_us(time, unit_us))));
+        command.args(batch.map(|time| format!("--batch-us={}", units_to_us(time, unit_us))));
         command.arg("--memory").arg(&memory).arg("--busy-file").arg(&busy_file);
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(log);
         let mut server = testbed.spawn(namespace, command)?;
@@ -124,7 +124,7 @@ impl Orchestrator {
     }
 }
 
-fn in_us(time: f64, unit_us: f64) -> u64 {
+fn units_to_us(time: f64, unit_us: f64) -> u64 {
     (time * unit_us).round().max(1.0) as u64
 }
 
@@ -135,12 +135,12 @@ fn server_options(config: &Config, options: &JbsrqOptions, unit_us: f64) -> Vec<
         "--paced".to_owned(),
         "--keys=1".to_owned(),
         format!("--cores={}", cores.join(",")),
-        format!("--quantum-us={}", in_us(options.quantum, unit_us)),
-        format!("--sleep-us={}", in_us(config.latency, unit_us)),
+        format!("--quantum-us={}", units_to_us(options.quantum, unit_us)),
+        format!("--sleep-us={}", units_to_us(config.latency, unit_us)),
         format!("--switch-us={}", (options.switch_cost * unit_us).round()),
         format!("--assignment={}", options.assignment),
         format!("--reserved={}", options.reserved),
-        format!("--epoch-us={}", in_us(options.interval, unit_us)),
+        format!("--epoch-us={}", units_to_us(options.interval, unit_us)),
     ]
 }
 

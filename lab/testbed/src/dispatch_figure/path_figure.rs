@@ -11,7 +11,7 @@ use coreward_sim::path;
 
 use super::dispatcher::{Dispatcher, key_value_service};
 use super::points::{self, find_measurement, key};
-use super::requests::{Measurement, Requests, allow_sockets};
+use super::requests::{Measurement, RequestLoad, raise_socket_limit};
 use crate::addresses::SERVICE;
 use crate::fleet::{Fleet, FleetOptions, LoadSource};
 use crate::instance;
@@ -28,7 +28,7 @@ pub fn measure(scenario: &Scenario, progress: Progress<'_>) -> anyhow::Result<Ve
     if let Some(missing) = missing_privilege() {
         anyhow::bail!(missing);
     }
-    allow_sockets()?;
+    raise_socket_limit()?;
     let seconds = scenario.live.as_ref().and_then(|live| live.seconds).context("[live]: expected `seconds`")?;
     let plan = points::plan(scenario)?;
     let mut configs: Vec<&path::Config> = plan.jobs.iter().filter_map(|job| as_path(job)).collect();
@@ -41,7 +41,7 @@ pub fn measure(scenario: &Scenario, progress: Progress<'_>) -> anyhow::Result<Ve
     ensure!(configs.iter().all(|config| alike(&config)), "servers and cores: expected the same for all series");
     let env = TestEnv::start(first)?;
     for group in configs.chunk_by(|a, b| (&a.seeds, &a.policies) == (&b.seeds, &b.policies)) {
-        let _fleet = env.fleet(&group[0].policies)?;
+        let _fleet = env.start_fleet(&group[0].policies)?;
         for config in group {
             measured.insert(key(config), env.measure(config, seconds)?);
             progress(measured.len(), configs.len());
@@ -77,7 +77,7 @@ impl TestEnv {
     }
 
     /// Starts controller, load balancer and agents, with placement by datagram under these policies.
-    fn fleet(&self, policies: &[String]) -> anyhow::Result<Fleet> {
+    fn start_fleet(&self, policies: &[String]) -> anyhow::Result<Fleet> {
         let [policy] = policies else { anyhow::bail!("policies of one run: expected one") };
         let more = format!(
             "\n[[service]]\nname = \"requests\"\nvip = \"{SERVICE}\"\nprotocol = \"udp\"\nudp = \"packet\"\n\
@@ -107,9 +107,9 @@ impl TestEnv {
         let dispatchers: Vec<Dispatcher<'_>> = dispatchers.collect::<anyhow::Result<_>>()?;
         let rate = load * f64::from(*cores) * f64::from(*servers) / (service.mean() * unit_us / 1e6);
         let seed = *config.seeds.first().context("a run without a seed")?;
-        let requests = Requests { service: service.clone(), unit_us: *unit_us, rate, seconds, seed };
+        let requests = RequestLoad { service: service.clone(), unit_us: *unit_us, rate, seconds, seed };
         let seen = requests.send(&self.testbed)?;
-        let by_server = dispatchers.iter().map(Dispatcher::dispatched).collect::<anyhow::Result<Vec<u64>>>()?;
+        let by_server = dispatchers.iter().map(Dispatcher::dispatched_count).collect::<anyhow::Result<Vec<u64>>>()?;
         dispatchers.into_iter().try_for_each(Dispatcher::stop)?;
         let (sent, lost) = seen.requests_and_lost();
         let dispatched: u64 = by_server.iter().sum();

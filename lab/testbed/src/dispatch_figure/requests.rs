@@ -11,7 +11,7 @@ use coreward_sim::figure::axes::Metric;
 use coreward_sim::rpc::Service;
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 
-use super::real_time;
+use super::real_time_command;
 use crate::addresses::SERVICE;
 use crate::fleet::lab_command;
 use crate::process::TIMEOUT;
@@ -32,12 +32,12 @@ const MAX_LATENESS_VARIABLE: &str = "COREWARD_MAX_LATENESS_US";
 /// Limit of attempts, with growing pauses, in total four minutes. A figure that takes many minutes should survive a
 /// busy one.
 const MAX_ATTEMPTS: u32 = 12;
-const PAUSE: Duration = Duration::from_secs(1);
-const MAX_PAUSE: Duration = Duration::from_secs(30);
+const RETRY_PAUSE: Duration = Duration::from_secs(1);
+const MAX_RETRY_PAUSE: Duration = Duration::from_secs(30);
 
 /// Load of a run.
 #[derive(Debug, Clone)]
-pub struct Requests {
+pub struct RequestLoad {
     /// Service times, in units.
     pub service: Service,
     /// Unit of service time (us).
@@ -57,14 +57,14 @@ pub struct Measurement {
 }
 
 /// Raises the limit of sockets, because every source port is a socket. Fails when the limit may be too low.
-pub fn allow_sockets() -> anyhow::Result<()> {
+pub fn raise_socket_limit() -> anyhow::Result<()> {
     let (soft, hard) = getrlimit(Resource::RLIMIT_NOFILE)?;
     let needed = u64::from(FLOW_COUNT) + 100;
     ensure!(hard >= needed, "at most {hard} open files (ulimit -Hn): expected {needed}, for as many source ports");
     Ok(setrlimit(Resource::RLIMIT_NOFILE, soft.max(needed), hard)?)
 }
 
-impl Requests {
+impl RequestLoad {
     /// Sends all requests and waits for the responses; repeats this while the machine is busy. Fails when the generator
     /// fails, the machine stays busy, or no request was answered.
     pub fn send(&self, testbed: &Testbed) -> anyhow::Result<Measurement> {
@@ -98,7 +98,7 @@ pub fn measure_undisturbed(
     let max_lateness_us = max_lateness_us()?;
     for attempt in 0..MAX_ATTEMPTS {
         if attempt > 0 {
-            let pause = (PAUSE * attempt * attempt).min(MAX_PAUSE);
+            let pause = (RETRY_PAUSE * attempt * attempt).min(MAX_RETRY_PAUSE);
             crate::interrupt::sleep_until(now_ns() + pause.as_nanos() as u64)?;
         }
         crate::interrupt::check()?;
@@ -120,7 +120,7 @@ fn max_lateness_us() -> anyhow::Result<f64> {
 }
 
 fn send(testbed: &Testbed, target: SocketAddrV4, options: &[&str], limit: Duration) -> anyhow::Result<Report> {
-    let mut command = real_time(lab_command()?);
+    let mut command = real_time_command(lab_command()?);
     command.args(["load", &target.to_string(), "--format", "json"]).args(options);
     command.stdin(Stdio::null()).stdout(Stdio::piped());
     testbed.spawn(testbed.client(), command)?.read_json(limit)

@@ -13,7 +13,7 @@ use coreward_sim::rpc::{self, Policy};
 use super::dispatcher::{Dispatcher, key_value_service};
 use super::orchestrator::Orchestrator;
 use super::points::{self, find_measurement, is_same_series, key};
-use super::requests::{Measurement, Requests, allow_sockets};
+use super::requests::{Measurement, RequestLoad, raise_socket_limit};
 use crate::instance;
 use crate::key_value::handle::KeyValueServer;
 use crate::topology::{Testbed, missing_privilege};
@@ -28,7 +28,7 @@ pub fn measure(scenario: &Scenario, progress: Progress<'_>) -> anyhow::Result<Ve
     if let Some(missing) = missing_privilege() {
         anyhow::bail!(missing);
     }
-    allow_sockets()?;
+    raise_socket_limit()?;
     let live = scenario.live.as_ref().context("a live figure without [live]")?;
     let (unit_us, seconds) = live.unit_us.zip(live.seconds).context("[live]: expected `unit_us` and `seconds`")?;
     let plan = points::plan(scenario)?;
@@ -81,7 +81,7 @@ impl<'a> Backend<'a> {
     fn stop(self) -> anyhow::Result<u64> {
         match self {
             Self::Dispatcher(dispatcher) => {
-                let dispatched = dispatcher.dispatched()?;
+                let dispatched = dispatcher.dispatched_count()?;
                 dispatcher.stop()?;
                 Ok(dispatched)
             }
@@ -142,7 +142,7 @@ impl TestEnv {
     fn measure(&self, config: &rpc::Config, unit_us: f64, seconds: f64) -> anyhow::Result<Measurement> {
         let rpc::Config { policy, service, load, cores, seed, .. } = config;
         let rate = load * f64::from(*cores) / (service.mean() * unit_us / 1e6);
-        let requests = Requests { service: service.clone(), unit_us, rate, seconds, seed: *seed };
+        let requests = RequestLoad { service: service.clone(), unit_us, rate, seconds, seed: *seed };
         let seen = requests.send(&self.testbed)?;
         let (sent, lost) = seen.requests_and_lost();
         ensure!(lost == 0, "{policy} at a load of {load}: {lost} of {sent} requests were lost");

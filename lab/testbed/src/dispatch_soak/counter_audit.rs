@@ -9,7 +9,7 @@ use serde::Serialize;
 use serde_json::Value;
 
 use super::fault_injector::FaultCounts;
-use super::test_env::{TestEnv, WORKER_COUNT, eligible};
+use super::test_env::{TestEnv, WORKER_COUNT, count_eligible_workers};
 use crate::counters::{self, Counters};
 
 /// All counters at one time.
@@ -30,7 +30,7 @@ impl CounterReading {
             ledger: env.ledger()?,
             client: counters::read(env.testbed().client())?,
             server: counters::read(env.testbed().server(1)?)?,
-            purged: env.purged()?,
+            purged: env.read_purged_count()?,
             refused: env.server().counters()?.iter().map(|worker| worker.refused).sum(),
         })
     }
@@ -42,7 +42,7 @@ impl CounterReading {
         if outstanding != 0 || queued != 0 {
             found.push(format!("{outstanding} outstanding, {queued} queued: {}", self.ledger));
         }
-        let eligible = eligible(&self.ledger);
+        let eligible = count_eligible_workers(&self.ledger);
         if eligible != Some(WORKER_COUNT) {
             found.push(format!("{eligible:?} workers are eligible: {}", self.ledger));
         }
@@ -61,15 +61,15 @@ impl CounterReading {
         workers.filter_map(|worker| worker[count].as_u64()).sum()
     }
 
-    fn counter(&self, name: &str) -> u64 {
+    fn dispatch_counter(&self, name: &str) -> u64 {
         self.ledger["counters"][name].as_u64().unwrap_or(0)
     }
 
-    fn server(&self, name: &str) -> u64 {
+    fn server_counter(&self, name: &str) -> u64 {
         self.server.get(name).copied().unwrap_or(0)
     }
 
-    fn client(&self, name: &str) -> u64 {
+    fn client_counter(&self, name: &str) -> u64 {
         self.client.get(name).copied().unwrap_or(0)
     }
 }
@@ -130,14 +130,14 @@ impl Segment {
         made: &FaultCounts,
         load: &Report,
     ) -> Self {
-        let server = |name: &str| after.server(name) - before.server(name);
+        let server = |name: &str| after.server_counter(name) - before.server_counter(name);
         let (read, responses) = (server("UdpInDatagrams"), server("UdpOutDatagrams"));
         let refused = after.refused - before.refused;
         let began_anew = made.detachments + made.restarts > 0;
         let mut segment = Self {
             number,
             faults: made.clone(),
-            sent: after.client("UdpOutDatagrams") - before.client("UdpOutDatagrams"),
+            sent: after.client_counter("UdpOutDatagrams") - before.client_counter("UdpOutDatagrams"),
             read,
             dropped: server("UdpRcvbufErrors") + server("UdpMemErrors"),
             without_listener: server("UdpNoPorts"),
@@ -203,7 +203,8 @@ impl Segment {
         let (arrived, made) = (self.read + self.dropped + self.purged, self.faults.clone());
         let given = self.responses + made.spoofed + made.answered_by_others;
         let (abandoned, late) = (ledger.abandoned, ledger.late);
-        let uncounted = ["untracked", "no_worker"].map(|name| after.counter(name) - before.counter(name));
+        let uncounted =
+            ["untracked", "no_worker"].map(|name| after.dispatch_counter(name) - before.dispatch_counter(name));
         let agree = (arrived..=arrived + made.kills).contains(&dispatched);
         self.require(agree, || format!("{dispatched} dispatched, the workers' sockets were given {arrived}"));
         self.require(answers == given, || format!("{answers} completed or unmatched, {given} responses were sent"));
@@ -216,7 +217,7 @@ impl Segment {
 impl RequestLedger {
     fn new(before: &CounterReading, after: &CounterReading, made: &FaultCounts) -> Self {
         let sum = |name: &str| after.sum(name) - before.sum(name);
-        let unmatched = after.counter("unmatched") - before.counter("unmatched");
+        let unmatched = after.dispatch_counter("unmatched") - before.dispatch_counter("unmatched");
         Self {
             dispatched: sum("dispatched"),
             completed: sum("completed"),

@@ -9,7 +9,7 @@ use rand_xoshiro::Xoshiro256PlusPlus;
 use serde::Serialize;
 use std::net::SocketAddrV4;
 
-use super::spoof::{FIRST_ID, Spoofer, UnansweredClient};
+use super::spoof::{FIRST_UNANSWERED_ID, Spoofer, UnansweredClient};
 use super::test_env::{FIRST_PORT, FLOW_COUNT, TestEnv, WORKER_COUNT};
 use crate::interrupt;
 
@@ -72,7 +72,7 @@ pub struct FaultInjector<'a> {
     unanswered_client: UnansweredClient,
     spoofer: Spoofer,
     /// Stopped workers and the times of their SIGCONT.
-    stopped: Vec<(u32, Instant)>,
+    stopped_workers: Vec<(u32, Instant)>,
     counts: FaultCounts,
 }
 
@@ -88,7 +88,7 @@ impl<'a> FaultInjector<'a> {
             may_restart,
             unanswered_client,
             spoofer,
-            stopped: Vec::new(),
+            stopped_workers: Vec::new(),
             counts: FaultCounts::default(),
         })
     }
@@ -100,12 +100,13 @@ impl<'a> FaultInjector<'a> {
     /// Injects faults until `end`. Fails when a fault cannot be injected, or after a signal.
     pub fn inject_until(&mut self, end: Instant) -> anyhow::Result<()> {
         loop {
-            let pause = self.within(PAUSE_MS).min(end.saturating_duration_since(Instant::now()));
+            let pause = self.random_duration(PAUSE_MS).min(end.saturating_duration_since(Instant::now()));
             std::thread::sleep(pause);
             interrupt::check()?;
             let now = Instant::now();
-            let (due, still): (Vec<_>, Vec<_>) = self.stopped.drain(..).partition(|(_, resume_at)| *resume_at <= now);
-            self.stopped = still;
+            let (due, still): (Vec<_>, Vec<_>) =
+                self.stopped_workers.drain(..).partition(|(_, resume_at)| *resume_at <= now);
+            self.stopped_workers = still;
             due.into_iter().for_each(|(pid, _)| self.signal(pid, Signal::SIGCONT));
             if now >= end {
                 return Ok(());
@@ -116,7 +117,7 @@ impl<'a> FaultInjector<'a> {
 
     /// Resumes all workers. Returns the counts of faults.
     pub fn finish(mut self) -> anyhow::Result<FaultCounts> {
-        std::mem::take(&mut self.stopped).into_iter().for_each(|(pid, _)| self.signal(pid, Signal::SIGCONT));
+        std::mem::take(&mut self.stopped_workers).into_iter().for_each(|(pid, _)| self.signal(pid, Signal::SIGCONT));
         Ok(self.counts)
     }
 
@@ -124,19 +125,19 @@ impl<'a> FaultInjector<'a> {
         match uniform_below(self.rng, if self.may_restart { 8 } else { 6 }) {
             0 => self.kill_worker(),
             1 => self.stop_worker(),
-            2 => self.without_response(),
+            2 => self.send_unanswered_requests(),
             3 => self.spoof()?,
             4 => self.flood(),
             5 => {
                 self.env.kill_daemon()?;
-                std::thread::sleep(self.within(10..400));
-                self.env.attach(WORKER_COUNT - self.stopped.len() as u64)?;
+                std::thread::sleep(self.random_duration(10..400));
+                self.env.attach(WORKER_COUNT - self.stopped_workers.len() as u64)?;
                 self.counts.upgrades += 1;
             }
             6 => {
                 self.env.detach()?;
-                std::thread::sleep(self.within(10..400));
-                self.env.attach(WORKER_COUNT - self.stopped.len() as u64)?;
+                std::thread::sleep(self.random_duration(10..400));
+                self.env.attach(WORKER_COUNT - self.stopped_workers.len() as u64)?;
                 self.counts.detachments += 1;
             }
             _ => {
@@ -147,12 +148,12 @@ impl<'a> FaultInjector<'a> {
         Ok(())
     }
 
-    fn within(&mut self, milliseconds: std::ops::Range<u32>) -> Duration {
+    fn random_duration(&mut self, milliseconds: std::ops::Range<u32>) -> Duration {
         let beyond = uniform_below(self.rng, milliseconds.end - milliseconds.start);
         Duration::from_millis((milliseconds.start + beyond).into())
     }
 
-    fn any_worker(&mut self) -> Option<u32> {
+    fn random_worker_pid(&mut self) -> Option<u32> {
         let number = uniform_below(self.rng, WORKER_COUNT as u32) as u8;
         // A killed worker may not have been replaced yet.
         self.env.server().worker_pid(number).ok()
@@ -166,24 +167,24 @@ impl<'a> FaultInjector<'a> {
     }
 
     fn kill_worker(&mut self) {
-        let Some(pid) = self.any_worker() else { return };
+        let Some(pid) = self.random_worker_pid() else { return };
         self.signal(pid, Signal::SIGKILL);
         self.counts.kills += 1;
     }
 
     fn stop_worker(&mut self) {
-        let Some(pid) = self.any_worker() else { return };
-        let resume_at = Instant::now() + self.within(STOP_DURATION_MS);
+        let Some(pid) = self.random_worker_pid() else { return };
+        let resume_at = Instant::now() + self.random_duration(STOP_DURATION_MS);
         // At most two at a time: half of the workers can serve the load.
-        if self.stopped.len() < 2 && self.stopped.iter().all(|(stopped, _)| *stopped != pid) {
+        if self.stopped_workers.len() < 2 && self.stopped_workers.iter().all(|(stopped, _)| *stopped != pid) {
             self.signal(pid, Signal::SIGSTOP);
-            self.stopped.push((pid, resume_at));
+            self.stopped_workers.push((pid, resume_at));
             self.counts.stops += 1;
         }
     }
 
     /// Sends requests that get no response; another process answers every second one.
-    fn without_response(&mut self) {
+    fn send_unanswered_requests(&mut self) {
         let count = 1 + uniform_below(self.rng, 20);
         let ids: Vec<u32> = (0..count).filter_map(|_| self.unanswered_client.send()).collect();
         self.counts.without_response += ids.len() as u64;
@@ -198,7 +199,7 @@ impl<'a> FaultInjector<'a> {
         let client = self.env.testbed().client_ipv4_address(0);
         for _ in 0..1 + uniform_below(self.rng, 50) {
             let port = FIRST_PORT + uniform_below(self.rng, FLOW_COUNT.into()) as u16;
-            let id = FIRST_ID | uniform_below(self.rng, FIRST_ID);
+            let id = FIRST_UNANSWERED_ID | uniform_below(self.rng, FIRST_UNANSWERED_ID);
             self.spoofer.respond(SocketAddrV4::new(client, port), id)?;
             self.counts.spoofed += 1;
         }

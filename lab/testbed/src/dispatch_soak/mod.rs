@@ -25,7 +25,7 @@ use test_env::TestEnv;
 
 /// [`seeded_rng`]'s stream for the faults.
 const RNG_STREAM_FAULTS: u64 = 0x6469_7301;
-const SEGMENT: Duration = Duration::from_secs(50);
+const SEGMENT_DURATION: Duration = Duration::from_secs(50);
 /// Minimum time until counters are compared: late responses of stopped workers have arrived then.
 const MIN_SETTLE: Duration = Duration::from_secs(1);
 /// Minimum duration of a segment, so that faults can occur.
@@ -77,7 +77,7 @@ pub fn run(instance: &str, options: Options) -> anyhow::Result<Outcome> {
     let mut env = TestEnv::start(instance)?;
     let mut rng = seeded_rng(options.seed, RNG_STREAM_FAULTS);
     let total = Duration::from_secs(options.seconds.into());
-    let count = total.div_duration_f64(SEGMENT).ceil().max(2.0) as u32;
+    let count = total.div_duration_f64(SEGMENT_DURATION).ceil().max(2.0) as u32;
     let length = (total / count).max(MIN_SEGMENT);
     let mut segments = Vec::new();
     let mut faults = FaultCounts::default();

@@ -9,7 +9,7 @@ use crate::addresses::SERVICE;
 use crate::namespace::Namespace;
 
 /// First id of datagrams that are not part of the load; ids of the load count from 0.
-pub const FIRST_ID: u32 = 1 << 31;
+pub const FIRST_UNANSWERED_ID: u32 = 1 << 31;
 
 /// Client whose requests the key-value server never answers, each with a different id.
 #[derive(Debug)]
@@ -26,13 +26,13 @@ impl UnansweredClient {
             socket.connect(SERVICE)?;
             Ok(socket)
         })?;
-        Ok(Self { socket, next_id: FIRST_ID })
+        Ok(Self { socket, next_id: FIRST_UNANSWERED_ID })
     }
 
     /// Sends a request and returns its id; `None`: the kernel rejected it.
     pub fn send(&mut self) -> Option<u32> {
         let id = self.next_id;
-        self.next_id = id.checked_add(1).unwrap_or(FIRST_ID);
+        self.next_id = id.checked_add(1).unwrap_or(FIRST_UNANSWERED_ID);
         let mut datagram = [0; 12];
         // Type 0 is invalid, so the server does not answer.
         datagram[4..8].copy_from_slice(&id.to_le_bytes());

@@ -32,7 +32,7 @@ pub const FIRST_PORT: u16 = 20_000;
 pub const FLOW_COUNT: u16 = 64;
 /// Requests per second: a third of the capacity of all workers with [`SERVICE_TIME`] each. Without one worker queues
 /// stay short.
-const RATE: &str = "1200";
+const RATE_RPS: &str = "1200";
 const SERVICE_TIME: &str = "GET=1000";
 /// Receive buffer (bytes): small enough to be flooded, large enough for the requests of a stopped worker.
 const RECEIVE_BUFFER: &str = "65536";
@@ -41,7 +41,7 @@ const LOAD_TIMEOUT: &str = "6";
 
 #[derive(Debug)]
 pub struct TestEnv {
-    purged: MapHandle,
+    purged_counter: MapHandle,
     _purge_link: Link,
     daemon: Option<Process>,
     server: KeyValueServer,
@@ -65,8 +65,8 @@ impl TestEnv {
             testbed.pin_directory().join("dispatch").display()
         );
         fs::write(&config, text).with_context(|| config.display().to_string())?;
-        let (purged, link) = count_purged(&testbed)?;
-        let mut env = Self { purged, _purge_link: link, daemon: None, server, config, testbed };
+        let (purged, link) = attach_drop_counter(&testbed)?;
+        let mut env = Self { purged_counter: purged, _purge_link: link, daemon: None, server, config, testbed };
         env.attach(WORKER_COUNT)?;
         Ok(env)
     }
@@ -79,7 +79,7 @@ impl TestEnv {
         &self.server
     }
 
-    fn dispatch(&self) -> anyhow::Result<Command> {
+    fn dispatch_command(&self) -> anyhow::Result<Command> {
         let mut command = Command::new(coreward_command()?);
         command.args(["dispatch", "--config"]).arg(&self.config);
         Ok(command)
@@ -88,7 +88,7 @@ impl TestEnv {
     /// Starts `coreward dispatch` and waits until `workers` workers get requests. Fails when it cannot be started, or
     /// does not find all workers in time.
     pub fn attach(&mut self, workers: u64) -> anyhow::Result<()> {
-        let mut command = self.dispatch()?;
+        let mut command = self.dispatch_command()?;
         command.env("RUST_LOG", "error");
         self.daemon = Some(self.testbed.spawn(self.testbed.server(1)?, command)?);
         let started = Instant::now();
@@ -97,7 +97,7 @@ impl TestEnv {
             // Another process may have read an older ledger.
             let polled = ledger["since_last_poll_ms"].as_u64();
             let by_this = polled.is_some_and(|polled| u128::from(polled) < started.elapsed().as_millis());
-            if by_this && eligible(&ledger) >= Some(workers) {
+            if by_this && count_eligible_workers(&ledger) >= Some(workers) {
                 return Ok(());
             }
             ensure!(started.elapsed() < *TIMEOUT, "coreward dispatch has no {workers} workers in time: {ledger}");
@@ -116,14 +116,14 @@ impl TestEnv {
     pub fn detach(&mut self) -> anyhow::Result<()> {
         let status = self.daemon.take().context("no daemon")?.terminate(*TIMEOUT)?;
         ensure!(status.success(), "coreward dispatch: {status}");
-        let mut command = self.dispatch()?;
+        let mut command = self.dispatch_command()?;
         command.arg("--detach");
         self.testbed.run(self.testbed.server(1)?, command).map(drop)
     }
 
     /// Returns the service in `coreward dispatch --status`. Fails when nothing is dispatched.
     pub fn ledger(&self) -> anyhow::Result<Value> {
-        let mut command = self.dispatch()?;
+        let mut command = self.dispatch_command()?;
         command.args(["--status", "--format", "json"]);
         let output = self.testbed.run(self.testbed.server(1)?, command)?;
         let mut status: Value = serde_json::from_slice(&output.stdout)?;
@@ -132,15 +132,15 @@ impl TestEnv {
 
     /// Returns the number of datagrams that were queued at closed sockets. Fails when the program's counter cannot be
     /// read.
-    pub fn purged(&self) -> anyhow::Result<u64> {
-        let value = self.purged.lookup(&0u32.to_ne_bytes(), MapFlags::ANY)?.context("no counter")?;
+    pub fn read_purged_count(&self) -> anyhow::Result<u64> {
+        let value = self.purged_counter.lookup(&0u32.to_ne_bytes(), MapFlags::ANY)?.context("no counter")?;
         Ok(u64::from_ne_bytes(value[..8].try_into()?))
     }
 
     /// Starts the load for a duration. Fails when it cannot be started.
     pub fn start_load(&self, length: Duration, seed: u64) -> anyhow::Result<Process> {
         let mut command = Command::new(lab_command()?);
-        command.args(["load", &SERVICE.to_string(), "--format", "json", "--warm-up", "0", "--rate", RATE]);
+        command.args(["load", &SERVICE.to_string(), "--format", "json", "--warm-up", "0", "--rate", RATE_RPS]);
         command.args(["--timeout", LOAD_TIMEOUT, "--flows", &FLOW_COUNT.to_string(), "--seed", &seed.to_string()]);
         command.args(["--first-port", &FIRST_PORT.to_string(), "--seconds", &length.as_secs_f64().to_string()]);
         command.stdout(Stdio::piped());
@@ -149,12 +149,12 @@ impl TestEnv {
 }
 
 /// Returns the number of workers that get requests.
-pub fn eligible(ledger: &Value) -> Option<u64> {
+pub fn count_eligible_workers(ledger: &Value) -> Option<u64> {
     let workers = ledger["workers"].as_array()?;
     Some(workers.iter().filter(|worker| worker["eligible"] == true).count() as u64)
 }
 
-fn count_purged(testbed: &Testbed) -> anyhow::Result<(MapHandle, Link)> {
+fn attach_drop_counter(testbed: &Testbed) -> anyhow::Result<(MapHandle, Link)> {
     let mut storage = MaybeUninit::uninit();
     let mut open = skeleton::DropCounterSkelBuilder::default().open(&mut storage)?;
     let constants = open.maps.rodata_data.as_deref_mut().context("drop_counter.bpf.o has no constants")?;

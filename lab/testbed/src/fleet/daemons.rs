@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use anyhow::{Context as _, bail, ensure};
 
-use super::files::configuration;
+use super::files::config_path;
 use super::names::api_address_of;
 use super::options::FleetOptions;
 use crate::namespace::Namespace;
@@ -106,10 +106,10 @@ pub(super) fn start_daemon(
     if options.json_logs {
         command.env("COREWARD_LOG_FORMAT", "json");
     }
-    if let Some(preload) = &options.preload {
+    if let Some(preload) = &options.preloaded_faults {
         preload.apply_faults(name, &mut command)?;
     }
-    command.arg(daemon).arg("--config").arg(configuration(testbed, name));
+    command.arg(daemon).arg("--config").arg(config_path(testbed, name));
     command.stdin(Stdio::null()).stdout(log.try_clone()?).stderr(log);
     let mut process = testbed.spawn(namespace, command)?;
     // An invalid configuration ends the daemon soon.

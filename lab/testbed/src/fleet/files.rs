@@ -24,7 +24,7 @@ pub fn busy_file(testbed: &Testbed, number: u16) -> PathBuf {
     testbed.directory().join(format!("busy-s{number}"))
 }
 
-pub(super) fn configuration(testbed: &Testbed, daemon: &str) -> PathBuf {
+pub(super) fn config_path(testbed: &Testbed, daemon: &str) -> PathBuf {
     testbed.directory().join(format!("{daemon}.toml"))
 }
 
@@ -37,10 +37,11 @@ pub(super) fn write_controller_files(
     let listen = format!("listen = \"{}\"\n", controller_address_in(options.control_family, 1));
     let tokens = testbed.directory();
     let mut text = format!("{listen}store = {store:?}\ntoken_directory = {tokens:?}\n");
-    if let Some(document) = &options.applied {
-        for number in 1..=options.controllers {
-            if !options.etcd.is_empty() {
-                let (listen, endpoints, lease) = (controller_address_of(number), &options.etcd, options.lease_s);
+    if let Some(document) = &options.applied_document {
+        for number in 1..=options.controller_count {
+            if !options.etcd_endpoints.is_empty() {
+                let (listen, endpoints, lease) =
+                    (controller_address_of(number), &options.etcd_endpoints, options.lease_s);
                 // All controllers are on one machine.
                 let api = api_address_of(number);
                 text = format!(
@@ -49,17 +50,17 @@ pub(super) fn write_controller_files(
                 );
             }
             let table = tls_table_if(options.tls, testbed, Role::Controller, "controller");
-            write(&configuration(testbed, &controller_name(number)), &(text.clone() + &table))?;
+            write(&config_path(testbed, &controller_name(number)), &(text.clone() + &table))?;
         }
-        return write(&configuration(testbed, "fleet"), document);
+        return write(&config_path(testbed, "fleet"), document);
     }
-    ensure!(options.controllers == 1, "several controllers and a file of the fleet: expected `applied`");
+    ensure!(options.controller_count == 1, "several controllers and a file of the fleet: expected `applied`");
     let text = match &options.shared_store {
         Some(shared) => format!("{listen}token_directory = {tokens:?}\n{shared}"),
         None => text + "fleet = \"fleet.toml\"\n",
     };
     let text = text + &tls_table_if(options.tls, testbed, Role::Controller, "controller");
-    write(&configuration(testbed, "controller"), &text)?;
+    write(&config_path(testbed, "controller"), &text)?;
     let mut text = format!("report_interval = \"{}ms\"\n", options.report_interval_ms);
     if options.tables_by_interval {
         text += "table_updates = \"interval\"\n";
@@ -85,7 +86,7 @@ pub(super) fn write_controller_files(
         }
     }
     text += &options.fleet_text;
-    write(&configuration(testbed, "fleet"), &text)
+    write(&config_path(testbed, "fleet"), &text)
 }
 
 fn vlan_line(vlan: u16) -> String {
@@ -101,7 +102,7 @@ pub(super) fn write_load_balancer_file(testbed: &Testbed, options: &FleetOptions
     let text = format!(
         "name = \"{name}\"\ncontroller = {}\ninterface = \"{DEVICE}\"\npin_directory = \"{}\"\n\
          state_directory = \"{}\"\n{}",
-        options.controllers(),
+        options.format_controllers(),
         testbed.load_balancer_pin_directory(number).display(),
         testbed.directory().display(),
         vlan_line(testbed.vip_vlan())
@@ -109,13 +110,13 @@ pub(super) fn write_load_balancer_file(testbed: &Testbed, options: &FleetOptions
             + &options.load_balancer_text
             + &tls_table_if(options.tls, testbed, Role::Lb, &name),
     );
-    write(&configuration(testbed, &name), &text)
+    write(&config_path(testbed, &name), &text)
 }
 
 pub(super) fn write_rack_file(testbed: &Testbed, options: &FleetOptions, number: u16) -> anyhow::Result<()> {
-    let (name, listen, controllers) = (rack_name(number), rack_listen_address(number), options.controllers());
+    let (name, listen, controllers) = (rack_name(number), rack_listen_address(number), options.format_controllers());
     let text = format!("name = \"{name}\"\nlisten = \"{listen}\"\ncontroller = {controllers}\n");
-    write(&configuration(testbed, &name), &(text + &tls_table_if(options.tls, testbed, Role::Rack, &name)))
+    write(&config_path(testbed, &name), &(text + &tls_table_if(options.tls, testbed, Role::Rack, &name)))
 }
 
 /// Returns the line of agents' files with the load balancers whose packets are decapsulated; empty without
@@ -143,11 +144,11 @@ pub(super) fn write_agent_file(testbed: &Testbed, options: &FleetOptions, number
          rss = {{ source = \"testbed\", path = \"{}\" }}\n{}{}",
         options.controllers_of_agent(number),
         testbed.pin_directory().join(format!("agent-s{number}")).display(),
-        testbed.emulated_rss(number).display(),
+        testbed.emulated_rss_path(number).display(),
         decapsulation(testbed, options),
         tls_table_if(options.tls, testbed, Role::Agent, &format!("s{number}")) + &options.agent_text,
     );
-    write(&configuration(testbed, &format!("agent-s{number}")), &text)
+    write(&config_path(testbed, &format!("agent-s{number}")), &text)
 }
 
 pub(super) fn fleet_name() -> anyhow::Result<Name> {

@@ -31,7 +31,7 @@ pub struct FleetOptions {
     /// Whether agents steer connections to the workers of their cores.
     pub steer: bool,
     /// Whether agents run on servers; without agents only load balancers can stamp.
-    pub agents: bool,
+    pub runs_agents: bool,
     /// Additional text of the fleet's file, such as further services.
     pub fleet_text: String,
     /// Additional text of load balancers' files.
@@ -47,20 +47,20 @@ pub struct FleetOptions {
     pub other_controllers: Vec<String>,
     /// Document of the fleet, applied by `coreward apply`; `None`: the controller reads a file, which
     /// [`Fleet::set_pool`] writes.
-    pub applied: Option<String>,
+    pub applied_document: Option<String>,
     /// Directory of the controller's records; `None`: a part of the testbed's directory.
     pub store: Option<PathBuf>,
     /// Family of the first controller's address, and of the load balancers' addresses for each other; IPv6 needs an
     /// IPv6 testbed.
     pub control_family: Family,
-    /// Number of controllers. Several controllers store their records in etcd and need `applied`.
-    pub controllers: u16,
+    /// Number of controllers. Several controllers store their records in etcd and need `applied_document`.
+    pub controller_count: u16,
     /// Addresses of etcd's members for several controllers.
-    pub etcd: Vec<String>,
+    pub etcd_endpoints: Vec<String>,
     /// Lease of the leading controller in etcd (s). A stall of the machine for this time loses the lease.
     pub lease_s: u32,
     /// Faults of each daemon's wall clock and disk; `None`: daemons use those of the machine.
-    pub preload: Option<PreloadedFaults>,
+    pub preloaded_faults: Option<PreloadedFaults>,
     /// Racks that the agent of each server uses, in order, before the controllers. Every rack of the testbed has a
     /// daemon.
     pub server_racks: BTreeMap<u16, Vec<u16>>,
@@ -82,7 +82,7 @@ impl Default for FleetOptions {
             tables_by_interval: false,
             load: LoadSource::Cpu,
             steer: true,
-            agents: true,
+            runs_agents: true,
             fleet_text: String::new(),
             load_balancer_text: String::new(),
             agent_text: String::new(),
@@ -90,13 +90,13 @@ impl Default for FleetOptions {
             confined: false,
             shared_store: None,
             other_controllers: Vec::new(),
-            applied: None,
+            applied_document: None,
             store: None,
             control_family: Family::Ipv4,
-            controllers: 1,
-            etcd: Vec::new(),
+            controller_count: 1,
+            etcd_endpoints: Vec::new(),
             lease_s: 2,
-            preload: None,
+            preloaded_faults: None,
             server_racks: BTreeMap::new(),
             server_lines: BTreeMap::new(),
             tls: false,
@@ -106,7 +106,7 @@ impl Default for FleetOptions {
 
 impl FleetOptions {
     /// Returns the controllers for the files of load balancers and racks.
-    pub(super) fn controllers(&self) -> String {
+    pub(super) fn format_controllers(&self) -> String {
         format!("{:?}", self.controller_addresses())
     }
 
@@ -117,7 +117,7 @@ impl FleetOptions {
     }
 
     fn controller_addresses(&self) -> Vec<String> {
-        let own = (1..=self.controllers).map(|number| controller_address_in(self.control_family, number));
+        let own = (1..=self.controller_count).map(|number| controller_address_in(self.control_family, number));
         own.chain(self.other_controllers.iter().cloned()).collect()
     }
 }

@@ -16,15 +16,19 @@ use crate::topology::Testbed;
 impl Fleet {
     pub(super) fn check_ready(&self, testbed: &Testbed) -> anyhow::Result<()> {
         let status = self.status(testbed)?;
-        let reporting = array(&status["servers"]).iter().filter(|server| server["reports"] == "fresh").count();
+        let reporting = array_or_empty(&status["servers"]).iter().filter(|server| server["reports"] == "fresh").count();
         let active = self.pool.values().filter(|standing| **standing == AdminState::Active).count();
-        let expected = if self.options.agents { active } else { 0 };
+        let expected = if self.options.runs_agents { active } else { 0 };
         ensure!(reporting >= expected, "{reporting} servers report: expected {expected}");
         for number in self.load_balancers.keys() {
             let unresolved = &state_of(&status, *number)?["unresolved_servers"];
-            ensure!(array(unresolved).is_empty(), "{} does not find {unresolved}", load_balancer_name(*number));
+            ensure!(
+                array_or_empty(unresolved).is_empty(),
+                "{} does not find {unresolved}",
+                load_balancer_name(*number)
+            );
         }
-        let services = array(&status["services"]).iter();
+        let services = array_or_empty(&status["services"]).iter();
         let whole: Vec<(&str, u64)> =
             services.map(|service| self.complete_table(testbed, service)).collect::<Result<_, _>>()?;
         // Requested after the tables: loads cause new tables all the time.
@@ -44,7 +48,7 @@ impl Fleet {
         if self.racks.is_empty() {
             return Ok(());
         }
-        let (connected, expected) = (array(&self.status(testbed)?["racks"]).len(), self.racks.len());
+        let (connected, expected) = (array_or_empty(&self.status(testbed)?["racks"]).len(), self.racks.len());
         ensure!(connected == expected, "{connected} racks are connected: expected {expected}");
         Ok(())
     }
@@ -54,14 +58,14 @@ impl Fleet {
     fn complete_table<'a>(&self, testbed: &Testbed, service: &'a Value) -> anyhow::Result<(&'a str, u64)> {
         let name = service["name"].as_str().context("a service without a name")?;
         let takes_new = |member: &&Value| member["state"] == "active" || member["state"] == "joining";
-        let expected: BTreeSet<&str> = array(&service["members"])
+        let expected: BTreeSet<&str> = array_or_empty(&service["members"])
             .iter()
             .filter(takes_new)
             .filter_map(|member| member["server"].as_str())
             .collect();
         let table = self.table(testbed, name)?;
         let has: BTreeSet<&str> =
-            array(&table["members"]).iter().filter_map(|member| member["server"].as_str()).collect();
+            array_or_empty(&table["members"]).iter().filter_map(|member| member["server"].as_str()).collect();
         ensure!(has.is_superset(&expected), "the newest table of {name} has {has:?}: expected {expected:?}");
         Ok((name, table["generation"].as_u64().context("a table without a generation")?))
     }
@@ -89,11 +93,11 @@ impl Fleet {
 
 fn state_of(status: &Value, load_balancer: u16) -> anyhow::Result<&Value> {
     let name = load_balancer_name(load_balancer);
-    let balancer = array(&status["load_balancers"]).iter().find(|balancer| balancer["name"] == name);
+    let balancer = array_or_empty(&status["load_balancers"]).iter().find(|balancer| balancer["name"] == name);
     let state = balancer.map(|balancer| &balancer["state"]).filter(|state| !state.is_null());
     state.with_context(|| format!("{name} has sent nothing yet"))
 }
 
-fn array(value: &Value) -> &[Value] {
+fn array_or_empty(value: &Value) -> &[Value] {
     value.as_array().map_or(&[], Vec::as_slice)
 }

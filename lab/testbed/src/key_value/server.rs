@@ -17,7 +17,7 @@ use socket2::{Domain, Socket, Type};
 
 use super::store::{MORE_PAIR_COUNT, Store};
 use super::worker::{Counters, ServiceTime, Worker, set_receive_buffer};
-use crate::core_load_file::BusyFile;
+use crate::core_load_file::CounterFile;
 use crate::emulated_server::fork_worker;
 use crate::interrupt;
 
@@ -102,10 +102,10 @@ pub fn run(args: &KeyValueServerArgs) -> anyhow::Result<()> {
 struct Server<'a> {
     args: &'a KeyValueServerArgs,
     store: Arc<Store>,
-    pace: ServiceTime,
-    counter_file: BusyFile,
+    service_time: ServiceTime,
+    counter_file: CounterFile,
     /// Busy times for an agent.
-    busy_file: Option<BusyFile>,
+    busy_file: Option<CounterFile>,
     /// Sockets by worker; `None` if only the worker has its socket.
     sockets: Vec<Option<UdpSocket>>,
 }
@@ -121,12 +121,13 @@ impl<'a> Server<'a> {
         };
         let anonymous = std::env::temp_dir().join(format!("coreward-key-value-{}", std::process::id()));
         let path = args.counter_file.as_ref().unwrap_or(&anonymous);
-        let counter_file = BusyFile::create(path, usize::from(args.workers) * Counters::COUNT)?;
+        let counter_file = CounterFile::create(path, usize::from(args.workers) * Counters::COUNT)?;
         if args.counter_file.is_none() {
-            counter_file.forget()?;
+            counter_file.unlink()?;
         }
-        let busy_file = args.busy_file.as_ref().map(|path| BusyFile::create(path, args.workers.into())).transpose()?;
-        Ok(Self { args, store: Arc::new(store), pace, counter_file, busy_file, sockets: Vec::new() })
+        let busy_file =
+            args.busy_file.as_ref().map(|path| CounterFile::create(path, args.workers.into())).transpose()?;
+        Ok(Self { args, store: Arc::new(store), service_time: pace, counter_file, busy_file, sockets: Vec::new() })
     }
 
     fn busy_ns(&self, worker: u8) -> Option<&'static AtomicU64> {
@@ -176,10 +177,16 @@ impl<'a> Server<'a> {
         let (failed, failures) = std::sync::mpsc::channel();
         for worker in 0..self.args.workers {
             let (socket, counters, busy_ns) = (self.open_socket()?, self.counters(worker), self.busy_ns(worker));
-            let (store, pace, failed) = (Arc::clone(&self.store), self.pace.clone(), failed.clone());
+            let (store, pace, failed) = (Arc::clone(&self.store), self.service_time.clone(), failed.clone());
             let work = move || {
-                let worker =
-                    Worker { number: worker.into(), socket: &socket, store: &store, pace: &pace, counters, busy_ns };
+                let worker = Worker {
+                    number: worker.into(),
+                    socket: &socket,
+                    store: &store,
+                    service_time: &pace,
+                    counters,
+                    busy_ns,
+                };
                 // Without a receiver the master has ended.
                 let _ = failed.send(worker.run().unwrap_err());
             };
@@ -233,6 +240,14 @@ impl<'a> Server<'a> {
     fn run_worker(&self, number: u8, socket: &UdpSocket) -> anyhow::Result<std::convert::Infallible> {
         interrupt::leave_to_parent()?;
         let (counters, busy_ns) = (self.counters(number), self.busy_ns(number));
-        Worker { number: number.into(), socket, store: &self.store, pace: &self.pace, counters, busy_ns }.run()
+        Worker {
+            number: number.into(),
+            socket,
+            store: &self.store,
+            service_time: &self.service_time,
+            counters,
+            busy_ns,
+        }
+        .run()
     }
 }

@@ -72,7 +72,7 @@ pub(crate) struct Worker<'a> {
     pub number: u16,
     pub socket: &'a UdpSocket,
     pub store: &'a Store,
-    pub pace: &'a ServiceTime,
+    pub service_time: &'a ServiceTime,
     pub counters: Counters,
     /// Busy time (ns), published for an agent.
     pub busy_ns: Option<&'a AtomicU64>,
@@ -83,7 +83,7 @@ impl Worker<'_> {
     pub(crate) fn run(self) -> anyhow::Result<std::convert::Infallible> {
         // The default of 50 us is as long as a paced request (prctl(2), PR_SET_TIMERSLACK).
         nix::sys::prctl::set_timerslack(1).context("cannot set the timer slack")?;
-        Receiver::enable(self.socket).context("cannot have arrivals stamped")?;
+        Receiver::enable_timestamps(self.socket).context("cannot have arrivals stamped")?;
         let (mut receiver, mut response, mut core) =
             (Receiver::default(), ResponseWriter::default(), VirtualCore::default());
         let mut buffer = vec![0; 65_536];
@@ -94,7 +94,8 @@ impl Worker<'_> {
                 other => other.context("cannot receive")?,
             };
             self.counters.add(Counters::RECEIVED, 1);
-            let datagram = if received.truncated { Err(Rejection::Truncated) } else { Ok(&buffer[..received.length]) };
+            let datagram =
+                if received.is_truncated { Err(Rejection::Truncated) } else { Ok(&buffer[..received.length]) };
             let outcome = datagram.and_then(|datagram| {
                 let request = Request::parse(datagram)?;
                 self.serve(&request, received.arrived_ns, &mut core, &mut response)
@@ -130,7 +131,7 @@ impl Worker<'_> {
         response: &mut ResponseWriter,
     ) -> Result<(), Rejection> {
         let begun_ns = now_ns();
-        let service_ns = match self.pace {
+        let service_ns = match self.service_time {
             ServiceTime::Work => None,
             ServiceTime::Clock(_) if request.service_ns > 0 => Some(request.service_ns),
             ServiceTime::Clock(times) => {
@@ -141,7 +142,7 @@ impl Worker<'_> {
         self.store.answer(request, self.number, response);
         if let Some(service_ns) = service_ns {
             let arrived_ns = arrived_ns.max(begun_ns.saturating_sub(CATCH_UP_NS));
-            sleep_until(core.accept(arrived_ns, service_ns.into()));
+            sleep_until(core.enqueue(arrived_ns, service_ns.into()));
         }
         let busy_ns = service_ns.map_or_else(|| now_ns() - begun_ns, u64::from);
         self.counters.add(Counters::BUSY_NS, busy_ns);

@@ -10,7 +10,7 @@ use coreward_sim::seed_summary::SeedSummary;
 use serde::Serialize;
 
 use crate::dispatch_figure::dispatcher::Dispatcher;
-use crate::dispatch_figure::requests::{allow_sockets, measure_undisturbed};
+use crate::dispatch_figure::requests::{measure_undisturbed, raise_socket_limit};
 use crate::topology::{Testbed, missing_privilege};
 use crate::{instance, interrupt};
 use knot::{DNS, PLAIN, SIGNED};
@@ -64,7 +64,7 @@ fn seconds(text: &str) -> Result<f64, String> {
 
 /// Results of one policy, with spreads over the runs.
 #[derive(Debug, Clone, Serialize)]
-pub struct Measured {
+pub struct PolicyMeasurement {
     /// Name of the policy, or `kernel`.
     pub policy: String,
     /// Answers per second.
@@ -89,7 +89,7 @@ pub struct Comparison {
     /// Share of signed queries.
     pub signed: f64,
     /// Results in the requested order.
-    pub policies: Vec<Measured>,
+    pub policies: Vec<PolicyMeasurement>,
 }
 
 /// Runs the benchmark and prints its results.
@@ -105,7 +105,7 @@ pub fn compare(args: &KnotBenchmarkArgs) -> anyhow::Result<Comparison> {
     if let Some(missing) = missing_privilege() {
         anyhow::bail!(missing);
     }
-    allow_sockets()?;
+    raise_socket_limit()?;
     let testbed = Testbed::create_direct(&instance::unique_name("stockserver")?)?;
     let _knot = testbed.start_knot(1, args.workers)?;
     let mut reports: Vec<Vec<Report>> = vec![Vec::new(); args.policies.len()];
@@ -114,7 +114,7 @@ pub fn compare(args: &KnotBenchmarkArgs) -> anyhow::Result<Comparison> {
             reports.push(run(&testbed, policy, args, seed)?);
         }
     }
-    let policies = args.policies.iter().zip(&reports).map(|(policy, reports)| Measured::new(policy, reports));
+    let policies = args.policies.iter().zip(&reports).map(|(policy, reports)| PolicyMeasurement::new(policy, reports));
     let policies = policies.collect::<anyhow::Result<_>>()?;
     Ok(Comparison { workers: args.workers, rate: args.rate, signed: args.signed, policies })
 }
@@ -137,7 +137,7 @@ fn run(testbed: &Testbed, policy: &str, args: &KnotBenchmarkArgs, seed: u64) -> 
     let report = measure_undisturbed(testbed, DNS, args.rate, args.seconds, seed, &options)?;
     ensure!(report.errors.failed == 0, "knotd answered {} queries with an error", report.errors.failed);
     if let Some(dispatcher) = dispatcher {
-        let dispatched = dispatcher.dispatched()?;
+        let dispatched = dispatcher.dispatched_count()?;
         let sent = report.requests;
         ensure!(dispatched >= sent, "{policy}: {dispatched} of {sent} queries were dispatched by coreward dispatch");
         dispatcher.stop()?;
@@ -145,7 +145,7 @@ fn run(testbed: &Testbed, policy: &str, args: &KnotBenchmarkArgs, seed: u64) -> 
     Ok(report)
 }
 
-impl Measured {
+impl PolicyMeasurement {
     fn new(policy: &str, reports: &[Report]) -> anyhow::Result<Self> {
         let spread = |of: &dyn Fn(&Report) -> Option<f64>| {
             let values: Vec<f64> = reports.iter().filter_map(of).collect();
@@ -169,7 +169,7 @@ impl Printable for Comparison {
     }
 
     fn rows(&self) -> Vec<Vec<String>> {
-        let row = |of: &Measured| {
+        let row = |of: &PolicyMeasurement| {
             let spreads = [&of.answered_rps, &of.plain_p50_us, &of.plain_p99_us, &of.signed_p99_us];
             let spreads = spreads.map(|spread| format!("{:.0} ({:.0}-{:.0})", spread.median, spread.low, spread.high));
             std::iter::once(of.policy.clone()).chain(spreads).chain([of.lost.to_string()]).collect()

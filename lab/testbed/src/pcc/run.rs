@@ -146,7 +146,7 @@ impl TestEnv {
     fn start(method: Method, seed: u64) -> anyhow::Result<Self> {
         let testbed = Testbed::create(TestbedOptions {
             instance: instance::unique_name("pcc")?,
-            servers: timeline::SERVERS + timeline::count(Change::AddServer),
+            servers: timeline::SERVER_COUNT + timeline::count(Change::AddServer),
             cores: 1,
             has_rings: true,
             load_balancers: timeline::LOAD_BALANCER_COUNT,
@@ -166,7 +166,7 @@ impl TestEnv {
         };
         let mut fleet = Fleet::start(&testbed, options).with_context(|| format!("method {}", method.name))?;
         let mut pool = fleet.pool().clone();
-        let next_server = timeline::SERVERS + 1;
+        let next_server = timeline::SERVER_COUNT + 1;
         pool.retain(|number, _| *number < next_server);
         fleet.set_pool(&testbed, pool)?;
         fleet.wait_until_ready(&testbed)?;

@@ -17,7 +17,7 @@ use std::process::Command;
 use std::time::Duration;
 
 use anyhow::{Context as _, ensure};
-use coreward_sim::pcc::{Arrivals, ConnectionSource, RateStep, RequestMix};
+use coreward_sim::pcc::{Arrivals, ConnectionSource, Mix, RateStep};
 use hdrhistogram::Histogram;
 use nix::sys::signal::Signal;
 use serde::{Deserialize, Serialize};
@@ -193,7 +193,7 @@ impl Connection {
 struct Client<'a> {
     args: &'a StreamClientArgs,
     source: ConnectionSource,
-    mix: RequestMix,
+    mix: Mix,
     start_ns: u64,
     epoll: Epoll,
     connections: HashMap<u64, Connection>,
@@ -206,7 +206,7 @@ struct Client<'a> {
 impl<'a> Client<'a> {
     fn new(args: &'a StreamClientArgs) -> anyhow::Result<Self> {
         let streams = &args.streams;
-        let (mix, warm_up_ns) = (RequestMix::web_server(), u64::from(streams.warm_up_seconds) * SECOND_NS);
+        let (mix, warm_up_ns) = (Mix::web_server(), u64::from(streams.warm_up_seconds) * SECOND_NS);
         let per_second = RateStep { low: streams.low, high: streams.high, length: streams.wave_seconds.into() };
         let arrivals = Arrivals::Recycled { clients: streams.clients, per_second };
         let seconds = streams.warm_up_seconds + streams.seconds;
@@ -333,7 +333,7 @@ impl<'a> Client<'a> {
     /// Reads all available bytes, and the end of the stream if it has arrived.
     fn receive(&mut self, number: u64) -> Result<(), Failure> {
         let Some(connection) = self.connections.get_mut(&number) else { return Ok(()) };
-        let (seed, bytes) = (connection.request.seed.get(), connection.request.bytes());
+        let (seed, bytes) = (connection.request.seed.get(), connection.request.response_bytes());
         let mut buffer = [0; 2048];
         loop {
             let length = match connection.stream.read(&mut buffer) {

@@ -39,7 +39,7 @@ impl Request {
     }
 
     /// Returns the length of the whole response (bytes).
-    pub fn bytes(&self) -> u64 {
+    pub fn response_bytes(&self) -> u64 {
         u64::from(self.packets.get()) * PACKET_BYTES as u64
     }
 }

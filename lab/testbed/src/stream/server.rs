@@ -11,7 +11,7 @@ use anyhow::{Context as _, ensure};
 use zerocopy::FromBytes as _;
 
 use super::{PACKET_BYTES, REQUEST_BYTES, Request, content, raise_file_limit};
-use crate::core_load_file::BusyFile;
+use crate::core_load_file::CounterFile;
 use crate::emulated_server::{Core, EventLoop, Protocol, Queue, listen};
 use crate::fleet;
 use crate::namespace::Namespace;
@@ -43,34 +43,34 @@ pub fn run(args: &StreamServerArgs) -> anyhow::Result<()> {
     raise_file_limit()?;
     let start = |(namespace, file): &(String, PathBuf)| {
         let listener = Namespace::new(namespace.clone()).within(|| listen(args.listen, false));
-        Ok((listener.with_context(|| namespace.clone())?, BusyFile::create(file, 1)?))
+        Ok((listener.with_context(|| namespace.clone())?, CounterFile::create(file, 1)?))
     };
-    let servers: Vec<(TcpListener, BusyFile)> = args.servers.iter().map(start).collect::<anyhow::Result<_>>()?;
+    let servers: Vec<(TcpListener, CounterFile)> = args.servers.iter().map(start).collect::<anyhow::Result<_>>()?;
     for ((_, busy), (_, file)) in servers.iter().zip(&args.servers) {
         busy.publish(file)?;
     }
     let cores = servers.iter().map(|(listener, busy)| Core::new(listener, &busy.numbers()[0])).collect();
-    match EventLoop::new(Streams, cores)?.run()? {}
+    match EventLoop::new(StreamProtocol, cores)?.run()? {}
 }
 
 /// State of a connection: its request, and the received bytes of it.
 #[derive(Default)]
 struct Stream {
-    received: ([u8; REQUEST_BYTES], usize),
+    request_buffer: ([u8; REQUEST_BYTES], usize),
     request: Option<Request>,
     began_ns: u64,
 }
 
-struct Streams;
+struct StreamProtocol;
 
-impl Protocol for Streams {
+impl Protocol for StreamProtocol {
     type State = Stream;
-    const ONE_REQUEST: bool = true;
+    const CLOSES_AFTER_RESPONSE: bool = true;
     const ACCEPT_NS: u64 = WORK_NS;
-    const PUBLISH_NS: u64 = 50_000_000;
+    const PUBLISH_INTERVAL_NS: u64 = 50_000_000;
 
     fn receive(&self, stream: &mut Stream, bytes: &[u8], queue: &mut Queue<'_>) -> bool {
-        let (buffer, length) = &mut stream.received;
+        let (buffer, length) = &mut stream.request_buffer;
         let Some(room) = buffer.get_mut(*length..*length + bytes.len()) else { return false };
         room.copy_from_slice(bytes);
         *length += bytes.len();

@@ -20,7 +20,7 @@ fn faults_break_no_connection_and_lose_no_change() {
     };
     let outcome = run("chaostest", &options).unwrap();
     println!("{outcome}");
-    assert!(outcome.is_passed());
+    assert!(outcome.has_passed());
     assert!(outcome.faults.values().sum::<u64>() >= 3, "{:?}", outcome.faults);
     assert!(outcome.writes.acknowledged > 10 && outcome.observations.statuses > 3, "{outcome}");
     assert!(outcome.writes.drains > 0, "{outcome}");

@@ -206,7 +206,7 @@ fn browser_shows_every_core_and_changes() {
     let mut fleet = Fleet::start(&testbed, options).unwrap();
     let workload = Workload {
         duration_us: MAX_TRAFFIC_SECONDS * 1_000_000,
-        cores: (SERVER_COUNT * CORE_COUNT).into(),
+        core_count: (SERVER_COUNT * CORE_COUNT).into(),
         ..Workload::default()
     };
     let log: PathBuf = testbed.directory().join("arrivals.txt");

@@ -70,7 +70,7 @@ fn run_coreward(testbed: &Testbed, controller: u16, arguments: &[&str]) -> anyho
 }
 
 /// Runs `coreward ARGUMENTS` with the leader among these controllers.
-fn run_coreward(
+fn run_at_leader(
     testbed: &Testbed,
     controllers: impl IntoIterator<Item = u16>,
     arguments: &[&str],
@@ -115,7 +115,7 @@ impl Datacentre {
         let mut first = start_controller(&testbed, &members, 1);
         let file = testbed.directory().join("applied.toml");
         fs::write(&file, &document).unwrap();
-        let applied = || run_coreward(&testbed, [1], &["apply", "--yes", &file.display().to_string()]);
+        let applied = || run_at_leader(&testbed, [1], &["apply", "--yes", &file.display().to_string()]);
         eventually(TAKEOVER_LIMIT, "the first document is in force", || applied().is_ok());
         first.terminate(TAKEOVER_LIMIT).unwrap();
         let options = FleetOptions {
@@ -188,7 +188,7 @@ impl Datacentre {
     }
 
     fn status(&self) -> Option<serde_json::Value> {
-        let text = run_coreward(&self.testbed, 1..=3, &["status", "--format", "json"]).ok()?;
+        let text = run_at_leader(&self.testbed, 1..=3, &["status", "--format", "json"]).ok()?;
         serde_json::from_str(&text).ok()
     }
 
@@ -230,7 +230,7 @@ fn acknowledged_changes_survive_leader_changes() {
     let ids = wait_for_some("a controller leads", || env.server_ids());
     let client = env.testbed.start_stream_client(&Streams::endless(100.0), None).unwrap();
     let first = env.apply();
-    let drained = wait_for_some("s3 is drained", || run_coreward(&env.testbed, 1..=3, &["drain", "s3"]).ok());
+    let drained = wait_for_some("s3 is drained", || run_at_leader(&env.testbed, 1..=3, &["drain", "s3"]).ok());
     assert!(drained.starts_with("s3 is drain"), "{drained}");
 
     // The leader is killed.
@@ -246,7 +246,7 @@ fn acknowledged_changes_survive_leader_changes() {
     assert_ne!(third, second);
     env.signal(second, Signal::SIGCONT);
     for _ in 0..20 {
-        let woken = run_coreward(&env.testbed, [second], &["fleet", "show"]);
+        let woken = run_at_leader(&env.testbed, [second], &["fleet", "show"]);
         assert!(woken.is_err(), "controller {second} no longer leads");
         pause(20);
     }
@@ -260,7 +260,7 @@ fn acknowledged_changes_survive_leader_changes() {
     env.etcd[member] = Some(start_member(&env.testbed, &env.members, member));
 
     eventually(TAKEOVER_LIMIT, "agents and load balancers are back", || env.all_daemons_are_connected());
-    let shown = wait_for_some("a controller leads", || run_coreward(&env.testbed, 1..=3, &["fleet", "show"]).ok());
+    let shown = wait_for_some("a controller leads", || run_at_leader(&env.testbed, 1..=3, &["fleet", "show"]).ok());
     // The first line of the output is the generation; the document follows.
     assert!(shown.trim().ends_with(env.document.trim()), "{shown}");
     assert_eq!(wait_for_some("a controller leads", || env.server_ids()), ids);

@@ -6,7 +6,7 @@ use std::process::{Command, Stdio};
 use std::time::Duration;
 
 use coreward_testbed::addresses::{Family, SERVICE, server_address};
-use coreward_testbed::baseline_lb::{self, Kind};
+use coreward_testbed::baseline_lb::{self, BaselineKind};
 use coreward_testbed::fleet::{Fleet, FleetOptions};
 use coreward_testbed::http::{Answerer, Connection};
 use coreward_testbed::nginx::Nginx;
@@ -24,7 +24,7 @@ struct TestEnv {
 
 impl TestEnv {
     /// Starts servers with nginx behind another load balancer, without agents.
-    fn start_behind(kind: Kind, instance: &str, family: Family) -> (baseline_lb::BaselineBalancer, Self) {
+    fn start_behind(kind: BaselineKind, instance: &str, family: Family) -> (baseline_lb::BaselineBalancer, Self) {
         let instance = instance.to_owned();
         let options = TestbedOptions { instance, family, servers: SERVER_COUNT, cores: 1, ..TestbedOptions::default() };
         let testbed = Testbed::create(options).unwrap();
@@ -145,7 +145,7 @@ fn live_ipv6_pool_migrates_from_a_director_and_back() {
 }
 
 fn migrate_from_a_director_and_back(instance: &str, family: Family) {
-    let (director, env) = TestEnv::start_behind(Kind::Director, instance, family);
+    let (director, env) = TestEnv::start_behind(BaselineKind::Director, instance, family);
     let wrk = env.wrk(9);
     let mut oldest = env.connect(40);
     assert_eq!(env.tcp_timestamps(), ["1"; SERVER_COUNT as usize]);
@@ -176,7 +176,7 @@ fn migrate_from_a_director_and_back(instance: &str, family: Family) {
 
     // The service moves back to a new director without any state.
     let wrk = env.wrk(9);
-    let _director = env.testbed.start_baseline_balancer(Kind::Director).unwrap();
+    let _director = env.testbed.start_baseline_balancer(BaselineKind::Director).unwrap();
     env.set(&mut fleet, &migrate_to(family));
     assert_eq!(env.tcp_timestamps(), ["1"; SERVER_COUNT as usize], "new connections are not stamped");
     let mut newer = env.connect(40);
@@ -204,7 +204,7 @@ fn migrate_from_a_director_and_back(instance: &str, family: Family) {
 #[test]
 fn vip_migrates_from_haproxy_and_back() {
     skip_if!(missing_testbed_rights());
-    let (_haproxy, env) = TestEnv::start_behind(Kind::Proxy, "adoptproxy", Family::Ipv4);
+    let (_haproxy, env) = TestEnv::start_behind(BaselineKind::Proxy, "adoptproxy", Family::Ipv4);
     let mut theirs = env.connect(40);
     // As with plain DNS, clients connect to servers' own addresses.
     let own = SocketAddrV4::new(server_address(1), SERVICE.port());

@@ -50,7 +50,7 @@ fn start_bird(env: &TestEnv, namespace: &Namespace, name: &str, text: &str) -> P
 
 /// Returns the load balancers to which the router sends connections for the VIP.
 fn next_hops(env: &TestEnv) -> Vec<u16> {
-    let route = run(&env.testbed, env.testbed.selecting_host(), &format!("ip route show {VIP}/32"));
+    let route = run(&env.testbed, env.testbed.ecmp_host(), &format!("ip route show {VIP}/32"));
     let is_hop = |number: &u16| {
         let hop = format!("via {} ", load_balancer_address(*number));
         route.contains(&hop)
@@ -74,14 +74,14 @@ fn announced_load_balancers_join_and_leave_without_broken_connections() {
         options,
         FleetOptions { policy: "rr".to_owned(), load_balancer_text: more, ..FleetOptions::default() },
     );
-    let mut birds = vec![start_bird(&env, env.testbed.selecting_host(), "router", &router_file())];
+    let mut birds = vec![start_bird(&env, env.testbed.ecmp_host(), "router", &router_file())];
     for number in [1, 2] {
         let namespace = env.testbed.load_balancer(number).unwrap();
         birds.push(start_bird(&env, namespace, &format!("lb{number}"), &load_balancer_file(number)));
     }
     eventually(*TIMEOUT, "both announce the VIP", || next_hops(&env) == [1, 2]);
     // This is the testbed's own route for all VIPs.
-    run(&env.testbed, env.testbed.selecting_host(), "ip route delete 10.200.0.0/24");
+    run(&env.testbed, env.testbed.ecmp_host(), "ip route delete 10.200.0.0/24");
     let client = env.start_streams(100.0);
     env.wait_for_connections(100);
 

@@ -5,7 +5,7 @@ use std::net::{SocketAddr, TcpStream};
 
 use coreward_model::consistency::{Consistency, Timestamps};
 use coreward_testbed::addresses::SERVICE;
-use coreward_testbed::container::{ANSWER, Container};
+use coreward_testbed::container::{CONTAINER_RESPONSE, Container};
 use coreward_testbed::fleet::{AdminState, FleetOptions};
 use coreward_testbed::{TIMEOUT, TestbedOptions, missing_testbed_rights, skip_if};
 
@@ -46,7 +46,7 @@ impl Containers {
             stream.write_all(b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")?;
             let mut answer = String::new();
             stream.read_to_string(&mut answer)?;
-            assert!(answer.ends_with(ANSWER), "{answer:?}");
+            assert!(answer.ends_with(CONTAINER_RESPONSE), "{answer:?}");
             Ok(())
         })
     }
@@ -102,8 +102,8 @@ fn modes_that_need_sockets_are_reported_for_containers() {
         assert!(broken.is_empty(), "{instance}: {} of {CONNECTION_COUNT}: {}", broken.len(), broken[0]);
         eventually(*TIMEOUT, warning, || containers.has_warning(warning));
         if consistency == Consistency::Stateful {
-            eventually(*TIMEOUT, "cookies hold ids", || containers.env.counters("established") > 0);
-            assert_eq!(containers.env.counters("connection_table"), 0, "an index could not be restored");
+            eventually(*TIMEOUT, "cookies hold ids", || containers.env.sum_counter("established") > 0);
+            assert_eq!(containers.env.sum_counter("connection_table"), 0, "an index could not be restored");
         }
     }
 }

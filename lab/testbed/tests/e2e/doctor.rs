@@ -233,7 +233,7 @@ fn start_env() -> (TestEnv, Fleet, CheckedHost, CheckedHost, CheckedHost) {
     let routes =
         [("ipv4/ip_forward", "1"), ("ipv4/conf/all/send_redirects", "0"), ("ipv4/conf/eth0/send_redirects", "0")];
     testbed.load_balancer(1).unwrap().set_sysctls(&routes).unwrap();
-    let fleet = FleetOptions { fleet_text: by_lb, agents: false, ..FleetOptions::default() };
+    let fleet = FleetOptions { fleet_text: by_lb, runs_agents: false, ..FleetOptions::default() };
     let fleet = Fleet::start(&testbed, fleet).unwrap();
     // A load balancer without a daemon, which doctor checks before the first start.
     let second = testbed.add_load_balancer().unwrap();
@@ -248,7 +248,7 @@ fn start_env() -> (TestEnv, Fleet, CheckedHost, CheckedHost, CheckedHost) {
          rss = {{ source = \"testbed\", path = \"{}\" }}\n",
         controller_address(),
         pins.display(),
-        testbed.emulated_rss(1).display(),
+        testbed.emulated_rss_path(1).display(),
     );
     fs::write(directory.join("doctor-s1.toml"), agent).unwrap();
     let mount_point = directory.join("doctor-bpf");

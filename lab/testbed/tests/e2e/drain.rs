@@ -13,7 +13,7 @@ use coreward_testbed::{TIMEOUT, Testbed, TestbedOptions, missing_testbed_rights,
 use nix::sys::signal::Signal;
 use serde_json::Value;
 
-use crate::support::{OpenConnections, assert_answered, eventually, open, open_at_each};
+use crate::support::{OpenConnections, assert_answered, eventually, open_at_each, open_keepalive_connections};
 
 /// The fields are dropped in this order: the testbed last.
 struct TestEnv {
@@ -37,7 +37,7 @@ impl TestEnv {
     }
 
     fn is_only_server(&self, server: u16) -> bool {
-        open(&self.testbed, 10).iter().all(|(_, answerer)| answerer.server == server)
+        open_keepalive_connections(&self.testbed, 10).iter().all(|(_, answerer)| answerer.server == server)
     }
 
     fn command(&self, arguments: &[&str]) -> Command {
@@ -233,7 +233,7 @@ fn apply_waits_until_every_daemon_has_the_document() {
                     address = \"10.1.1.2\"\n[[service]]\nname = \"web0\"\nvip = \"10.200.0.1:80\"\npolicy = \"rr\"\n";
     let mut env = TestEnv::start_with(
         "applywait",
-        FleetOptions { applied: Some(document.to_owned()), ..FleetOptions::default() },
+        FleetOptions { applied_document: Some(document.to_owned()), ..FleetOptions::default() },
     );
     let file = env.testbed.directory().join("next.toml");
     let apply = |env: &TestEnv, more: &str, timeout: &str| {

@@ -6,7 +6,9 @@ use coreward_testbed::fleet::{Fleet, FleetOptions};
 use coreward_testbed::nginx::Nginx;
 use coreward_testbed::{TIMEOUT, Testbed, TestbedOptions, missing_testbed_rights, skip_if};
 
-use crate::support::{OpenConnections, assert_answered, eventually, metrics_page, open, pause, series, time_to_log};
+use crate::support::{
+    OpenConnections, assert_answered, eventually, metrics_page, open_keepalive_connections, pause, series, time_to_log,
+};
 
 /// Document in which s3 has half of all weight. `crossrss` sends all connections of a bucket to one server until the
 /// next table.
@@ -48,7 +50,7 @@ impl TestEnv {
         let nginx = testbed.server_numbers().into_iter().map(|n| Some(testbed.start_nginx(n).unwrap())).collect();
         let options = FleetOptions {
             steer: false,
-            applied: Some(DOCUMENT.to_owned()),
+            applied_document: Some(DOCUMENT.to_owned()),
             load_balancer_text: format!("metrics = \"{METRICS}\"\n"),
             ..FleetOptions::default()
         };
@@ -69,7 +71,7 @@ impl TestEnv {
 fn open_slowly(testbed: &Testbed, count: usize) -> OpenConnections {
     let request = |_| {
         pause(3000 / count as u64);
-        open(testbed, 1)
+        open_keepalive_connections(testbed, 1)
     };
     (0..count).flat_map(request).collect()
 }
@@ -108,7 +110,9 @@ fn load_balancer_places_by_own_counts_after_table_expiry() {
     env.nginx[1] = Some(env.testbed.start_nginx(2).unwrap());
     env.fleet.restart(&env.testbed, "lb1").unwrap();
     env.wait_for_expired_tables(1.0);
-    eventually(*TIMEOUT, "s2 gets connections", || connections_per_server(&open(&env.testbed, 8))[1] > 0);
+    eventually(*TIMEOUT, "s2 gets connections", || {
+        connections_per_server(&open_keepalive_connections(&env.testbed, 8))[1] > 0
+    });
     connections.append(&mut open_slowly(&env.testbed, 30));
     println!("s2 back: {:?}", connections_per_server(&connections));
     assert!(near(connections_per_server(&connections), [30, 30, 60]), "{:?}", connections_per_server(&connections));

@@ -14,7 +14,8 @@ use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use serde_json::Value;
 
 use crate::support::{
-    MIN_CONNECTIONS_FOR_EVERY_SERVER, assert_answered, assert_masked_within, daemon_log, eventually, open, pause,
+    MIN_CONNECTIONS_FOR_EVERY_SERVER, assert_answered, assert_masked_within, daemon_log, eventually,
+    open_keepalive_connections, pause,
 };
 
 const LIMIT: Duration = Duration::from_secs(60);
@@ -96,7 +97,7 @@ impl TestEnv {
 
     /// Returns the servers that get new connections.
     fn servers(&self) -> Vec<u16> {
-        let mut servers: Vec<u16> = open(&self.testbed, MIN_CONNECTIONS_FOR_EVERY_SERVER)
+        let mut servers: Vec<u16> = open_keepalive_connections(&self.testbed, MIN_CONNECTIONS_FOR_EVERY_SERVER)
             .into_iter()
             .map(|(_, answerer)| answerer.server)
             .collect();
@@ -138,7 +139,7 @@ fn down_server_gets_no_new_connections_and_returns_by_slow_start() {
     // The slow start is long enough that a poll every half second finds the state `joining`.
     let mut env = TestEnv::start("health", 2, &CHECK.replace("slow_start = \"1s\"", "slow_start = \"5s\""));
     env.wait_until_checked();
-    let mut connections = open(&env.testbed, MIN_CONNECTIONS_FOR_EVERY_SERVER);
+    let mut connections = open_keepalive_connections(&env.testbed, MIN_CONNECTIONS_FOR_EVERY_SERVER);
     env.wait_until_only_reach(&[1, 2, 3]);
 
     // The server responds, but reports that it is unhealthy.
@@ -192,7 +193,7 @@ fn service_fails_open_or_drops_when_all_servers_are_down() {
     skip_if!(missing_testbed_rights());
     let mut env = TestEnv::start("alldown", 1, CHECK);
     env.wait_until_checked();
-    let mut connections = open(&env.testbed, 6);
+    let mut connections = open_keepalive_connections(&env.testbed, 6);
     (1..=3).for_each(|number| env.set_healthy(number, false));
     eventually(LIMIT, "the service fails open", || env.status()["services"][0]["failing_open"] == true);
     env.wait_until_only_reach(&[1, 2, 3]);
@@ -269,7 +270,7 @@ fn down_server_gets_no_new_connections_without_a_controller() {
     wait_until_served_by(&env, &[1, 2, 3]);
     env.testbed.announce(&[1, 2]).unwrap();
 
-    let mut connections = open(&env.testbed, MIN_CONNECTIONS_FOR_EVERY_SERVER);
+    let mut connections = open_keepalive_connections(&env.testbed, MIN_CONNECTIONS_FOR_EVERY_SERVER);
     env.fleet.kill("controller").unwrap();
     let died = SystemTime::now();
     env.nginx[1] = None;
@@ -296,7 +297,7 @@ fn load_balancer_restarted_without_controller_continues_checks() {
     skip_if!(missing_testbed_rights());
     let mut env = TestEnv::start("restarted", 1, CHECK);
     env.wait_until_checked();
-    let mut connections = open(&env.testbed, MIN_CONNECTIONS_FOR_EVERY_SERVER);
+    let mut connections = open_keepalive_connections(&env.testbed, MIN_CONNECTIONS_FOR_EVERY_SERVER);
     env.fleet.kill("controller").unwrap();
     let died = SystemTime::now();
     env.nginx[1] = None;

@@ -214,7 +214,8 @@ fn connections_of_health_checks_end_at_the_server() {
     let _nginx = start_nginx(&testbed);
     let _silent = listen_silently(&testbed);
     let mut sniffer = Sniffer::start(testbed.server(1).unwrap());
-    let options = FleetOptions { policy: "rr".to_owned(), fleet_text: services(), agents: false, ..Default::default() };
+    let options =
+        FleetOptions { policy: "rr".to_owned(), fleet_text: services(), runs_agents: false, ..Default::default() };
     let mut fleet = Fleet::start(&testbed, options).unwrap();
 
     wait_for_checks(&mut sniffer);

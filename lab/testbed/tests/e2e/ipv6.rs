@@ -50,7 +50,7 @@ fn stamped_ipv6_connections_survive_pool_changes_and_restarts() {
     skip_if!(missing_testbed_rights());
     let mut env = start("ipv6", FleetOptions::default());
     change_and_restart(&mut env);
-    assert!(env.counters("established") > 1_000 && env.counters("flow_table") == 0);
+    assert!(env.sum_counter("established") > 1_000 && env.sum_counter("flow_table") == 0);
 }
 
 #[test]
@@ -58,7 +58,7 @@ fn ipv6_connections_without_cookies_survive_pool_changes_and_restarts() {
     skip_if!(missing_testbed_rights());
     let mut env = start("ipv6off", FleetOptions { timestamps: Timestamps::Off, ..FleetOptions::default() });
     change_and_restart(&mut env);
-    assert!(env.counters("flow_table") > 1_000 && env.counters("established") == 0);
+    assert!(env.sum_counter("flow_table") > 1_000 && env.sum_counter("established") == 0);
 }
 
 #[test]

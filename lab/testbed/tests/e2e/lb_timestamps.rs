@@ -25,7 +25,7 @@ fn start_env(instance: &str, family: Family, tcp_timestamps: &[&str]) -> TestEnv
     let fleet = FleetOptions {
         policy: "rr".to_owned(),
         timestamps: Timestamps::LoadBalancer,
-        agents: false,
+        runs_agents: false,
         ..FleetOptions::default()
     };
     let env = TestEnv::start(options, fleet);
@@ -150,7 +150,7 @@ fn no_connection_breaks(instance: &str, family: Family, tcp_timestamps: &str, kn
     set_forwarding(&env, "1");
     // Counters of the load balancer restart at 0 as well.
     for counter in ["established", "reply_stamped"] {
-        eventually(*TIMEOUT, counter, || env.counters(counter) > 1_000);
+        eventually(*TIMEOUT, counter, || env.sum_counter(counter) > 1_000);
     }
     for server in ["s1", "s3", "s4", "s5"] {
         eventually(*TIMEOUT, server, || clock(&env, server) == (known.to_owned(), String::new()));
@@ -210,7 +210,7 @@ fn unstampable_server_is_named_and_its_connections_continue() {
     assert!(text.contains("clocks     web0: 3 of 4 servers'"), "{text}");
     assert!(text.contains("! s1 of web0 is not stamped: "), "{text}");
     for counter in ["flow_table", "reply_unchanged"] {
-        eventually(*TIMEOUT, counter, || env.counters(counter) > 1_000);
+        eventually(*TIMEOUT, counter, || env.sum_counter(counter) > 1_000);
     }
 
     // With the right setting, the server's new connections are stamped.

@@ -78,6 +78,6 @@ fn lose_connection_tables(instance: &str, family: Family) {
     // Some packets reached a load balancer that does not own the entry. Others had to be broadcast after the owner was
     // gone.
     for counter in ["connection_table", "to_owner", "broadcast_owner_lost"] {
-        eventually(*TIMEOUT, counter, || env.counters(counter) > 0);
+        eventually(*TIMEOUT, counter, || env.sum_counter(counter) > 0);
     }
 }

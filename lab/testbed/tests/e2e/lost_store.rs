@@ -10,7 +10,8 @@ use coreward_testbed::{TIMEOUT, Testbed, TestbedOptions, missing_testbed_rights,
 use serde_json::Value;
 
 use crate::support::{
-    MIN_CONNECTIONS_FOR_EVERY_SERVER, assert_answered, eventually, metrics_page, open, series, time_to_log,
+    MIN_CONNECTIONS_FOR_EVERY_SERVER, assert_answered, eventually, metrics_page, open_keepalive_connections, series,
+    time_to_log,
 };
 
 const METRICS: &str = "127.0.0.1:9440";
@@ -28,9 +29,9 @@ fn lost_store_interrupts_no_service() {
     let options = TestbedOptions { instance: "lost".to_owned(), servers: 2, cores: 1, ..Default::default() };
     let testbed = Testbed::create(options).unwrap();
     let _nginx = [1, 2].map(|number| testbed.start_nginx(number).unwrap());
-    let options = FleetOptions { steer: false, applied: Some(DOCUMENT.to_owned()), ..FleetOptions::default() };
+    let options = FleetOptions { steer: false, applied_document: Some(DOCUMENT.to_owned()), ..FleetOptions::default() };
     let mut fleet = Fleet::start(&testbed, options).unwrap();
-    let mut before = open(&testbed, MIN_CONNECTIONS_FOR_EVERY_SERVER);
+    let mut before = open_keepalive_connections(&testbed, MIN_CONNECTIONS_FOR_EVERY_SERVER);
 
     fleet.kill("controller").unwrap();
     fs::remove_file(testbed.directory().join("controller.redb")).unwrap();
@@ -45,7 +46,7 @@ fn lost_store_interrupts_no_service() {
     assert!(warnings.contains("load balancer lb1 had configuration"), "{warnings}");
     let in_force = lb1(&status())["state"]["table_generations"].to_string();
     assert!(in_force.contains("web"), "{in_force}");
-    open(&testbed, MIN_CONNECTIONS_FOR_EVERY_SERVER);
+    open_keepalive_connections(&testbed, MIN_CONNECTIONS_FOR_EVERY_SERVER);
     testbed
         .client()
         .within(|| before.iter_mut().try_for_each(|(connection, _)| connection.query_worker().map(drop)))
@@ -114,7 +115,8 @@ fn rebooted_load_balancer_without_controller_takes_new_connections() {
     let _nginx = [1, 2].map(|number| testbed.start_nginx(number).unwrap());
     let load_balancer_text = format!("metrics = \"{METRICS}\"\n");
     let applied = Some(format!("table_lifetime = \"1s\"\n{DOCUMENT}{BY_BUCKET}"));
-    let options = FleetOptions { steer: false, applied, load_balancer_text, ..FleetOptions::default() };
+    let options =
+        FleetOptions { steer: false, applied_document: applied, load_balancer_text, ..FleetOptions::default() };
     let mut fleet = Fleet::start(&testbed, options).unwrap();
     let metric = |name: &str| {
         let page = metrics_page(&testbed, testbed.load_balancer(1).unwrap(), METRICS).ok()?;
@@ -123,7 +125,7 @@ fn rebooted_load_balancer_without_controller_takes_new_connections() {
     let warnings = || metric("coreward_lb_warnings{load_balancer=\"lb1\"}");
     let saved = testbed.directory().join("lb1.configuration");
     eventually(*TIMEOUT, "the configuration is saved", || saved.exists());
-    let mut before = open(&testbed, MIN_CONNECTIONS_FOR_EVERY_SERVER);
+    let mut before = open_keepalive_connections(&testbed, MIN_CONNECTIONS_FOR_EVERY_SERVER);
     fleet.kill("controller").unwrap();
 
     restart_without_pins(&testbed, &mut fleet);
@@ -136,7 +138,7 @@ fn rebooted_load_balancer_without_controller_takes_new_connections() {
         testbed.client().within(connect).unwrap()
     };
     eventually(*TIMEOUT, "the load balancer makes a table", || connects("10.200.0.1:80"));
-    open(&testbed, MIN_CONNECTIONS_FOR_EVERY_SERVER);
+    open_keepalive_connections(&testbed, MIN_CONNECTIONS_FOR_EVERY_SERVER);
     assert_eq!(metric("coreward_lb_expired_tables"), Some(1.0));
     assert!(!connects("10.200.0.1:81"), "a new connection by bucket without a table");
     let dropped = metric("coreward_lb_service_drops_total{service=\"bucket\",reason=\"no_eligible_server\"}");
@@ -151,5 +153,5 @@ fn rebooted_load_balancer_without_controller_takes_new_connections() {
 
     fleet.restart(&testbed, "controller").unwrap();
     eventually(*TIMEOUT, "a configuration", || warnings() == Some(0.0));
-    open(&testbed, MIN_CONNECTIONS_FOR_EVERY_SERVER);
+    open_keepalive_connections(&testbed, MIN_CONNECTIONS_FOR_EVERY_SERVER);
 }

@@ -59,7 +59,7 @@ fn assert_complete(part: Component, values: &Values) {
         .keys()
         .map(|(name, _)| {
             let metric = of_table(name).unwrap_or_else(|| panic!("{name} is not in the table"));
-            assert!(metric.parts.contains(&part), "{name} is served by {}", part.name());
+            assert!(metric.components.contains(&part), "{name} is served by {}", part.name());
             metric.name
         })
         .collect();
@@ -74,7 +74,7 @@ fn assert_complete(part: Component, values: &Values) {
         ];
         only_where_used.iter().any(|prefix| name.starts_with(prefix)) || name == "coreward_reports_refused_total"
     };
-    for metric in METRICS.iter().filter(|metric| metric.parts.contains(&part) && !optional(metric.name)) {
+    for metric in METRICS.iter().filter(|metric| metric.components.contains(&part) && !optional(metric.name)) {
         assert!(served.contains(metric.name), "{} is not served by {}", metric.name, part.name());
     }
 }
@@ -94,7 +94,7 @@ fn endpoints_serve_the_documented_metrics() {
     env.fleet.restart(&env.testbed, "controller").unwrap();
     env.fleet.wait_until_ready(&env.testbed).unwrap();
     let client = env.start_streams(100.0);
-    eventually(*TIMEOUT, "there is traffic", || env.counters("new_connection") > 150);
+    eventually(*TIMEOUT, "there is traffic", || env.sum_counter("new_connection") > 150);
     assert_unbroken(client);
 
     let (controller, balancer) = (env.testbed.controller(), env.testbed.load_balancer(1).unwrap());

@@ -31,9 +31,9 @@ fn every_request_is_served_by_the_clock() -> anyhow::Result<()> {
     skip_if!(missing_testbed_rights(), Ok(()));
     let testbed = Testbed::create_direct("tpaced")?;
     let server = testbed.start_paced_server(1)?;
-    let workload = Workload { duration_us: 2_000_000, cores: 2, ..Workload::default() };
+    let workload = Workload { duration_us: 2_000_000, core_count: 2, ..Workload::default() };
     let log = workload.generate(1);
-    let requests: u64 = log.arrivals.iter().map(|arrival| u64::from(arrival.requests)).sum();
+    let requests: u64 = log.arrivals.iter().map(|arrival| u64::from(arrival.request_count)).sum();
     let work_us: u64 = log.arrivals.iter().map(Arrival::work_us).sum();
 
     let report = report(start_load(&testbed, &log)?)?;
@@ -53,13 +53,13 @@ fn broken_connections_are_counted_by_kind() -> anyhow::Result<()> {
     let log = |requests: u32| ArrivalLog {
         seed: 0,
         duration_us: 10_000_000,
-        source_addresses: 1,
+        source_address_count: 1,
         arrivals: (0..10)
             .map(|i| Arrival {
                 start_us: 0,
                 source_address: 0,
                 source_port: 20_000 + i,
-                requests,
+                request_count: requests,
                 interval_us: 100_000,
                 service_us: 1_000,
             })

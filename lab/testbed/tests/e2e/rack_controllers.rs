@@ -12,7 +12,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use coreward_testbed::chaos::traffic::stream_service;
-use coreward_testbed::conformance::write_busy;
+use coreward_testbed::conformance::write_busy_times;
 use coreward_testbed::fleet::{Fleet, FleetOptions, LoadSource, agent_name, bundle, busy_file, operator_command};
 use coreward_testbed::nginx::Nginx;
 use coreward_testbed::stream::client::Streams;
@@ -21,7 +21,7 @@ use coreward_testbed::{TIMEOUT, Testbed, TestbedOptions, missing_testbed_rights,
 use coreward_tls::Role;
 use serde_json::Value;
 
-use crate::support::{assert_answered, assert_unbroken, daemon_log, eventually, open, pause};
+use crate::support::{assert_answered, assert_unbroken, daemon_log, eventually, open_keepalive_connections, pause};
 
 const CORE_COUNT: u16 = 2;
 /// Number that no server has.
@@ -49,7 +49,7 @@ impl Loads {
                     let busy = busy_ns.entry(*number).or_insert(0u64);
                     *busy +=
                         if reported.load(Ordering::Relaxed) == *number { 0 } else { passed.as_nanos() as u64 / 10 * 9 };
-                    write_busy(file, &[*busy; CORE_COUNT as usize]).unwrap();
+                    write_busy_times(file, &[*busy; CORE_COUNT as usize]).unwrap();
                 }
                 std::thread::sleep(Duration::from_millis(20));
             }
@@ -110,7 +110,7 @@ impl TestEnv {
     /// Asserts that the only idle server gets all new connections.
     fn assert_all_reach(&self, server: u16) {
         self.loads.set_idle(server);
-        let all = || open(&self.testbed, 8).iter().all(|(_, answerer)| answerer.server == server);
+        let all = || open_keepalive_connections(&self.testbed, 8).iter().all(|(_, answerer)| answerer.server == server);
         eventually(*TIMEOUT, &format!("all new connections go to s{server}"), all);
     }
 
@@ -222,7 +222,7 @@ fn racks_and_controller_restart_without_broken_connections() {
     drain(&env);
 
     env.loads.set_idle(NO_SERVER);
-    let mut kept = open(&env.testbed, 20);
+    let mut kept = open_keepalive_connections(&env.testbed, 20);
     let streams = Streams::endless(40.0);
     let streams = env.testbed.start_stream_client_at(stream_service(&env.testbed), 1..4, &streams, None).unwrap();
     pause(2_000);
@@ -256,7 +256,7 @@ fn racks_and_controller_restart_without_broken_connections() {
 /// last connection.
 fn drain(env: &TestEnv) {
     env.assert_all_reach(2);
-    let mut leaving = open(&env.testbed, 3);
+    let mut leaving = open_keepalive_connections(&env.testbed, 3);
     assert!(leaving.iter().all(|(_, answerer)| answerer.server == 2));
     let printed = env.testbed.directory().join("drain.txt");
     let file = File::create(&printed).unwrap();
@@ -265,7 +265,7 @@ fn drain(env: &TestEnv) {
     let mut waiting = env.testbed.spawn(env.testbed.controller(), command).unwrap();
     let says = |words: &str| eventually(*TIMEOUT, words, || fs::read_to_string(&printed).unwrap().contains(words));
     says("s2 is draining: 3 connections remain\n");
-    let elsewhere = open(&env.testbed, 8);
+    let elsewhere = open_keepalive_connections(&env.testbed, 8);
     assert!(elsewhere.iter().all(|(_, answerer)| answerer.server != 2));
     assert_answered(&mut leaving);
     leaving.truncate(1);

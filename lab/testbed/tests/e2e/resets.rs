@@ -80,5 +80,5 @@ fn servers_receive_resets_of_aborted_connections() {
             Ok(())
         })
         .unwrap();
-    eventually(LIMIT, "the load balancer counts", || env.counters("broadcast") >= 12);
+    eventually(LIMIT, "the load balancer counts", || env.sum_counter("broadcast") >= 12);
 }

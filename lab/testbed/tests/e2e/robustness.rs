@@ -11,7 +11,7 @@ use coreward_testbed::http::Connection;
 use coreward_testbed::nginx::Nginx;
 use coreward_testbed::{TIMEOUT, Testbed, TestbedOptions, missing_testbed_rights, skip_if};
 
-use crate::support::{assert_answered, eventually, open};
+use crate::support::{assert_answered, eventually, open_keepalive_connections};
 
 struct TestEnv {
     testbed: Testbed,
@@ -45,23 +45,23 @@ impl TestEnv {
 fn killed_daemons_break_no_connection_and_take_over_again() {
     skip_if!(missing_testbed_rights());
     let mut env = start_env("kill", 2, "crossrss");
-    let mut connections = open(&env.testbed, 20);
+    let mut connections = open_keepalive_connections(&env.testbed, 20);
     for daemon in ["controller", "lb1", "agent-s1", "agent-s2"] {
         env.fleet.kill(daemon).unwrap();
         assert_answered(&mut connections);
         // The pinned program also accepts new connections.
-        connections.extend(open(&env.testbed, 5));
+        connections.extend(open_keepalive_connections(&env.testbed, 5));
         env.fleet.restart(&env.testbed, daemon).unwrap();
         env.fleet.wait_until_ready(&env.testbed).unwrap();
         assert_answered(&mut connections);
-        connections.extend(open(&env.testbed, 5));
+        connections.extend(open_keepalive_connections(&env.testbed, 5));
     }
     // All daemons are killed at once.
     for daemon in ["agent-s1", "agent-s2", "lb1", "controller"] {
         env.fleet.kill(daemon).unwrap();
     }
     assert_answered(&mut connections);
-    connections.extend(open(&env.testbed, 5));
+    connections.extend(open_keepalive_connections(&env.testbed, 5));
     for daemon in ["controller", "lb1", "agent-s1", "agent-s2"] {
         env.fleet.restart(&env.testbed, daemon).unwrap();
     }
@@ -73,7 +73,7 @@ fn killed_daemons_break_no_connection_and_take_over_again() {
 fn server_with_a_new_mac_address_is_found_again() {
     skip_if!(missing_testbed_rights());
     let env = start_env("mac", 1, "hash");
-    let mut connections = open(&env.testbed, 3);
+    let mut connections = open_keepalive_connections(&env.testbed, 3);
     let mut command = Command::new("ip");
     command.args(["link", "set", "dev", DEVICE, "address", "02:00:00:00:00:77"]);
     env.testbed.run(env.testbed.server(1).unwrap(), command).unwrap();
@@ -81,7 +81,7 @@ fn server_with_a_new_mac_address_is_found_again() {
     // none.
     let start = Instant::now();
     assert_answered(&mut connections);
-    open(&env.testbed, 3);
+    open_keepalive_connections(&env.testbed, 3);
     // ARP takes seconds, and TCP sends again at growing intervals.
     assert!(start.elapsed() < Duration::from_secs(60), "{:?}", start.elapsed());
 }
@@ -90,24 +90,26 @@ fn server_with_a_new_mac_address_is_found_again() {
 fn draining_server_keeps_connections_and_gets_no_new_ones() {
     skip_if!(missing_testbed_rights());
     let mut env = start_env("drain", 2, "rr");
-    let mut connections = open(&env.testbed, 20);
+    let mut connections = open_keepalive_connections(&env.testbed, 20);
     assert!(connections.iter().any(|(_, answerer)| answerer.server == 1));
     let mut pool = env.fleet.pool().clone();
     pool.insert(1, AdminState::Draining);
     env.fleet.set_pool(&env.testbed, pool.clone()).unwrap();
-    eventually(*TIMEOUT, "server 1 drains", || open(&env.testbed, 10).iter().all(|(_, answerer)| answerer.server == 2));
+    eventually(*TIMEOUT, "server 1 drains", || {
+        open_keepalive_connections(&env.testbed, 10).iter().all(|(_, answerer)| answerer.server == 2)
+    });
     assert_answered(&mut connections);
     // The server is removed from the file; its connections stay.
     pool.remove(&1);
     env.fleet.set_pool(&env.testbed, pool.clone()).unwrap();
     std::thread::sleep(Duration::from_millis(500));
     assert_answered(&mut connections);
-    assert!(open(&env.testbed, 10).iter().all(|(_, answerer)| answerer.server == 2));
+    assert!(open_keepalive_connections(&env.testbed, 10).iter().all(|(_, answerer)| answerer.server == 2));
     // The server returns to the pool.
     pool.insert(1, AdminState::Active);
     env.fleet.set_pool(&env.testbed, pool).unwrap();
     eventually(*TIMEOUT, "server 1 is back", || {
-        open(&env.testbed, 10).iter().any(|(_, answerer)| answerer.server == 1)
+        open_keepalive_connections(&env.testbed, 10).iter().any(|(_, answerer)| answerer.server == 1)
     });
     assert_answered(&mut connections);
 }
@@ -120,7 +122,7 @@ fn explain_names_the_serving_server_and_core() {
     let address = env.testbed.client_ipv4_address(0);
     // An agent looks for workers once a second.
     eventually(*TIMEOUT, "connections are steered at every server", || {
-        open(&env.testbed, 8);
+        open_keepalive_connections(&env.testbed, 8);
         let status = env.fleet.status(&env.testbed).unwrap();
         let steers = |server: &serde_json::Value| server["counters"]["steered"].as_u64().is_some_and(|count| count > 0);
         status["servers"].as_array().unwrap().iter().all(steers)

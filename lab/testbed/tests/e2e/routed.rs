@@ -33,9 +33,9 @@ fn streams_survive_changes_of_the_pool(instance: &str, forwarding: Forwarding, f
     env.set_admin_state(2, Some(AdminState::Draining));
     env.wait_for_connections(40);
     assert_unbroken(client);
-    eventually(*TIMEOUT, "the load balancer reports", || env.counters("established") > 100);
+    eventually(*TIMEOUT, "the load balancer reports", || env.sum_counter("established") > 100);
     for counter in ["drop_exceeds_mtu", "drop_server_unresolved"] {
-        assert_eq!(env.counters(counter), 0, "{counter}");
+        assert_eq!(env.sum_counter(counter), 0, "{counter}");
     }
     env.assert_only_resets("drop_not_broadcast");
 }
@@ -104,5 +104,5 @@ fn streams_survive_a_change_to_an_ipv6_next_hop() {
     eventually(*TIMEOUT, event, || time_to_log(&env.testbed, 1, event, changed).is_some());
     env.wait_for_connections(60);
     assert_unbroken(client);
-    assert_eq!(env.counters("drop_server_unresolved"), 0);
+    assert_eq!(env.sum_counter("drop_server_unresolved"), 0);
 }

@@ -71,7 +71,7 @@ fn assert_queues_as_predicted(
         let tuple = FourTuple::ipv4((testbed.client_ipv4_address(0), port), (VIP, SERVICE.port()));
         let hash = rss.key.toeplitz(&tuple.bytes());
         let predicted = rss.indirection_table.queue(hash);
-        assert_eq!(queues.of(&tuple)?, Some((predicted, hash)), "source port {port}");
+        assert_eq!(queues.queue_of_flow(&tuple)?, Some((predicted, hash)), "source port {port}");
         used[usize::from(predicted)] = true;
     }
     assert!(used.iter().all(|used| *used), "32 flows did not use all queues: {used:?}");
@@ -85,7 +85,7 @@ fn emulated_rss_delivers_32_of_32_flows_on_the_predicted_queue() -> anyhow::Resu
     let _nginx = testbed.start_nginx(1)?;
     testbed.route_vip_to_server_1(testbed.client())?;
     let queues = ReceiveQueues::start(testbed.server(1)?, DEVICE)?;
-    let registers = testbed.emulated_rss(1);
+    let registers = testbed.emulated_rss_path(1);
 
     let fresh = read_registers(&registers)?;
     assert_eq!(fresh.indirection_table.queues()[..6], [0, 1, 2, 3, 0, 1]);
@@ -101,7 +101,7 @@ fn emulated_rss_delivers_32_of_32_flows_on_the_predicted_queue() -> anyhow::Resu
 fn new_nics_have_different_rss_keys() -> anyhow::Result<()> {
     skip_if!(missing_testbed_rights(), Ok(()));
     let testbed = Testbed::create(options("tkeys", 2))?;
-    let key = |number| -> anyhow::Result<_> { Ok(read_registers(&testbed.emulated_rss(number))?.key) };
+    let key = |number| -> anyhow::Result<_> { Ok(read_registers(&testbed.emulated_rss_path(number))?.key) };
     assert_ne!(key(1)?, key(2)?);
     Ok(())
 }

@@ -40,7 +40,7 @@ fn set_layout_version<T: FromBytes + IntoBytes>(state: &Path) {
 }
 
 impl TestEnv {
-    fn pins(&self, daemon: &str) -> PathBuf {
+    fn pin_path(&self, daemon: &str) -> PathBuf {
         match daemon.strip_prefix("lb") {
             Some(number) => self.testbed.load_balancer_pin_directory(number.parse().unwrap()),
             None => self.testbed.pin_directory().join(daemon),
@@ -55,7 +55,7 @@ impl TestEnv {
 
     /// Replaces the daemon by one with another layout version.
     fn exchange_with_other_layout(&mut self, daemon: &str) {
-        let pins = self.pins(daemon);
+        let pins = self.pin_path(daemon);
         self.fleet.kill(daemon).unwrap();
         let problem = || match daemon.starts_with("lb") {
             true => coreward_dataplane::lb::pinned_problem(&pins),
@@ -136,7 +136,7 @@ fn real_versions_are_exchanged_up_and_down() {
             let others: Vec<u16> = [1, 2].into_iter().filter(|other| other.to_string() != number).collect();
             env.testbed.announce(&others).unwrap();
             pause(500);
-            std::fs::remove_dir_all(env.pins(daemon)).unwrap();
+            std::fs::remove_dir_all(env.pin_path(daemon)).unwrap();
             env.fleet.restart(&env.testbed, daemon).unwrap();
             env.fleet.wait_until_ready(&env.testbed).unwrap();
             env.testbed.announce(&[1, 2]).unwrap();
@@ -150,7 +150,7 @@ fn real_versions_are_exchanged_up_and_down() {
 
 /// Restarts a daemon without pins.
 fn restart_without_pins(env: &mut TestEnv, daemon: &str, binary: Option<&Path>) {
-    let pins = env.pins(daemon);
+    let pins = env.pin_path(daemon);
     // The binary may reject pins of the other version.
     let _ = env.fleet.replace_binary(&env.testbed, daemon, binary);
     let _ = env.fleet.kill(daemon);

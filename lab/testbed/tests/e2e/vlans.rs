@@ -15,7 +15,7 @@ fn start(instance: &str, vlans: (u16, &[u16]), family: Family, fleet: FleetOptio
         instance: instance.to_owned(),
         servers: 3,
         family,
-        vlans: Some(Vlans { vips: vlans.0, servers: vlans.1.to_vec() }),
+        vlans: Some(Vlans { vip_vlan: vlans.0, server_vlans: vlans.1.to_vec() }),
         ..TestbedOptions::default()
     };
     TestEnv::start(options, FleetOptions { policy: "rr".to_owned(), ..fleet })
@@ -43,7 +43,7 @@ fn stamped_connections_cross_vlans_and_survive_pool_changes() {
     // Frames to servers 1 and 3 have a replaced tag, frames to server 2 have none.
     let mut env = start("vlan", (10, &[20, 0]), Family::Ipv4, FleetOptions::default());
     change_and_restart(&mut env);
-    assert!(env.counters("established") > 500 && env.counters("flow_table") == 0);
+    assert!(env.sum_counter("established") > 500 && env.sum_counter("flow_table") == 0);
     let status = env.coreward(&["status"]).unwrap();
     assert!(status.contains("  VLAN       10\n") && status.contains("  10.1.1.1 VLAN 20  "), "{status}");
     let question = ["explain", "--vip", "10.200.0.1:80", "--client", "192.0.2.7:40312", "--format", "json"];
@@ -52,7 +52,7 @@ fn stamped_connections_cross_vlans_and_survive_pool_changes() {
     let server = servers.as_array().unwrap().iter().find(|server| server["name"] == "s1");
     assert_eq!(server.unwrap()["vlan"], 20, "{explanation}");
     // A frame cannot reach servers in two VLANs, so nothing is broadcast.
-    assert_eq!(env.counters("broadcast"), 0);
+    assert_eq!(env.sum_counter("broadcast"), 0);
     env.assert_only_resets("drop_not_broadcast");
 }
 
@@ -62,7 +62,7 @@ fn untagged_clients_reach_ipv6_servers_in_vlans() {
     let fleet = FleetOptions { servers_family: Family::Ipv6, ..FleetOptions::default() };
     let mut env = start("vlan6", (0, &[20, 30]), Family::Ipv6, fleet);
     change_and_restart(&mut env);
-    assert!(env.counters("established") > 500);
+    assert!(env.sum_counter("established") > 500);
 }
 
 /// Unknown packets reach their server through a neighbour entry in the VLAN.
@@ -81,8 +81,8 @@ fn encapsulated_packets_are_tagged() {
     let fleet = FleetOptions { forwarding: Forwarding::Gue, ..FleetOptions::default() };
     let mut env = start("vlangue", (10, &[20]), Family::Ipv4, fleet);
     change_and_restart(&mut env);
-    assert!(env.counters("established") > 500);
-    assert_eq!(env.counters("drop_exceeds_mtu"), 0);
+    assert!(env.sum_counter("established") > 500);
+    assert_eq!(env.sum_counter("drop_exceeds_mtu"), 0);
 }
 
 #[test]

@@ -13,7 +13,8 @@ use coreward_testbed::{TIMEOUT, Testbed, TestbedOptions, missing_testbed_rights,
 use serde_json::Value;
 
 use crate::support::{
-    MIN_CONNECTIONS_FOR_EVERY_SERVER, assert_masked_within, count_broken, eventually, open, try_open,
+    MIN_CONNECTIONS_FOR_EVERY_SERVER, assert_masked_within, count_broken, eventually, open_keepalive_connections,
+    try_open,
 };
 
 /// Time to detect a fault with the document: interval x fall + timeout, and the daemon's tick. The timeout allows for a
@@ -58,10 +59,10 @@ impl TestEnv {
         }
         let options = FleetOptions {
             steer: false,
-            controllers: 2,
-            etcd: vec![member.endpoint()],
+            controller_count: 2,
+            etcd_endpoints: vec![member.endpoint()],
             lease_s: 5,
-            applied: Some(document),
+            applied_document: Some(document),
             ..FleetOptions::default()
         };
         let fleet = Fleet::start(&testbed, options).unwrap();
@@ -135,7 +136,7 @@ impl TestEnv {
 fn connections_continue_without_etcd_and_controllers() {
     skip_if!(missing_testbed_rights());
     let mut env = TestEnv::start();
-    let mut connections = open(&env.testbed, MIN_CONNECTIONS_FOR_EVERY_SERVER);
+    let mut connections = open_keepalive_connections(&env.testbed, MIN_CONNECTIONS_FOR_EVERY_SERVER);
     assert_eq!(env.count_leaders(), 1);
 
     env.kill_etcd();
@@ -156,7 +157,7 @@ fn connections_continue_without_etcd_and_controllers() {
     env.wait_until_served_by(&[1, 2, 3]);
     assert_eq!(count_broken(&mut connections), 0, "with etcd back");
 
-    let mut connections = open(&env.testbed, MIN_CONNECTIONS_FOR_EVERY_SERVER);
+    let mut connections = open_keepalive_connections(&env.testbed, MIN_CONNECTIONS_FOR_EVERY_SERVER);
     env.kill_etcd();
     for controller in ["controller", "controller2"] {
         env.fleet.kill(controller).unwrap();

@@ -19,7 +19,7 @@ use coreward_testbed::{Namespace, TIMEOUT, Testbed, TestbedOptions, counters};
 pub type OpenConnections = Vec<(Connection, Answerer)>;
 
 /// Opens connections. Returns each with the worker that answered its first request.
-pub fn open(testbed: &Testbed, count: usize) -> OpenConnections {
+pub fn open_keepalive_connections(testbed: &Testbed, count: usize) -> OpenConnections {
     try_open(testbed, count).unwrap()
 }
 
@@ -62,7 +62,7 @@ pub fn open_at_each(testbed: &Testbed, servers: &[u16], at_least: usize) -> Open
         |opened: &OpenConnections, server| opened.iter().filter(|(_, answerer)| answerer.server == server).count();
     while servers.iter().any(|server| has(&opened, *server) < at_least) {
         assert!(opened.len() < 400, "of {} connections one of the servers {servers:?} has too few", opened.len());
-        opened.append(&mut open(testbed, 4));
+        opened.append(&mut open_keepalive_connections(testbed, 4));
     }
     opened
 }
@@ -87,7 +87,7 @@ impl TestEnv {
     /// Fails when load balancers have counted more packets than the client's host has sent resets, which have no
     /// cookie. The host sends a reset when a busy server repeats a segment after the connection's end.
     pub fn assert_only_resets(&self, counter: &str) {
-        let count = self.counters(counter);
+        let count = self.sum_counter(counter);
         let resets = counters::read(self.testbed.client()).unwrap()["TcpOutRsts"];
         assert!(count <= resets, "{counter}: {count} packets, {resets} resets");
     }
@@ -128,7 +128,7 @@ impl TestEnv {
     }
 
     /// Returns the sum of a counter over all present load balancers.
-    pub fn counters(&self, counter: &str) -> u64 {
+    pub fn sum_counter(&self, counter: &str) -> u64 {
         let numbers = self.testbed.load_balancer_numbers();
         numbers.into_iter().map(|number| self.counter(&format!("lb{number}"), counter)).sum()
     }
@@ -169,7 +169,7 @@ pub fn eventually_in_force(fleet: &Fleet, testbed: &Testbed) {
             return false;
         };
         let expected = status["configuration_generation"].as_u64();
-        let of_agents = servers.iter().filter(|_| fleet.options().agents);
+        let of_agents = servers.iter().filter(|_| fleet.options().runs_agents);
         let of_servers = of_agents.map(|server| &server["configuration_generation"]);
         let of_balancers = balancers.iter().map(|balancer| &balancer["state"]["configuration_generation"]);
         of_servers.chain(of_balancers).all(|generation| generation.as_u64() >= expected)
@@ -236,7 +236,7 @@ pub fn effective_capabilities(pid: u32) -> u64 {
 
 /// Returns the capabilities that a daemon retains as a bit mask.
 pub fn retained_capabilities(daemon: Component) -> u64 {
-    capability_mask(drop_capabilities::retained(daemon).iter().copied())
+    capability_mask(drop_capabilities::retained_capabilities(daemon).iter().copied())
 }
 
 pub fn capability_mask(capabilities: impl IntoIterator<Item = caps::Capability>) -> u64 {
@@ -245,5 +245,5 @@ pub fn capability_mask(capabilities: impl IntoIterator<Item = caps::Capability>)
 
 /// Sends requests, each on a separate connection.
 pub fn send_requests(testbed: &Testbed, count: usize) {
-    drop(open(testbed, count));
+    drop(open_keepalive_connections(testbed, count));
 }

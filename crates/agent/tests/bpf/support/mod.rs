@@ -51,7 +51,7 @@ pub fn config(testbed: &Testbed) -> Config {
         manage_timestamps: true,
         steer: Steer::Order,
         load: Load::Published { path: busy_file(testbed) },
-        rss: Rss::Testbed { path: testbed.emulated_rss(1), entries: 128 },
+        rss: Rss::Testbed { path: testbed.emulated_rss_path(1), entries: 128 },
         metrics: None,
         tls: None,
         dispatch: None,
@@ -77,7 +77,7 @@ pub fn configuration() -> AgentConfiguration {
         fleet_rss_key: RssKey::microsoft(),
         server_id: server_id(),
         previous_servers: Vec::new(),
-        draining: false,
+        is_draining: false,
         address: None,
     }
 }

@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 use std::net::{Ipv4Addr, SocketAddr};
 
-use coreward_dataplane::lb::{BroadcastRates, COUNTERS, Options, Server, ServiceIndex};
+use coreward_dataplane::lb::{BroadcastRates, COUNTER_COUNT, Options, Server, ServiceIndex};
 use coreward_dataplane::mac::MacAddress;
 use coreward_intf as intf;
 use coreward_model::consistency::ServiceMode;
@@ -71,7 +71,7 @@ fn with_identification(frame: &[u8], identification: u16) -> Vec<u8> {
 /// Returns the previous server of the connection's bucket, by the table.
 pub fn previous_server(table: &PlacementTable, tuple: &FourTuple) -> Option<ServerId> {
     let bucket = table.bucket_count.bucket(table.groups[0].toeplitz(&tuple.bytes()));
-    table.previous_consistent.get(bucket as usize).copied().flatten()
+    table.previous_consistent_servers.get(bucket as usize).copied().flatten()
 }
 
 /// Returns options with a fixed connection key, unless one is set: random keys would collide differently in each run.
@@ -100,7 +100,7 @@ impl Balancer {
 
     /// Returns a load balancer that is compared with the model. Panics when `options` limits broadcasts.
     pub fn with(services: &[(ServiceAddress, ServiceMode)], options: Options, rng: &mut impl Rng) -> Self {
-        assert_eq!(options.broadcast, BroadcastRates::DEFAULT, "expected no limits, or with_limits");
+        assert_eq!(options.broadcast_limits, BroadcastRates::DEFAULT, "expected no limits, or with_limits");
         Self::with_lb(ComparedLb::load(with_connection_key(options), OWN_MAC), services, rng)
     }
 
@@ -140,7 +140,11 @@ impl Balancer {
             rng.fill_bytes(&mut mac);
             mac[0] &= 0xfe;
             self.macs.insert((service, server), MacAddress(mac));
-            self.lb.set_server(self.services[service], server, Server { mac: Some(MacAddress(mac)), eligible: true });
+            self.lb.set_server(
+                self.services[service],
+                server,
+                Server { mac: Some(MacAddress(mac)), is_eligible: true },
+            );
             ids.push(server);
         }
         ids.sort();
@@ -164,7 +168,7 @@ impl Balancer {
         MacAddress(packet[..6].try_into().unwrap())
     }
 
-    fn counts(&self, service: Option<usize>) -> [u64; COUNTERS] {
+    fn counts(&self, service: Option<usize>) -> [u64; COUNTER_COUNT] {
         match service {
             Some(service) => self.lb.counters(self.services[service]).packets,
             None => self.lb.counters_without_service().packets,
@@ -179,7 +183,7 @@ impl Balancer {
     }
 
     /// Processes `frame`, and checks that only the counter `name` of `service` increases by one, as in the model.
-    pub fn counted(&self, frame: &[u8], service: Option<usize>, name: &str) -> (i32, Vec<u8>) {
+    pub fn run_expecting_counter(&self, frame: &[u8], service: Option<usize>, name: &str) -> (i32, Vec<u8>) {
         let before = self.all_counts();
         let (verdict, packet, outcome) = self.lb.run(frame);
         let after = self.all_counts();
@@ -198,14 +202,14 @@ impl Balancer {
 
     /// Checks verdict and counter of a packet that is not forwarded, and that it is unchanged.
     pub fn expect(&self, frame: &[u8], verdict: i32, service: usize, name: &str) {
-        let (found, packet) = self.counted(frame, Some(service), name);
+        let (found, packet) = self.run_expecting_counter(frame, Some(service), name);
         assert_eq!(found, verdict, "{name}");
         assert_eq!(packet, frame, "{name}");
     }
 
     /// [`expect`](Self::expect) for a packet of no service.
     pub fn expect_without_service(&self, frame: &[u8], verdict: i32, name: &str) {
-        let (found, packet) = self.counted(frame, None, name);
+        let (found, packet) = self.run_expecting_counter(frame, None, name);
         assert_eq!(found, verdict, "{name}");
         assert_eq!(packet, frame, "{name}");
     }
@@ -228,7 +232,7 @@ impl Balancer {
         identification: Identification,
         name: &str,
     ) {
-        let (verdict, packet) = self.counted(frame, Some(service), name);
+        let (verdict, packet) = self.run_expecting_counter(frame, Some(service), name);
         check_sent(frame, verdict, &packet, self.macs[&(service, server)], identification);
     }
 

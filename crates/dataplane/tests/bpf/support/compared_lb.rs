@@ -13,7 +13,9 @@ use coreward_dataplane::lb::{
 use coreward_dataplane::mac::MacAddress;
 use coreward_dataplane::test_run;
 use coreward_intf as intf;
-use coreward_model::connection_table::{Clock, Connection, Due, OwnerNumber, Timers, entries_per_source};
+use coreward_model::connection_table::{
+    ClockTicks, Connection, ExpiryReason, OwnerNumber, Timeouts, entries_per_source,
+};
 use coreward_model::consistency::ServiceMode;
 use coreward_model::cookie::{CookieKey, FleetKeys, KeyIndex};
 use coreward_model::lb as model;
@@ -47,13 +49,13 @@ fn model_of(lb: &LoadBalancer, options: &Options, own_mac: MacAddress) -> model:
     let rate = model::Rate { interval_ns: NANOSECONDS, burst_ns: NANOSECONDS * u64::from(UNLIMITED.burst - 1) };
     let rates = model::BroadcastRates { per_source: rate, per_service: rate, total: rate };
     let unspecified = OuterSources { ipv4: Ipv4Addr::UNSPECIFIED, ipv6: Ipv6Addr::UNSPECIFIED };
-    let constants = model::Constants {
-        broadcast: [rates; model::REASONS],
+    let constants = model::LbSettings {
+        broadcast: [rates; model::REASON_COUNT],
         flow_set_count: options.flow_table_entries.div_ceil(intf::FLOW_SET_ENTRIES),
         connection_table: lb.connection_table_size(),
-        count_traffic: false,
-        outer: outer(unspecified, 0),
-        vlans: model::Vlans { in_use: lb.uses_vlans(), vip: options.vlan },
+        counts_traffic: false,
+        outer_header: outer(unspecified, 0),
+        vlans: model::Vlans { is_tagging_enabled: lb.uses_vlans(), vip: options.vlan },
     };
     let keys = FleetKeys { keys: [NO_KEY; 2], current: KeyIndex::First };
     let mut model = model::LoadBalancer::new(constants, own_mac.0, keys);
@@ -61,8 +63,8 @@ fn model_of(lb: &LoadBalancer, options: &Options, own_mac: MacAddress) -> model:
     model
 }
 
-fn outer(sources: OuterSources, mtu: u32) -> model::Outer {
-    model::Outer { address: sources.ipv4, address_ipv6: sources.ipv6, mtu: mtu as usize }
+fn outer(sources: OuterSources, mtu: u32) -> model::OuterHeader {
+    model::OuterHeader { address: sources.ipv4, address_ipv6: sources.ipv6, mtu: mtu as usize }
 }
 
 fn slot(service: ServiceIndex) -> usize {
@@ -74,7 +76,7 @@ impl ComparedLb {
     pub fn load(options: Options, own_mac: MacAddress) -> Self {
         let broadcast = [BroadcastRates::uniform(UNLIMITED); intf::LIMITED_KIND_COUNT as usize];
         let lb_stamping_clock = LbStampingClock::Ticks;
-        let options = Options { broadcast, lb_stamping_clock, ..options };
+        let options = Options { broadcast_limits: broadcast, lb_stamping_clock, ..options };
         let mut compared = Self::load_alone(options.clone(), own_mac);
         compared.model = Some(RefCell::new(model_of(&compared.lb, &options, own_mac)));
         compared
@@ -126,7 +128,7 @@ impl ComparedLb {
 
     pub fn set_server(&mut self, service: ServiceIndex, id: ServerId, server: Server) {
         self.lb.set_server(service, id, server);
-        let server = model::Server { mac: server.mac.map(|mac| mac.0), eligible: server.eligible };
+        let server = model::Server { mac: server.mac.map(|mac| mac.0), eligible: server.is_eligible };
         self.change_model(|model| model.set_server(slot(service), id, Some(server)));
     }
 
@@ -148,7 +150,7 @@ impl ComparedLb {
 
     pub fn set_outer(&mut self, sources: OuterSources, mtu: u32) {
         self.lb.set_outer(sources, mtu);
-        self.change_model(|model| model.set_outer(outer(sources, mtu)));
+        self.change_model(|model| model.set_outer_header(outer(sources, mtu)));
     }
 
     pub fn set_tunnel(&mut self, id: ServerId, tunnel: lb::Tunnel) -> anyhow::Result<()> {
@@ -160,7 +162,7 @@ impl ComparedLb {
 
     pub fn use_server_vlans(&mut self, vlans: BTreeSet<Vlan>) -> anyhow::Result<()> {
         self.lb.use_server_vlans(vlans)?;
-        let vlans = model::Vlans { in_use: self.lb.uses_vlans(), vip: self.vip_vlan };
+        let vlans = model::Vlans { is_tagging_enabled: self.lb.uses_vlans(), vip: self.vip_vlan };
         self.change_model(|model| model.set_vlans(vlans));
         Ok(())
     }
@@ -193,11 +195,11 @@ impl ComparedLb {
 
     pub fn tick(&mut self, monotonic: Duration) {
         self.lb.tick(monotonic);
-        self.change_model(|model| model.set_clock(Clock::at(monotonic)));
+        self.change_model(|model| model.set_clock(ClockTicks::at(monotonic)));
     }
 
-    pub fn due_connections(&mut self, timers: &Timers, entries: u32) -> Vec<(Connection, Due)> {
-        self.change_model(model::LoadBalancer::sweep);
+    pub fn due_connections(&mut self, timers: &Timeouts, entries: u32) -> Vec<(Connection, ExpiryReason)> {
+        self.change_model(model::LoadBalancer::record_sweep);
         self.lb.due_connections(timers, entries)
     }
 
@@ -208,7 +210,7 @@ impl ComparedLb {
 
     pub fn guard_connection_table(&mut self) {
         let limit = entries_per_source(self.lb.connection_table_size(), self.lb.occupancy() as u32);
-        self.lb.guard_connection_table();
+        self.lb.update_source_limit();
         self.change_model(|model| model.limit_entries((limit != 0).then_some(limit)));
     }
 

@@ -44,7 +44,7 @@ pub fn options(policy: Policy) -> Options {
         type_offset: 0,
         types: Vec::new(),
         other_class: 0,
-        learn: false,
+        observes_service_times: false,
     }
 }
 

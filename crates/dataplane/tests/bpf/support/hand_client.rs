@@ -16,7 +16,7 @@ use super::{
 const ADDRESS: Ipv4Addr = Ipv4Addr::new(10, 1, 0, 77);
 const ADDRESS_IPV6: Ipv6Addr = Ipv6Addr::new(0x2001, 0xdb8, 1, 0, 0, 0, 0, 0x77);
 
-pub struct HandClient<'env> {
+pub struct RawTcpClient<'env> {
     env: &'env TestEnv,
     sniffer: Sniffer,
     server_mac: MacAddress,
@@ -25,11 +25,11 @@ pub struct HandClient<'env> {
     sequence: u32,
     acknowledgement: u32,
     /// TSval of the server's newest packet, which the client returns as TSecr.
-    pub recent: u32,
+    pub server_tsval: u32,
     own_time: u32,
 }
 
-impl<'env> HandClient<'env> {
+impl<'env> RawTcpClient<'env> {
     pub fn new(env: &'env TestEnv, port: u16, timestamps: bool) -> Self {
         let mac = |host: &super::network::Host| host.run_inside(|| super::network::mac_address("eth0"));
         for (address, length, server) in
@@ -46,7 +46,7 @@ impl<'env> HandClient<'env> {
             timestamps,
             sequence: 1000,
             acknowledgement: 0,
-            recent: 0,
+            server_tsval: 0,
             own_time: 1,
         }
     }
@@ -88,7 +88,7 @@ impl<'env> HandClient<'env> {
         }
     }
 
-    /// Returns the server's packets until it is silent for 50 ms, and stores the newest TSval in `recent`.
+    /// Returns the server's packets until it is silent for 50 ms, and stores the newest TSval in `server_tsval`.
     pub fn receive(&mut self) -> Vec<Vec<u8>> {
         let (mut frames, mut last) = (vec![], Instant::now());
         while last.elapsed() < Duration::from_millis(50) {
@@ -101,7 +101,7 @@ impl<'env> HandClient<'env> {
             frames.extend(new);
         }
         if let Some(frame) = frames.last() {
-            self.recent = timestamp_offset(frame).map_or(0, |at| word(frame, at));
+            self.server_tsval = timestamp_offset(frame).map_or(0, |at| word(frame, at));
         }
         frames
     }
@@ -114,7 +114,7 @@ impl<'env> HandClient<'env> {
     }
 
     /// Waits until the server has processed all sent packets. Returns packets of all hosts since the last call.
-    pub fn received_by_others(&self) -> Vec<Vec<u8>> {
+    pub fn collect_all(&self) -> Vec<Vec<u8>> {
         self.sniffer.collect(self.env)
     }
 
@@ -138,13 +138,13 @@ impl<'env> HandClient<'env> {
 
     /// Sends the ACK that ends the handshake.
     pub fn acknowledge(&mut self) {
-        let ack = self.frame(ACK, self.recent, b"");
+        let ack = self.frame(ACK, self.server_tsval, b"");
         self.send(&ack);
     }
 
     /// Sends `payload` in a packet changed by `change`, and returns the server's packets after that.
     pub fn exchange(&mut self, payload: &[u8], change: impl FnOnce(&mut Vec<u8>)) -> Vec<Vec<u8>> {
-        let mut frame = self.frame(ACK, self.recent, payload);
+        let mut frame = self.frame(ACK, self.server_tsval, payload);
         change(&mut frame);
         self.send(&frame);
         let answers = self.answers();
@@ -168,7 +168,7 @@ pub fn set_previous_server(frame: &mut [u8], identification: u16) {
 }
 
 /// Makes the frame a broadcast, as a load balancer sends a packet whose server it does not know.
-pub fn send_to_all(frame: &mut [u8]) {
+pub fn set_broadcast_mac(frame: &mut [u8]) {
     frame[..6].fill(0xff);
 }
 

@@ -20,7 +20,7 @@ pub const VIP: Ipv4Addr = Ipv4Addr::new(10, 200, 0, 1);
 /// With several CPUs a segment overtakes an older segment now and then. If both were sent within a millisecond, Linux
 /// accepts the older one, whose TSval is one tick less (TCP_PAWS_WINDOW in include/net/tcp.h). With stamping a
 /// millisecond is 65,536 ticks (4,096 with timestamps = "lb"): the older segment counts in PAWSEstab and is dropped.
-pub fn on_one_cpu() {
+pub fn pin_to_one_cpu() {
     let (mut cpu_set, this) = (CpuSet::new(), Pid::from_raw(0));
     let allowed = sched_getaffinity(this).unwrap();
     let cpus: Vec<usize> = (0..CpuSet::count()).filter(|cpu| allowed.is_set(*cpu).unwrap()).collect();

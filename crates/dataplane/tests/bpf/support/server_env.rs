@@ -1,6 +1,6 @@
 //! A client, and a server with `bpf/server/server.bpf.c` at its device, both with the kernel's TCP.
 
-use std::io::{ReceivedDatagram as _, Write as _};
+use std::io::{Read as _, Write as _};
 use std::mem::MaybeUninit;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, TcpStream};
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -14,7 +14,7 @@ use coreward_model::tuple::Protocol;
 use coreward_model::{FourTuple, ServerId, ServiceAddress};
 use socket2::{Domain, Socket, Type};
 
-use super::network::{CLIENT, PinDirectory, SERVER, VIP, VethPair, on_one_cpu};
+use super::network::{CLIENT, PinDirectory, SERVER, VIP, VethPair, pin_to_one_cpu};
 use super::{ACK, FIN, Family, RST, SYN, now_ms, timestamp_offset, word};
 
 pub const PORT: u16 = 80;
@@ -85,7 +85,7 @@ impl TestEnv {
 
     /// Starts a server with services of this mode. Connections use `family`.
     pub fn of(family: Family, mode: ServiceMode) -> Self {
-        on_one_cpu();
+        pin_to_one_cpu();
         let (pair, pins) = (VethPair::new(), PinDirectory::new());
         add_ipv6(&pair);
         let mut programs = attach(&pair, &pins);
@@ -258,7 +258,7 @@ pub fn cookie_of(frame: &[u8]) -> Cookie {
     let port = u16::from_be_bytes([frame[tcp + 2], frame[tcp + 3]]);
     let value = word(frame, timestamp_offset(frame).expect("a timestamp"));
     let family = Family::of(frame);
-    cookie::recognise(&keys(), &FourTuple::new(client(family, port), vip(family)).unwrap(), value)
+    cookie::decode_cookie(&keys(), &FourTuple::new(client(family, port), vip(family)).unwrap(), value)
 }
 
 pub fn pattern(length: usize) -> Vec<u8> {

@@ -46,7 +46,7 @@ pub fn own_number() -> OwnerNumber {
 
 /// Returns a balancer with a connection table of `entries` entries, and a stateful service with nine servers.
 pub fn balancer(entries: u64, rng: &mut impl Rng) -> (Balancer, Vec<ServerId>) {
-    let options = Options { connection_table: TableSize::try_from(entries).unwrap(), ..Options::default() };
+    let options = Options { connection_table_size: TableSize::try_from(entries).unwrap(), ..Options::default() };
     let mut balancer = Balancer::with(&[(service(VIP), STATEFUL)], options, rng);
     let ids = balancer.replace_servers(0, 9, rng);
     let table = random_table(Rule::RoundRobin, 1, 1, &ids, rng);
@@ -107,13 +107,13 @@ impl Balancer {
 
     /// Sends a SYN. Returns the server, and the number for cookies; `None`: the connection got no entry.
     pub fn open(&self, client: Client) -> (ServerId, Option<u16>) {
-        let (verdict, packet) = self.counted(&syn(client), Some(0), "new_connection");
+        let (verdict, packet) = self.run_expecting_counter(&syn(client), Some(0), "new_connection");
         assert_eq!(verdict, XDP_TX);
         (self.server_at(&packet[..6]), number_of(&packet))
     }
 
     /// Sends a SYN for which the connection must get an entry.
-    pub fn opened(&self, client: Client) -> OpenConnection {
+    pub fn open_with_entry(&self, client: Client) -> OpenConnection {
         let (server, number) = self.open(client);
         OpenConnection { client, server, number: number.expect("an entry") }
     }
@@ -139,7 +139,7 @@ impl Balancer {
 
     /// Asserts that `frame` is sent to this MAC address, and that only MAC addresses change.
     pub fn expect_to(&self, frame: &[u8], mac: MacAddress, name: &str) {
-        let (verdict, packet) = self.counted(frame, Some(0), name);
+        let (verdict, packet) = self.run_expecting_counter(frame, Some(0), name);
         let mut expected = frame.to_vec();
         expected[..6].copy_from_slice(&mac.0);
         expected[6..12].copy_from_slice(&OWN_MAC.0);

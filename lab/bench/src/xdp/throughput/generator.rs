@@ -67,7 +67,7 @@ impl Generator {
         let mut storage = MaybeUninit::uninit();
         let mut open = LiveFramesSkelBuilder::default().open(&mut storage).context("opening live_frames.bpf.o")?;
         let constants = open.maps.rodata_data.as_deref_mut().context("live_frames.bpf.o has no constants")?;
-        constants.target = wire.generator_index()?;
+        constants.target_ifindex = wire.generator_index()?;
         for (to, frame) in constants.frames.iter_mut().zip(traffic.frames) {
             to.words = words(frame)?;
         }

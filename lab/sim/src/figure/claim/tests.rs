@@ -29,10 +29,13 @@ fn claim_is_judged_by_the_median() {
     let verdict = judge("value = { series = \"a\", panel = \"p\", at = 3 }\nat_most = 8.5\npublished = 8.2");
     assert!(verdict.holds);
     assert_eq!((verdict.measured, verdict.seeds), (Some((8.0, 8.0)), Some((7.0, 9.0))));
-    assert_eq!(verdict.numbers(), "8.000 here (single seeds 7.000 to 9.000); required at most 8.5; published 8.2");
+    assert_eq!(
+        verdict.format_numbers(),
+        "8.000 here (single seeds 7.000 to 9.000); required at most 8.5; published 8.2"
+    );
     let verdict = judge("value = { series = \"a\", panel = \"p\", at = 3 }\nat_least = 8.5");
     assert!(!verdict.holds);
-    assert_eq!(verdict.word(), "does not hold here");
+    assert_eq!(verdict.verdict_text(), "does not hold here");
 }
 
 #[test]
@@ -77,7 +80,7 @@ fn crossing_of_a_curve_is_interpolated() {
     assert_eq!((verdict.holds, verdict.measured), (true, Some((2.25, 2.25))));
     let never = judge(&claim.replace("= 5", "= 50"));
     assert_eq!((never.holds, never.measured), (false, None));
-    assert!(never.numbers().starts_with("not reached here"), "{}", never.numbers());
+    assert!(never.format_numbers().starts_with("not reached here"), "{}", never.format_numbers());
 }
 
 #[test]

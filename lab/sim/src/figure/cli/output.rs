@@ -41,7 +41,7 @@ impl Directory {
         write_whole(&self.path, &format!("{name}.csv"), &result.table.csv())?;
         write_whole(&self.path, &format!("{name}.svg"), &draw::render_svg(scenario, &result.table))?;
         write_whole(&self.path, &format!("{name}.json"), &json)?;
-        write_whole(&self.path, "index.html", &page::page(&self.with_earlier_figures(all)))
+        write_whole(&self.path, "index.html", &page::render_page(&self.with_earlier_figures(all)))
     }
 
     /// Returns the figures of this run, and those of papers that an earlier run of this version has stored, in the
@@ -59,7 +59,7 @@ impl Directory {
     /// Returns the summary at the end of a run.
     pub fn summary(&self, figures: &[(FigureResult, Scenario)]) -> String {
         let claims: usize = figures.iter().map(|(result, _)| result.claims.len()).sum();
-        let holding: usize = figures.iter().map(|(result, _)| result.holding_claims()).sum();
+        let holding: usize = figures.iter().map(|(result, _)| result.holding_claim_count()).sum();
         let failing = claims - holding;
         let path = self.path.join("index.html");
         format!(

@@ -16,7 +16,7 @@ pub struct Overrides {
         conflicts_with_all = ["all", "list", "scenario"])]
     runs: Option<u64>,
     /// Seconds per point, for scenarios with a duration
-    #[arg(long, value_parser = seconds, conflicts_with_all = ["all", "list", "scenario"])]
+    #[arg(long, value_parser = parse_seconds, conflicts_with_all = ["all", "list", "scenario"])]
     seconds: Option<f64>,
     /// Measure only these series, by policy
     #[arg(long, value_name = "LABEL,...", value_delimiter = ',', conflicts_with_all = ["all", "list", "scenario"])]
@@ -26,7 +26,7 @@ pub struct Overrides {
     points: Vec<f64>,
 }
 
-fn seconds(text: &str) -> Result<f64, String> {
+fn parse_seconds(text: &str) -> Result<f64, String> {
     let number = text.parse().ok().filter(|seconds| (0.1..=3600.0).contains(seconds));
     number.ok_or_else(|| "expected a number from 0.1 to 3600".to_owned())
 }
@@ -171,7 +171,7 @@ mod tests {
         let error = |arguments: &[&str]| applied(arguments).unwrap_err().to_string();
         assert_eq!(error(&["--points", "50"]), "--points 50: expected points of the figure's horizontal axes");
         assert!(error(&["--series", "jsk"]).contains("did you mean jsq"));
-        let mut simulated = crate::figure::library::all()[0].scenario().unwrap();
+        let mut simulated = crate::figure::library::all_figures()[0].scenario().unwrap();
         let overrides = Cli::parse_from(["figure", "--runs", "1"]).overrides;
         assert!(overrides.apply(&mut simulated).unwrap_err().to_string().contains("expected a live figure"));
     }

@@ -14,14 +14,14 @@ use crate::figure::table::Table;
 use crate::figure::{live, run};
 
 /// Exit code after an interrupt (128 + SIGINT).
-const INTERRUPTED: i32 = 130;
+const INTERRUPT_EXIT_CODE: i32 = 130;
 
 /// State locked during writes, so that a signal does not end the process between two files of one figure.
 #[derive(Debug, Default)]
 struct State {
     /// Interrupts a running measurement, which then cleans up; without one a signal ends the process.
     interrupt: Option<fn()>,
-    interrupted: bool,
+    is_interrupted: bool,
 }
 
 /// Run in progress.
@@ -41,10 +41,10 @@ impl Session {
         let shared = Arc::clone(&state);
         ctrlc::set_handler(move || {
             let mut state = lock(&shared);
-            state.interrupted = true;
+            state.is_interrupted = true;
             match state.interrupt {
                 Some(interrupt) => interrupt(),
-                None => std::process::exit(INTERRUPTED),
+                None => std::process::exit(INTERRUPT_EXIT_CODE),
             }
         })?;
         Ok(Self { state })
@@ -66,7 +66,7 @@ impl Session {
             None => (run::run(&figure.scenario, &progress), figure.provenance.clone()),
             Some(live) => (
                 self.measure(live, &figure.scenario, &progress),
-                figure.provenance.clone().measured_by(live::machine()),
+                figure.provenance.clone().with_machine(live::machine()),
             ),
         };
         bar.finish_and_clear();
@@ -81,8 +81,8 @@ impl Session {
         let table = live.table(scenario, progress);
         let mut state = lock(&self.state);
         state.interrupt = None;
-        if state.interrupted {
-            std::process::exit(INTERRUPTED);
+        if state.is_interrupted {
+            std::process::exit(INTERRUPT_EXIT_CODE);
         }
         table
     }

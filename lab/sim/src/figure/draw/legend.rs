@@ -3,21 +3,21 @@
 use plotters::style::Color;
 
 use super::canvas::{Anchor, Area, DrawResult, draw_dashed_line, draw_line, draw_marker, draw_text};
-use super::style::{self, SMALL, TEXT};
+use super::style::{self, SMALL_SIZE, TEXT_SIZE};
 use crate::figure::scenario::Scenario;
 use crate::figure::table::Table;
 
 /// Height of a row, width of a sample, gap between entries (pixels).
-const ROW: i32 = 22;
-const SAMPLE: i32 = 34;
+const ROW_HEIGHT_PX: i32 = 22;
+const SAMPLE_WIDTH_PX: i32 = 34;
 const SPACING: i32 = 22;
 
 /// Entries with their positions.
 pub struct Legend {
     /// Index of the series, label, position.
     entries: Vec<(usize, String, (i32, i32))>,
-    /// [`Scenario::appearance`] of each series.
-    looks: Vec<(usize, bool)>,
+    /// [`Scenario::series_style`] of each series.
+    styles: Vec<(usize, bool)>,
     /// Lines of the explanation below.
     remark: Vec<String>,
     rows: i32,
@@ -29,39 +29,44 @@ impl Legend {
         let (mut x, mut row, mut entries) = (0, 0, Vec::new());
         for (index, series) in scenario.series.iter().enumerate() {
             let label = series.label.get_ref().clone();
-            let wide = SAMPLE + style::width(&label, TEXT);
+            let wide = SAMPLE_WIDTH_PX + style::text_width(&label, TEXT_SIZE);
             if x > 0 && x + wide > width {
                 (x, row) = (0, row + 1);
             }
-            entries.push((index, label, (x, row * ROW)));
+            entries.push((index, label, (x, row * ROW_HEIGHT_PX)));
             x += wide + SPACING;
         }
-        let looks = (0..scenario.series.len()).map(|index| scenario.appearance(index)).collect();
-        Self { entries, looks, remark: style::wrapped(&remark(scenario, table), SMALL, width), rows: row + 1 }
+        let looks = (0..scenario.series.len()).map(|index| scenario.series_style(index)).collect();
+        Self {
+            entries,
+            styles: looks,
+            remark: style::wrap_text(&remark(scenario, table), SMALL_SIZE, width),
+            rows: row + 1,
+        }
     }
 
     /// Returns the height (pixels).
     pub fn height(&self) -> i32 {
-        (self.rows + self.remark.len() as i32) * ROW
+        (self.rows + self.remark.len() as i32) * ROW_HEIGHT_PX
     }
 
     /// Draws the legend with its top left corner at `origin`.
     pub fn draw(&self, area: &Area<'_>, origin: (i32, i32)) -> DrawResult {
         for (index, label, place) in &self.entries {
-            let (x, y) = (origin.0 + place.0, origin.1 + place.1 + ROW / 2);
-            let (like, open) = self.looks[*index];
+            let (x, y) = (origin.0 + place.0, origin.1 + place.1 + ROW_HEIGHT_PX / 2);
+            let (like, open) = self.styles[*index];
             let colour = style::colour(like);
             if open {
-                draw_dashed_line(area, &[(x, y), (x + SAMPLE - 8, y)], colour.stroke_width(1))?;
+                draw_dashed_line(area, &[(x, y), (x + SAMPLE_WIDTH_PX - 8, y)], colour.stroke_width(1))?;
             } else {
-                draw_line(area, vec![(x, y), (x + SAMPLE - 8, y)], colour.stroke_width(2))?;
+                draw_line(area, vec![(x, y), (x + SAMPLE_WIDTH_PX - 8, y)], colour.stroke_width(2))?;
             }
-            draw_marker(area, (x + (SAMPLE - 8) / 2, y), style::shape(like), colour, open)?;
-            draw_text(area, label, (x + SAMPLE, y), TEXT, style::INK, Anchor::Left)?;
+            draw_marker(area, (x + (SAMPLE_WIDTH_PX - 8) / 2, y), style::shape(like), colour, open)?;
+            draw_text(area, label, (x + SAMPLE_WIDTH_PX, y), TEXT_SIZE, style::TEXT_COLOUR, Anchor::Left)?;
         }
         for (index, remark) in self.remark.iter().enumerate() {
-            let y = origin.1 + (self.rows + index as i32) * ROW + ROW / 2;
-            draw_text(area, remark, (origin.0, y), SMALL, style::MARK, Anchor::Left)?;
+            let y = origin.1 + (self.rows + index as i32) * ROW_HEIGHT_PX + ROW_HEIGHT_PX / 2;
+            draw_text(area, remark, (origin.0, y), SMALL_SIZE, style::MARK, Anchor::Left)?;
         }
         Ok(())
     }

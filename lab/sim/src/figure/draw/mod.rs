@@ -13,18 +13,18 @@ use super::scenario::Scenario;
 use super::table::Table;
 use canvas::{Anchor, Area, DrawResult, draw_text};
 
-const PANEL: (i32, i32) = (520, 390);
-const ONLY_PANEL: (i32, i32) = (900, 460);
+const PANEL_SIZE_PX: (i32, i32) = (520, 390);
+const SINGLE_PANEL_SIZE_PX: (i32, i32) = (900, 460);
 /// Number of panels per row.
 const COLUMNS: usize = 2;
 const MARGIN: i32 = 14;
 
 pub fn render_svg(scenario: &Scenario, table: &Table) -> String {
-    let (width, title) = head(scenario);
-    let panel = if scenario.panel.len() == 1 { ONLY_PANEL } else { PANEL };
+    let (width, title) = title_layout(scenario);
+    let panel = if scenario.panel.len() == 1 { SINGLE_PANEL_SIZE_PX } else { PANEL_SIZE_PX };
     let rows = scenario.panel.len().div_ceil(COLUMNS) as i32;
     let legend = legend::Legend::of(scenario, table, width - 2 * MARGIN);
-    let title_height = title.len() as i32 * (style::TITLE as i32 + 5) + MARGIN;
+    let title_height = title.len() as i32 * (style::TITLE_SIZE as i32 + 5) + MARGIN;
     let height = title_height + rows * panel.1 + legend.height() + MARGIN;
     let mut svg = String::new();
     {
@@ -36,12 +36,12 @@ pub fn render_svg(scenario: &Scenario, table: &Table) -> String {
 }
 
 /// Returns the width of the picture, and the lines of its title.
-fn head(scenario: &Scenario) -> (i32, Vec<String>) {
+fn title_layout(scenario: &Scenario) -> (i32, Vec<String>) {
     let width = match scenario.panel.len() {
-        1 => ONLY_PANEL.0,
-        several => PANEL.0 * several.min(COLUMNS) as i32,
+        1 => SINGLE_PANEL_SIZE_PX.0,
+        several => PANEL_SIZE_PX.0 * several.min(COLUMNS) as i32,
     };
-    (width, style::balanced(&scenario.title, style::TITLE, width - 2 * MARGIN))
+    (width, style::balance_lines(&scenario.title, style::TITLE_SIZE, width - 2 * MARGIN))
 }
 
 fn draw(
@@ -56,8 +56,8 @@ fn draw(
     area.fill(&WHITE)?;
     let middle = area.dim_in_pixel().0 as i32 / 2;
     for (index, line) in title.iter().enumerate() {
-        let y = MARGIN + index as i32 * (style::TITLE as i32 + 5);
-        draw_text(area, line, (middle, y), style::TITLE, style::INK, Anchor::Top)?;
+        let y = MARGIN + index as i32 * (style::TITLE_SIZE as i32 + 5);
+        draw_text(area, line, (middle, y), style::TITLE_SIZE, style::TEXT_COLOUR, Anchor::Top)?;
     }
     for (index, (panel, numbers)) in scenario.panel.iter().zip(&table.panels).enumerate() {
         let (column, row) = ((index % COLUMNS) as i32, (index / COLUMNS) as i32);

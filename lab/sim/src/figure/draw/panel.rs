@@ -4,16 +4,16 @@ use plotters::prelude::*;
 
 use super::canvas::{Anchor, Area, DrawResult, draw_dashed_line, draw_line, draw_marker, draw_text, draw_whisker};
 use super::scale::Scale;
-use super::style::{self, GRID, INK, MARK, SMALL, TEXT, colour, shape};
+use super::style::{self, GRID, MARK, SMALL_SIZE, TEXT_COLOUR, TEXT_SIZE, colour, shape};
 use crate::figure::scenario::{Draw, Panel, Scenario};
-use crate::figure::table::{Cell, Curve, PanelTable, PublishedCell, number};
+use crate::figure::table::{Cell, Curve, PanelTable, PublishedCell, format_number};
 
 /// Margins above, right of and below the data area (pixels).
-const TOP: i32 = 34;
-const RIGHT: i32 = 18;
-const BOTTOM: i32 = 62;
+const TOP_MARGIN_PX: i32 = 34;
+const RIGHT_MARGIN_PX: i32 = 18;
+const BOTTOM_MARGIN_PX: i32 = 62;
 /// Distance from the panel's left edge to the middle of the vertical axis' label (pixels).
-const NAME: i32 = 18;
+const Y_LABEL_OFFSET_PX: i32 = 18;
 const MARK_NAMES: i32 = 52;
 const ABOVE_BARS: f64 = 0.1;
 /// Number of points above which a curve is a line with a band instead of markers with whiskers.
@@ -21,7 +21,7 @@ const MANY_POINTS: usize = 40;
 /// Fraction of a group's width between groups of bars.
 const GROUP_GAP: f64 = 0.2;
 /// Largest number of bars whose values are written above.
-const BARS_WITH_VALUES: usize = 18;
+const MAX_LABELLED_BARS: usize = 18;
 
 /// Panel with its position in the picture and its scales.
 pub struct Frame<'a> {
@@ -47,16 +47,16 @@ impl<'a> Frame<'a> {
     ) -> Self {
         let styles = numbers.curves.iter().map(|curve| {
             let same = |series: &crate::figure::scenario::Series| *series.label.get_ref() == curve.label;
-            scenario.appearance(scenario.series.iter().position(same).unwrap_or(0))
+            scenario.series_style(scenario.series.iter().position(same).unwrap_or(0))
         });
-        let (top, bottom) = (origin.1 + TOP, origin.1 + size.1 - BOTTOM);
+        let (top, bottom) = (origin.1 + TOP_MARGIN_PX, origin.1 + size.1 - BOTTOM_MARGIN_PX);
         let marks = panel.mark.iter().map(|mark| mark.y);
         let heights: Vec<f64> = numbers.curves.iter().flat_map(heights).chain(marks).collect();
         let y = Scale::new(&heights, panel.y.range, panel.y.log, true, (bottom, top));
         let y = if panel.draw == Draw::Bars && panel.y.range.is_none() { y.extended_by(ABOVE_BARS) } else { y };
-        let widest = y.ticks().iter().map(|(_, label)| style::width(label, SMALL)).max().unwrap_or(0);
-        let names = if panel.mark.is_empty() { RIGHT } else { MARK_NAMES };
-        let (left, right) = (origin.0 + NAME + 20 + widest, origin.0 + size.0 - names);
+        let widest = y.ticks().iter().map(|(_, label)| style::text_width(label, SMALL_SIZE)).max().unwrap_or(0);
+        let names = if panel.mark.is_empty() { RIGHT_MARGIN_PX } else { MARK_NAMES };
+        let (left, right) = (origin.0 + Y_LABEL_OFFSET_PX + 20 + widest, origin.0 + size.0 - names);
         let x_values: Vec<f64> = numbers.curves.iter().flat_map(x_values).collect();
         let x_log = panel.x.as_ref().is_some_and(|sweep| sweep.log);
         let x = match panel.draw {
@@ -83,23 +83,30 @@ impl<'a> Frame<'a> {
     fn draw_axes(&self, area: &Area<'_>) -> DrawResult {
         let (left, top, right, bottom) = self.data;
         let middle = (left + right) / 2;
-        draw_text(area, self.panel.title.get_ref(), (middle, self.origin.1 + 10), TEXT, INK, Anchor::Top)?;
+        draw_text(area, self.panel.title.get_ref(), (middle, self.origin.1 + 10), TEXT_SIZE, TEXT_COLOUR, Anchor::Top)?;
         for (value, label) in self.y.ticks() {
             let y = self.y.pixel(value);
             draw_line(area, vec![(left, y), (right, y)], GRID.stroke_width(1))?;
-            draw_text(area, &label, (left - 8, y), SMALL, INK, Anchor::Right)?;
+            draw_text(area, &label, (left - 8, y), SMALL_SIZE, TEXT_COLOUR, Anchor::Right)?;
         }
-        draw_text(area, &self.panel.y.label, (self.origin.0 + NAME, (top + bottom) / 2), TEXT, INK, Anchor::Upwards)?;
+        draw_text(
+            area,
+            &self.panel.y.label,
+            (self.origin.0 + Y_LABEL_OFFSET_PX, (top + bottom) / 2),
+            TEXT_SIZE,
+            TEXT_COLOUR,
+            Anchor::Upwards,
+        )?;
         for (x, label) in self.x_ticks() {
             if self.panel.draw == Draw::Lines {
-                draw_line(area, vec![(x, bottom), (x, bottom + 5)], INK.stroke_width(1))?;
+                draw_line(area, vec![(x, bottom), (x, bottom + 5)], TEXT_COLOUR.stroke_width(1))?;
             }
-            draw_text(area, &label, (x, bottom + 9), SMALL, INK, Anchor::Top)?;
+            draw_text(area, &label, (x, bottom + 9), SMALL_SIZE, TEXT_COLOUR, Anchor::Top)?;
         }
         if let Some(sweep) = &self.panel.x {
-            draw_text(area, &sweep.label, (middle, bottom + 32), TEXT, INK, Anchor::Top)?;
+            draw_text(area, &sweep.label, (middle, bottom + 32), TEXT_SIZE, TEXT_COLOUR, Anchor::Top)?;
         }
-        draw_line(area, vec![(left, top), (left, bottom), (right, bottom)], INK.stroke_width(1))?;
+        draw_line(area, vec![(left, top), (left, bottom), (right, bottom)], TEXT_COLOUR.stroke_width(1))?;
         self.draw_marks(area)
     }
 
@@ -108,7 +115,7 @@ impl<'a> Frame<'a> {
         for mark in self.panel.mark.iter().filter(|mark| self.y.is_visible(mark.y)) {
             let y = self.y.pixel(mark.y);
             draw_dashed_line(area, &[(left, y), (right, y)], MARK.stroke_width(1))?;
-            draw_text(area, &mark.label, (right + 6, y), SMALL, MARK, Anchor::Left)?;
+            draw_text(area, &mark.label, (right + 6, y), SMALL_SIZE, MARK, Anchor::Left)?;
         }
         Ok(())
     }
@@ -119,7 +126,7 @@ impl<'a> Frame<'a> {
             (Draw::Bars, None) => Vec::new(),
             (Draw::Bars, Some(_)) => {
                 let middles = groups(self.numbers).into_iter().enumerate();
-                middles.map(|(group, x)| (self.x.pixel(group as f64 + 0.5), number(x))).collect()
+                middles.map(|(group, x)| (self.x.pixel(group as f64 + 0.5), format_number(x))).collect()
             }
         }
     }
@@ -183,7 +190,7 @@ impl<'a> Frame<'a> {
         let published = self.numbers.curves.iter().any(|curve| !curve.published.is_empty());
         let slots = self.numbers.curves.len() * if published { 2 } else { 1 };
         let wide = (1.0 - GROUP_GAP) / slots as f64;
-        let with_values = slots * groups.len() <= BARS_WITH_VALUES;
+        let with_values = slots * groups.len() <= MAX_LABELLED_BARS;
         for (group, x) in groups.iter().enumerate() {
             let mut left = group as f64 + GROUP_GAP / 2.0;
             for (curve, (index, open)) in self.numbers.curves.iter().zip(&self.styles) {
@@ -227,10 +234,10 @@ impl<'a> Frame<'a> {
         let mut above = top;
         if let Some((low, high)) = spread {
             above = above.min(self.y.pixel(high));
-            draw_whisker(area, middle, self.y.pixel(low), self.y.pixel(high), INK)?;
+            draw_whisker(area, middle, self.y.pixel(low), self.y.pixel(high), TEXT_COLOUR)?;
         }
         if with_value {
-            draw_text(area, &format_short(height), (middle, above - 3), SMALL, INK, Anchor::Bottom)?;
+            draw_text(area, &format_short(height), (middle, above - 3), SMALL_SIZE, TEXT_COLOUR, Anchor::Bottom)?;
         }
         Ok(())
     }

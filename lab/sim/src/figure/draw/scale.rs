@@ -5,13 +5,13 @@
 pub struct Scale {
     low: f64,
     high: f64,
-    log: bool,
+    is_log: bool,
     /// Pixels of `low` and `high`.
     pixels: (i32, i32),
 }
 
 /// Approximate number of ticks on a linear axis.
-const TICKS: f64 = 6.0;
+const TICK_COUNT: f64 = 6.0;
 /// Number of decades below which a logarithmic axis has ticks between them too.
 const FEW_DECADES: f64 = 2.2;
 
@@ -32,7 +32,7 @@ impl Scale {
                 (low, greatest + room)
             }
         };
-        Self { low, high, log, pixels }
+        Self { low, high, is_log: log, pixels }
     }
 
     /// Returns the axis, extended by a fraction of its length.
@@ -46,12 +46,12 @@ impl Scale {
     }
 
     fn position(&self, value: f64) -> f64 {
-        let axis = |value: f64| if self.log { value.max(f64::MIN_POSITIVE).ln() } else { value };
+        let axis = |value: f64| if self.is_log { value.max(f64::MIN_POSITIVE).ln() } else { value };
         (axis(value) - axis(self.low)) / (axis(self.high) - axis(self.low))
     }
 
     fn value(&self, position: f64) -> f64 {
-        if self.log {
+        if self.is_log {
             self.low * (self.high / self.low).powf(position)
         } else {
             self.low + (self.high - self.low) * position
@@ -71,12 +71,12 @@ impl Scale {
 
     /// Returns values and labels of the ticks.
     pub fn ticks(&self) -> Vec<(f64, String)> {
-        let values = if self.log { self.log_ticks() } else { self.linear_ticks() };
-        values.into_iter().filter(|value| self.is_visible(*value)).map(|value| (value, label(value))).collect()
+        let values = if self.is_log { self.log_ticks() } else { self.linear_ticks() };
+        values.into_iter().filter(|value| self.is_visible(*value)).map(|value| (value, format_tick(value))).collect()
     }
 
     fn linear_ticks(&self) -> Vec<f64> {
-        let minimum_step = (self.high - self.low) / TICKS;
+        let minimum_step = (self.high - self.low) / TICK_COUNT;
         let magnitude = 10f64.powf(minimum_step.log10().floor());
         let step = [1.0, 2.0, 5.0, 10.0].map(|nice| nice * magnitude).into_iter().find(|step| *step >= minimum_step);
         let step = step.unwrap_or(10.0 * magnitude);
@@ -122,12 +122,12 @@ impl Scale {
 }
 
 /// Returns a short label, with k and M.
-fn label(value: f64) -> String {
+fn format_tick(value: f64) -> String {
     let value = if value.abs() < 1e-12 { 0.0 } else { value };
     match value.abs() {
-        magnitude if magnitude >= 1e6 => format!("{}M", super::super::table::number(value / 1e6)),
-        magnitude if magnitude >= 1e4 => format!("{}k", super::super::table::number(value / 1e3)),
-        _ => super::super::table::number(value),
+        magnitude if magnitude >= 1e6 => format!("{}M", super::super::table::format_number(value / 1e6)),
+        magnitude if magnitude >= 1e4 => format!("{}k", super::super::table::format_number(value / 1e3)),
+        _ => super::super::table::format_number(value),
     }
 }
 

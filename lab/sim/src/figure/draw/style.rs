@@ -14,17 +14,17 @@ const COLOURS: [RGBColor; 7] = [
 ];
 
 /// Colour of text and axes.
-pub const INK: RGBColor = RGBColor(40, 40, 40);
+pub const TEXT_COLOUR: RGBColor = RGBColor(40, 40, 40);
 /// Colour of lines behind the data.
 pub const GRID: RGBColor = RGBColor(225, 225, 225);
 pub const MARK: RGBColor = RGBColor(110, 110, 110);
 
 /// Size of titles in plotters' unit; the SVG has the size divided by 1.24.
-pub const TITLE: u32 = 20;
-/// See [`TITLE`].
-pub const TEXT: u32 = 17;
-/// See [`TITLE`].
-pub const SMALL: u32 = 15;
+pub const TITLE_SIZE: u32 = 20;
+/// See [`TITLE_SIZE`].
+pub const TEXT_SIZE: u32 = 17;
+/// See [`TITLE_SIZE`].
+pub const SMALL_SIZE: u32 = 15;
 
 /// Returns the colour of series `index`.
 pub fn colour(index: usize) -> RGBColor {
@@ -63,16 +63,16 @@ impl Shape {
 }
 
 /// Returns the approximate width of a text (pixels), with a margin, because the SVG's viewer chooses the font.
-pub fn width(text: &str, size: u32) -> i32 {
+pub fn text_width(text: &str, size: u32) -> i32 {
     (text.chars().count() as f64 * f64::from(size) * 0.5).ceil() as i32
 }
 
 /// Returns `text` in lines of at most about `pixels`.
-pub fn wrapped(text: &str, size: u32, pixels: i32) -> Vec<String> {
+pub fn wrap_text(text: &str, size: u32, pixels: i32) -> Vec<String> {
     let mut lines: Vec<String> = Vec::new();
     for word in text.split_whitespace() {
         match lines.last_mut() {
-            Some(line) if width(line, size) + width(word, size) + width(" ", size) <= pixels => {
+            Some(line) if text_width(line, size) + text_width(word, size) + text_width(" ", size) <= pixels => {
                 line.push(' ');
                 line.push_str(word);
             }
@@ -82,13 +82,13 @@ pub fn wrapped(text: &str, size: u32, pixels: i32) -> Vec<String> {
     lines
 }
 
-/// Returns [`wrapped`] text in lines of similar length, without a single word in the last line.
-pub fn balanced(text: &str, size: u32, pixels: i32) -> Vec<String> {
-    let lines = wrapped(text, size, pixels).len() as i32;
-    let narrowest = width(text, size) / lines;
+/// Returns [`wrap_text`] text in lines of similar length, without a single word in the last line.
+pub fn balance_lines(text: &str, size: u32, pixels: i32) -> Vec<String> {
+    let lines = wrap_text(text, size, pixels).len() as i32;
+    let narrowest = text_width(text, size) / lines;
     let fitting =
-        (narrowest..pixels).step_by(size as usize).find(|pixels| wrapped(text, size, *pixels).len() as i32 <= lines);
-    wrapped(text, size, fitting.unwrap_or(pixels))
+        (narrowest..pixels).step_by(size as usize).find(|pixels| wrap_text(text, size, *pixels).len() as i32 <= lines);
+    wrap_text(text, size, fitting.unwrap_or(pixels))
 }
 
 #[cfg(test)]
@@ -97,9 +97,9 @@ mod tests {
 
     #[test]
     fn text_is_wrapped_at_words() {
-        assert_eq!(wrapped("one two three", 10, 50), ["one two", "three"]);
-        assert_eq!(wrapped("indivisible", 10, 5), ["indivisible"]);
-        assert_eq!(wrapped("one two three four", 10, 70), ["one two three", "four"]);
-        assert_eq!(balanced("one two three four", 10, 70), ["one two", "three four"]);
+        assert_eq!(wrap_text("one two three", 10, 50), ["one two", "three"]);
+        assert_eq!(wrap_text("indivisible", 10, 5), ["indivisible"]);
+        assert_eq!(wrap_text("one two three four", 10, 70), ["one two three", "four"]);
+        assert_eq!(balance_lines("one two three four", 10, 70), ["one two", "three four"]);
     }
 }

@@ -48,7 +48,7 @@ parameters! {
 }
 
 impl Lb {
-    pub fn with(&self, swept: SweepAxis, value: f64) -> Result<Self, ParameterError> {
+    pub fn with_parameter(&self, swept: SweepAxis, value: f64) -> Result<Self, ParameterError> {
         let mut with = self.clone();
         match swept {
             SweepAxis::SpeedPct => with.replay_speed = Some(value / 100.0),

@@ -29,7 +29,7 @@ pub enum ParameterError {
         parameter: &'static str,
     },
     /// The kind does not have the swept parameter.
-    #[error("`{}` cannot be swept in a simulation of kind `{kind}`{detail}", word(swept))]
+    #[error("`{}` cannot be swept in a simulation of kind `{kind}`{detail}", variant_name(swept))]
     NotSwept {
         /// Kind of simulation.
         kind: &'static str,
@@ -38,10 +38,10 @@ pub enum ParameterError {
         detail: &'static str,
     },
     /// The parameter cannot have this value.
-    #[error("`{}` cannot be {value}", word(swept))]
+    #[error("`{}` cannot be {value}", variant_name(swept))]
     Value { swept: SweepAxis, value: f64 },
     /// The kind does not measure the metric.
-    #[error("a simulation of kind `{kind}` does not measure `{}`", word(measure))]
+    #[error("a simulation of kind `{kind}` does not measure `{}`", variant_name(measure))]
     NotMeasured {
         /// Kind of simulation.
         kind: &'static str,
@@ -53,7 +53,7 @@ pub enum ParameterError {
 }
 
 /// Returns the name of a variant in scenario files.
-fn word(variant: &impl std::fmt::Debug) -> String {
+fn variant_name(variant: &impl std::fmt::Debug) -> String {
     let name = format!("{variant:?}");
     let parts = name.char_indices().map(|(index, letter)| match letter {
         letter if index > 0 && letter.is_ascii_uppercase() => format!("-{}", letter.to_ascii_lowercase()),

@@ -43,7 +43,7 @@ parameters! {
 }
 
 impl Path {
-    pub fn with(&self, swept: SweepAxis, value: f64) -> Result<Self, ParameterError> {
+    pub fn with_parameter(&self, swept: SweepAxis, value: f64) -> Result<Self, ParameterError> {
         let mut with = self.clone();
         match swept {
             SweepAxis::Load => with.load = Some(value),

@@ -46,7 +46,7 @@ parameters! {
 }
 
 impl Pcc {
-    pub fn with(&self, swept: SweepAxis, value: f64) -> Result<Self, ParameterError> {
+    pub fn with_parameter(&self, swept: SweepAxis, value: f64) -> Result<Self, ParameterError> {
         let mut with = self.clone();
         match swept {
             SweepAxis::Servers => with.servers = Some(to_integer(swept, value)?),
@@ -80,7 +80,7 @@ impl Pcc {
                 servers: self.updates_per_minute.unwrap_or(servers),
                 load_balancers: self.lb_updates_per_minute.unwrap_or(load_balancers),
             },
-            at @ Updates::At(_) => at,
+            at @ Updates::Scheduled(_) => at,
         };
         let config = Config {
             servers: self.servers.unwrap_or(base.servers),
@@ -111,8 +111,8 @@ fn with_bits(method: Option<Text<Method>>, swept: SweepAxis, value: f64) -> Resu
     let unfit = ParameterError::Value { swept, value };
     let up_to = |most: u8| if bits <= most { Ok(bits) } else { Err(unfit) };
     match (swept, method) {
-        (SweepAxis::TagBits, Some(Text(Method::HistoryTag { fresh, layout, .. }))) => {
-            Ok(Method::HistoryTag { bits: up_to(TAG_BITS_MAX)?, fresh, layout })
+        (SweepAxis::TagBits, Some(Text(Method::HistoryTag { renews_tags: fresh, layout, .. }))) => {
+            Ok(Method::HistoryTag { bits: up_to(TAG_BITS_MAX)?, renews_tags: fresh, layout })
         }
         (SweepAxis::TagBits, Some(Text(Method::HashIndex { bits, layout, .. }))) => {
             Ok(Method::HashIndex { bits, tag_bits: up_to(TAG_BITS_MAX)?, layout })

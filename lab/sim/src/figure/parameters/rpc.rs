@@ -44,7 +44,7 @@ parameters! {
 }
 
 impl Rpc {
-    pub fn with(&self, swept: SweepAxis, value: f64) -> Result<Self, ParameterError> {
+    pub fn with_parameter(&self, swept: SweepAxis, value: f64) -> Result<Self, ParameterError> {
         let mut with = self.clone();
         match swept {
             SweepAxis::Load => with.load = Some(value),

@@ -127,7 +127,7 @@ fn check_axes(scenario: &Scenario) -> Result<(), CheckError> {
 }
 
 /// Returns the panel with a name, or all panels without a name.
-fn panels<'a>(scenario: &'a Scenario, name: Option<&Spanned<String>>) -> Result<Vec<&'a Panel>, CheckError> {
+fn find_panels<'a>(scenario: &'a Scenario, name: Option<&Spanned<String>>) -> Result<Vec<&'a Panel>, CheckError> {
     let Some(name) = name else { return Ok(scenario.panel.iter().collect()) };
     scenario.panel_named(Some(name.get_ref())).map(|panel| vec![panel]).ok_or_else(|| {
         let titles = scenario.panel.iter().map(|panel| panel.title.get_ref().as_str());
@@ -141,7 +141,7 @@ fn check_published(scenario: &Scenario) -> Result<(), CheckError> {
         if published.points.is_empty() {
             return Err((published.series.span(), "no published points: expected at least one".to_owned()));
         }
-        if panels(scenario, published.panel.as_ref())?.len() > 1 {
+        if find_panels(scenario, published.panel.as_ref())?.len() > 1 {
             let message = "published values without a panel: expected panel = \"...\", as there are several";
             return Err((published.series.span(), message.to_owned()));
         }
@@ -192,7 +192,7 @@ fn check_quantity(scenario: &Scenario, claim: &Assertion, quantity: &Quantity) -
     if quantity.reaches.is_some() && (quantity.at.is_some() || quantity.from.is_some() || quantity.to.is_some()) {
         return wrong("`reaches` uses the whole curve: it goes with none of `at`, `from`, `to`");
     }
-    quantity.named().try_for_each(|label| check_series_exists(scenario, label))?;
+    quantity.named_series().try_for_each(|label| check_series_exists(scenario, label))?;
     check_point(scenario, claim, quantity.panel.as_ref(), quantity.at.as_ref())
 }
 
@@ -203,7 +203,7 @@ fn check_point(
     panel: Option<&Spanned<String>>,
     at: Option<&Spanned<f64>>,
 ) -> Result<(), CheckError> {
-    let panels = panels(scenario, panel)?;
+    let panels = find_panels(scenario, panel)?;
     if panels.iter().any(|panel| panel.measure.get_ref() != panels[0].measure.get_ref()) {
         let message = "a claim without a panel: expected panel = \"...\", as the panels measure different things";
         return Err((claim.statement.span(), message.to_owned()));

@@ -3,7 +3,7 @@
 use std::num::NonZeroU64;
 
 use coreward_model::dispatch::{
-    Change, CoreAllocation, Epoch, JoinBoundedShortestRankedQueue, LoadHint, LoadMonitor, ScaleDown, ScaleUp,
+    AssignmentChange, CoreAllocation, Epoch, JoinBoundedShortestRankedQueue, LoadHint, LoadMonitor, ScaleDown, ScaleUp,
 };
 
 use super::delay::DelayLine;
@@ -25,7 +25,7 @@ pub struct RingLeaderServer {
     interval: Tick,
     next_check: Tick,
     hints: DelayLine<(u8, LoadHint)>,
-    answers: DelayLine<(u8, Vec<Change>)>,
+    answers: DelayLine<(u8, Vec<AssignmentChange>)>,
 }
 
 /// Number of calm epochs before a service gives up a core; RingLeader does not publish it.
@@ -42,7 +42,7 @@ impl RingLeaderServer {
     ) -> Self {
         for core in 0..cores {
             for service in [0, 1] {
-                server.dispatcher.set_runs(service, core, allocation.runs(service, core));
+                server.dispatcher.set_enabled(service, core, allocation.is_running(service, core));
             }
         }
         let epoch = Epoch::new(NonZeroU64::new(interval).unwrap_or(NonZeroU64::MIN));
@@ -63,8 +63,8 @@ impl RingLeaderServer {
     fn step(&mut self, now: Tick) {
         if self.answers.next_arrival() == now {
             let Some((_, (service, changes))) = self.answers.receive() else { return };
-            for Change { service, core, runs } in changes {
-                self.server.dispatcher.set_runs(service, core, runs);
+            for AssignmentChange { service, core, is_running: runs } in changes {
+                self.server.dispatcher.set_enabled(service, core, runs);
             }
             self.monitors[usize::from(service)].rearm();
             self.server.release(now);
@@ -74,11 +74,11 @@ impl RingLeaderServer {
             let other_waits = nic.waiting(1 - service) > 0;
             let changes = self
                 .allocation
-                .hint(service, hint, other_waits, |service, core| nic.ranks().outstanding(service, core));
+                .apply_hint(service, hint, other_waits, |service, core| nic.ranks().outstanding(service, core));
             self.answers.send(now, (service, changes));
         } else {
             for service in [0, 1] {
-                let oldest = self.server.waiting[usize::from(service)].front().map(|request| request.arrived);
+                let oldest = self.server.waiting[usize::from(service)].front().map(|request| request.arrived_at);
                 let peak = self.server.dispatcher.take_waiting_peak(service);
                 if let Some(hint) = self.monitors[usize::from(service)].check(now, oldest, peak) {
                     self.hints.send(now, (service, hint));
@@ -113,7 +113,7 @@ impl<S: Sink> Server<S> for RingLeaderServer {
         self.server.outstanding
     }
 
-    fn busy(&self, now: Tick) -> Vec<Tick> {
-        Server::<S>::busy(&self.server, now)
+    fn busy_times(&self, now: Tick) -> Vec<Tick> {
+        Server::<S>::busy_times(&self.server, now)
     }
 }

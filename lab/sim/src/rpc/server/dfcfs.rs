@@ -1,6 +1,6 @@
 //! `dfcfs:X,Y`: orchestrators that each have a share of the cores.
 
-use coreward_model::dispatch::{Dispatcher, Header, LeastTree};
+use coreward_model::dispatch::{DispatchHeader, Dispatcher, LeastTree};
 
 use crate::rpc::ticks::Tick;
 
@@ -25,14 +25,14 @@ impl IdealGroups {
 
 impl Dispatcher for IdealGroups {
     #[inline]
-    fn place(&mut self, now: u64, header: &Header) -> Option<u16> {
+    fn place(&mut self, now: u64, header: &DispatchHeader) -> Option<u16> {
         let group = (u64::from(header.flow_hash) * self.idle_from.len() as u64) >> 32;
         let cores = &mut self.idle_from[group as usize];
         let (core, idle_from) = cores.least();
-        cores.set(core, idle_from.max(now + self.latency) + header.expected);
+        cores.set(core, idle_from.max(now + self.latency) + header.expected_service_time);
         Some(group as u16 * self.cores_each + core)
     }
 
     #[inline]
-    fn completed(&mut self, _core: u16, _header: &Header) {}
+    fn record_completion(&mut self, _core: u16, _header: &DispatchHeader) {}
 }

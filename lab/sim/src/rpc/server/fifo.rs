@@ -47,9 +47,9 @@ impl Cores for FifoCores {
         let start = entry.idle_from.max(now + self.latency);
         entry.idle_from = start + request.work;
         entry.total_work += request.work;
-        let response = Response { departed: entry.idle_from + self.latency, request };
+        let response = Response { departed_at: entry.idle_from + self.latency, request };
         if entry.under_way.is_empty() {
-            self.next_response.set(core, response.departed);
+            self.next_response.set(core, response.departed_at);
         }
         entry.under_way.push_back(response);
     }
@@ -64,14 +64,15 @@ impl Cores for FifoCores {
         let (core, _) = self.next_response.least();
         let entry = &mut self.cores[usize::from(core)];
         let response = entry.under_way.pop_front()?;
-        self.next_response.set(core, entry.under_way.front().map_or(NEVER, |next| next.departed));
+        self.next_response.set(core, entry.under_way.front().map_or(NEVER, |next| next.departed_at));
         Some((core, response))
     }
 
-    fn busy(&self, now: Tick) -> Vec<Tick> {
+    fn busy_times(&self, now: Tick) -> Vec<Tick> {
         let ahead = |core: &Core| -> Tick {
-            let unfinished = core.under_way.iter().rev().take_while(|response| response.departed - self.latency > now);
-            unfinished.map(|response| (response.departed - self.latency - now).min(response.request.work)).sum()
+            let unfinished =
+                core.under_way.iter().rev().take_while(|response| response.departed_at - self.latency > now);
+            unfinished.map(|response| (response.departed_at - self.latency - now).min(response.request.work)).sum()
         };
         self.cores.iter().map(|core| core.total_work - ahead(core)).collect()
     }

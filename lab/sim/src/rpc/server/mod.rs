@@ -17,7 +17,7 @@ mod stealing;
 use std::collections::VecDeque;
 
 pub use allocated::RingLeaderServer;
-use coreward_model::dispatch::{Dispatcher, Header};
+use coreward_model::dispatch::{DispatchHeader, Dispatcher};
 pub use dfcfs::IdealGroups;
 pub use fifo::FifoCores;
 pub use priority::PriorityCores;
@@ -32,7 +32,7 @@ use super::ticks::Tick;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Request {
     /// Arrival time at the NIC.
-    pub arrived: Tick,
+    pub arrived_at: Tick,
     /// Service time.
     pub work: Tick,
     pub hash: u32,
@@ -48,8 +48,13 @@ pub struct Request {
 
 impl Request {
     #[inline]
-    fn header(&self) -> Header {
-        Header { service: self.service, expected: self.work, hash: self.hash, flow_hash: self.flow_hash }
+    fn header(&self) -> DispatchHeader {
+        DispatchHeader {
+            service: self.service,
+            expected_service_time: self.work,
+            hash: self.hash,
+            flow_hash: self.flow_hash,
+        }
     }
 }
 
@@ -57,13 +62,13 @@ impl Request {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Response {
     /// Departure time.
-    pub departed: Tick,
+    pub departed_at: Tick,
     pub request: Request,
 }
 
 pub trait Sink {
     /// Processes a response that leaves the NIC. Called in order of time.
-    fn response(&mut self, response: &Response);
+    fn handle_response(&mut self, response: &Response);
 }
 
 /// Interface of a server to a simulation.
@@ -78,7 +83,7 @@ pub trait Server<S: Sink> {
     fn outstanding(&self) -> u64;
 
     /// Returns each core's busy time until `now`; all events up to `now` must have been processed.
-    fn busy(&self, now: Tick) -> Vec<Tick>;
+    fn busy_times(&self, now: Tick) -> Vec<Tick>;
 }
 
 /// Cores behind the NIC.
@@ -93,7 +98,7 @@ pub trait Cores {
     fn step(&mut self) -> Option<(u16, Response)>;
 
     /// Returns each core's busy time until `now`.
-    fn busy(&self, now: Tick) -> Vec<Tick>;
+    fn busy_times(&self, now: Tick) -> Vec<Tick>;
 }
 
 #[derive(Debug)]
@@ -125,18 +130,18 @@ impl<D: Dispatcher, C: Cores, S: Sink> Server<S> for NicServer<D, C> {
     fn advance(&mut self, until: Tick, sink: &mut S) {
         while self.cores.next_event() <= until {
             let Some((core, response)) = self.cores.step() else { continue };
-            self.dispatcher.completed(core, &response.request.header());
-            self.release(response.departed);
+            self.dispatcher.record_completion(core, &response.request.header());
+            self.release(response.departed_at);
             self.outstanding -= 1;
-            sink.response(&response);
+            sink.handle_response(&response);
         }
     }
 
     #[inline]
     fn offer(&mut self, request: Request) {
         self.outstanding += 1;
-        match self.dispatcher.place(request.arrived, &request.header()) {
-            Some(core) => self.cores.dispatch(request.arrived, core, request),
+        match self.dispatcher.place(request.arrived_at, &request.header()) {
+            Some(core) => self.cores.dispatch(request.arrived_at, core, request),
             None => self.waiting[usize::from(request.service)].push_back(request),
         }
     }
@@ -146,7 +151,7 @@ impl<D: Dispatcher, C: Cores, S: Sink> Server<S> for NicServer<D, C> {
         self.outstanding
     }
 
-    fn busy(&self, now: Tick) -> Vec<Tick> {
-        self.cores.busy(now)
+    fn busy_times(&self, now: Tick) -> Vec<Tick> {
+        self.cores.busy_times(now)
     }
 }

@@ -21,12 +21,12 @@ pub struct PriorityCores {
 struct Core {
     running: Option<Job>,
     /// Start of the service, after a switch.
-    started: Tick,
+    started_at: Tick,
     last_service: u8,
     /// By service.
     queues: Vec<VecDeque<Job>>,
     /// Time of all requests that ran here, and of switches; includes the remaining time of the running request.
-    busy: Tick,
+    busy_time: Tick,
 }
 
 #[derive(Debug, Clone, Copy)]
@@ -41,10 +41,10 @@ impl PriorityCores {
     pub fn new(cores: u16, services: u8, quantum: Tick, switch_cost: Tick) -> Self {
         let core = Core {
             running: None,
-            started: 0,
+            started_at: 0,
             last_service: 0,
             queues: vec![VecDeque::new(); usize::from(services)],
-            busy: 0,
+            busy_time: 0,
         };
         Self { quantum, switch_cost, cores: vec![core; usize::from(cores)] }
     }
@@ -54,22 +54,22 @@ impl PriorityCores {
         let Some(job) = entry.queues.iter_mut().find_map(VecDeque::pop_front) else { return };
         let switch = if job.request.service == entry.last_service { 0 } else { self.switch_cost };
         entry.last_service = job.request.service;
-        entry.started = now + switch;
-        entry.busy += switch + job.remaining;
-        timers.set(core, entry.started + job.remaining);
+        entry.started_at = now + switch;
+        entry.busy_time += switch + job.remaining;
+        timers.set(core, entry.started_at + job.remaining);
         entry.running = Some(job);
     }
 }
 
 impl Discipline for PriorityCores {
-    fn arrived(&mut self, now: Tick, core: u16, request: Request, timers: &mut LeastTree<Tick>) {
+    fn handle_arrival(&mut self, now: Tick, core: u16, request: Request, timers: &mut LeastTree<Tick>) {
         let entry = &mut self.cores[usize::from(core)];
         entry.queues[usize::from(request.service)].push_back(Job { request, remaining: request.work });
         match entry.running {
             None => self.run_next(now, core, timers),
             Some(job) if request.service < job.request.service => {
-                let quanta = now.saturating_sub(entry.started).div_ceil(self.quantum);
-                let end_of_quantum = (entry.started + quanta * self.quantum).max(now);
+                let quanta = now.saturating_sub(entry.started_at).div_ceil(self.quantum);
+                let end_of_quantum = (entry.started_at + quanta * self.quantum).max(now);
                 // A timer before the end of the request makes it yield.
                 timers.set(core, timers.get(core).min(end_of_quantum));
             }
@@ -77,22 +77,22 @@ impl Discipline for PriorityCores {
         }
     }
 
-    fn timer(&mut self, now: Tick, core: u16, timers: &mut LeastTree<Tick>) -> Option<Request> {
+    fn handle_timer(&mut self, now: Tick, core: u16, timers: &mut LeastTree<Tick>) -> Option<Request> {
         let entry = &mut self.cores[usize::from(core)];
         let mut job = entry.running.take()?;
-        let served = now.saturating_sub(entry.started);
+        let served = now.saturating_sub(entry.started_at);
         let finished = served >= job.remaining;
         if !finished {
             job.remaining -= served;
-            entry.busy -= job.remaining;
+            entry.busy_time -= job.remaining;
             entry.queues[usize::from(job.request.service)].push_front(job);
         }
         self.run_next(now, core, timers);
         finished.then_some(job.request)
     }
 
-    fn busy(&self, now: Tick) -> Vec<Tick> {
-        let ahead = |core: &Core| core.running.map_or(0, |job| (core.started + job.remaining).saturating_sub(now));
-        self.cores.iter().map(|core| core.busy - ahead(core)).collect()
+    fn busy_times(&self, now: Tick) -> Vec<Tick> {
+        let ahead = |core: &Core| core.running.map_or(0, |job| (core.started_at + job.remaining).saturating_sub(now));
+        self.cores.iter().map(|core| core.busy_time - ahead(core)).collect()
     }
 }

@@ -9,13 +9,13 @@ use crate::rpc::ticks::{NEVER, Tick};
 
 /// Order in which cores serve requests.
 pub trait Discipline {
-    fn arrived(&mut self, now: Tick, core: u16, request: Request, timers: &mut LeastTree<Tick>);
+    fn handle_arrival(&mut self, now: Tick, core: u16, request: Request, timers: &mut LeastTree<Tick>);
 
     /// Processes the timer of a core, which is already cleared. Returns the request that the core has finished, if any.
-    fn timer(&mut self, now: Tick, core: u16, timers: &mut LeastTree<Tick>) -> Option<Request>;
+    fn handle_timer(&mut self, now: Tick, core: u16, timers: &mut LeastTree<Tick>) -> Option<Request>;
 
     /// Returns each core's busy time until `now`.
-    fn busy(&self, now: Tick) -> Vec<Tick>;
+    fn busy_times(&self, now: Tick) -> Vec<Tick>;
 }
 
 /// Cores behind the interface, with one timer each.
@@ -54,22 +54,22 @@ impl<Q: Discipline> Cores for DisciplineCores<Q> {
         let now = self.next_event();
         if self.departing.next_arrival() == now {
             let (left, (core, request)) = self.departing.receive()?;
-            return Some((core, Response { departed: left, request }));
+            return Some((core, Response { departed_at: left, request }));
         }
         let (core, timer) = self.timers.least();
         if timer == now {
             self.timers.set(core, NEVER);
-            if let Some(finished) = self.discipline.timer(now, core, &mut self.timers) {
+            if let Some(finished) = self.discipline.handle_timer(now, core, &mut self.timers) {
                 self.departing.send(now, (core, finished));
             }
         } else {
             let (_, (core, request)) = self.arriving.receive()?;
-            self.discipline.arrived(now, core, request, &mut self.timers);
+            self.discipline.handle_arrival(now, core, request, &mut self.timers);
         }
         None
     }
 
-    fn busy(&self, now: Tick) -> Vec<Tick> {
-        self.discipline.busy(now)
+    fn busy_times(&self, now: Tick) -> Vec<Tick> {
+        self.discipline.busy_times(now)
     }
 }

@@ -1,6 +1,6 @@
 //! `rss-rebalanced:T`: RSS with periodic regrouping of the buckets, without cost.
 
-use coreward_model::dispatch::{BucketHash, regroup};
+use coreward_model::dispatch::{BucketHash, assign_buckets_to_cores};
 use coreward_model::rss::IndirectionTable;
 
 use super::{FifoCores, NicServer, Request, Server, Sink};
@@ -17,7 +17,7 @@ use crate::rpc::ticks::Tick;
 pub struct RebalancedServer {
     server: NicServer<BucketHash, FifoCores>,
     interval: Tick,
-    next: Tick,
+    next_regroup: Tick,
     /// Work that arrived so far, by bucket.
     work: Vec<u64>,
 }
@@ -26,14 +26,15 @@ impl RebalancedServer {
     /// Creates a server that regroups every `interval` ticks.
     pub fn new(server: NicServer<BucketHash, FifoCores>, interval: Tick) -> Self {
         let buckets = server.dispatcher.table().entry_count();
-        Self { server, interval, next: interval, work: vec![0; buckets] }
+        Self { server, interval, next_regroup: interval, work: vec![0; buckets] }
     }
 
     fn regroup(&mut self, now: Tick) {
         let ahead = |work: &u64| (u128::from(*work) * u128::from(self.interval) / u128::from(now)) as u64;
         let loads: Vec<u64> = self.work.iter().map(ahead).collect();
         let backlog: Vec<u64> = self.server.cores.backlog(now).collect();
-        let table = IndirectionTable::new(&regroup(&loads, &backlog)).expect("as long as the table was");
+        let table =
+            IndirectionTable::new(&assign_buckets_to_cores(&loads, &backlog)).expect("as long as the table was");
         self.server.dispatcher.set_table(table);
     }
 }
@@ -41,19 +42,19 @@ impl RebalancedServer {
 impl<S: Sink> Server<S> for RebalancedServer {
     fn advance(&mut self, until: Tick, sink: &mut S) {
         // Without outstanding requests many regroupings have the same result as one.
-        while self.next <= until && self.server.outstanding > 0 {
-            self.server.advance(self.next, sink);
-            self.regroup(self.next);
-            self.next += self.interval;
+        while self.next_regroup <= until && self.server.outstanding > 0 {
+            self.server.advance(self.next_regroup, sink);
+            self.regroup(self.next_regroup);
+            self.next_regroup += self.interval;
         }
         self.server.advance(until, sink);
     }
 
     fn offer(&mut self, request: Request) {
-        if self.next <= request.arrived {
-            let last = request.arrived / self.interval * self.interval;
+        if self.next_regroup <= request.arrived_at {
+            let last = request.arrived_at / self.interval * self.interval;
             self.regroup(last);
-            self.next = last + self.interval;
+            self.next_regroup = last + self.interval;
         }
         let bucket = request.flow_hash as usize & (self.work.len() - 1);
         self.work[bucket] += request.work;
@@ -64,7 +65,7 @@ impl<S: Sink> Server<S> for RebalancedServer {
         self.server.outstanding
     }
 
-    fn busy(&self, now: Tick) -> Vec<Tick> {
-        Server::<S>::busy(&self.server, now)
+    fn busy_times(&self, now: Tick) -> Vec<Tick> {
+        Server::<S>::busy_times(&self.server, now)
     }
 }

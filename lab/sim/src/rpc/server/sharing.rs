@@ -27,7 +27,7 @@ pub struct ProcessorSharing {
     /// Number of the next job, which orders ties.
     arrival_number: u64,
     /// Busy time of all cores together until `updated_at`.
-    busy: Tick,
+    busy_time: Tick,
 }
 
 /// One tick in virtual time: 32 fractional bits keep the rate exact to 1e-9 for any number of requests that fits into
@@ -66,12 +66,12 @@ impl ProcessorSharing {
             rate: FIXED_POINT_ONE,
             next_end: NEVER,
             arrival_number: 0,
-            busy: 0,
+            busy_time: 0,
         }
     }
 
     fn advance_to(&mut self, now: Tick) {
-        self.busy += self.busy_between(now);
+        self.busy_time += self.busy_between(now);
         self.virtual_now += u128::from(now - self.updated_at) * self.rate;
         self.updated_at = now;
     }
@@ -107,7 +107,7 @@ impl Cores for ProcessorSharing {
     fn step(&mut self) -> Option<(u16, Response)> {
         let now = self.next_event();
         if self.departing.next_arrival() == now {
-            return self.departing.receive().map(|(left, request)| (0, Response { departed: left, request }));
+            return self.departing.receive().map(|(left, request)| (0, Response { departed_at: left, request }));
         }
         self.advance_to(now);
         if self.next_end == now {
@@ -123,8 +123,8 @@ impl Cores for ProcessorSharing {
         None
     }
 
-    fn busy(&self, now: Tick) -> Vec<Tick> {
+    fn busy_times(&self, now: Tick) -> Vec<Tick> {
         // All cores share all work equally.
-        vec![(self.busy + self.busy_between(now)) / self.cores; self.cores as usize]
+        vec![(self.busy_time + self.busy_between(now)) / self.cores; self.cores as usize]
     }
 }

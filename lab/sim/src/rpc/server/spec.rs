@@ -13,7 +13,7 @@ use super::{
     Cores, DisciplineCores, FifoCores, IdealGroups, NicServer, PriorityCores, ProcessorSharing, RebalancedServer,
     RingLeaderServer, Server, Sink, StealingCores,
 };
-use crate::rpc::ticks::{Tick, ticks};
+use crate::rpc::ticks::{Tick, to_ticks};
 use crate::rpc::{JbsrqOptions, Policy};
 
 #[derive(Debug, Clone, Copy)]
@@ -43,27 +43,33 @@ impl ServerSpec<'_> {
         let Self { cores, latency, .. } = *self;
         let fifo = || FifoCores::new(cores, latency);
         match self.policy {
-            Policy::CentralFcfs => nic(visitor, JoinShortestQueue::bounded(cores, NonZeroU16::MIN), fifo()),
-            Policy::Random => nic(visitor, RandomCore::new(cores), fifo()),
-            Policy::RoundRobin => nic(visitor, RoundRobinCore::new(cores), fifo()),
-            Policy::ShortestQueue => nic(visitor, JoinShortestQueue::unbounded(cores), fifo()),
-            Policy::LightestQueue => nic(visitor, JoinLightestQueue::new(cores), fifo()),
-            Policy::BoundedShortestQueue(bound) => nic(visitor, JoinShortestQueue::bounded(cores, *bound), fifo()),
-            Policy::RankedQueue(options) => self.ranked(visitor, options),
-            Policy::ClassBoundedQueue(options) => {
-                nic(visitor, ClassBoundedShortestQueue::new(options.bounds(cores, self.classes)), fifo())
+            Policy::CentralFcfs => {
+                visit_nic_server(visitor, JoinShortestQueue::bounded(cores, NonZeroU16::MIN), fifo())
             }
-            Policy::Rss => nic(visitor, self.bucket_hash(), fifo()),
+            Policy::Random => visit_nic_server(visitor, RandomCore::new(cores), fifo()),
+            Policy::RoundRobin => visit_nic_server(visitor, RoundRobinCore::new(cores), fifo()),
+            Policy::ShortestQueue => visit_nic_server(visitor, JoinShortestQueue::unbounded(cores), fifo()),
+            Policy::LightestQueue => visit_nic_server(visitor, JoinLightestQueue::new(cores), fifo()),
+            Policy::BoundedShortestQueue(bound) => {
+                visit_nic_server(visitor, JoinShortestQueue::bounded(cores, *bound), fifo())
+            }
+            Policy::RankedQueue(options) => self.build_ranked(visitor, options),
+            Policy::ClassBoundedQueue(options) => {
+                visit_nic_server(visitor, ClassBoundedShortestQueue::new(options.bounds(cores, self.classes)), fifo())
+            }
+            Policy::Rss => visit_nic_server(visitor, self.bucket_hash(), fifo()),
             Policy::RssRebalanced(every) => {
-                visitor.visit(RebalancedServer::new(NicServer::new(self.bucket_hash(), fifo(), 1), ticks(*every)))
+                visitor.visit(RebalancedServer::new(NicServer::new(self.bucket_hash(), fifo(), 1), to_ticks(*every)))
             }
             Policy::WorkStealing(cost) => {
-                let stealing = StealingCores::new(cores, ticks(*cost));
-                nic(visitor, self.bucket_hash(), DisciplineCores::new(cores, latency, stealing))
+                let stealing = StealingCores::new(cores, to_ticks(*cost));
+                visit_nic_server(visitor, self.bucket_hash(), DisciplineCores::new(cores, latency, stealing))
             }
-            Policy::ProcessorSharing => nic(visitor, RoundRobinCore::new(1), ProcessorSharing::new(cores, latency)),
+            Policy::ProcessorSharing => {
+                visit_nic_server(visitor, RoundRobinCore::new(1), ProcessorSharing::new(cores, latency))
+            }
             Policy::GroupedFcfs { groups, cores_each } => {
-                nic(visitor, IdealGroups::new(groups.get(), cores_each.get(), latency), fifo())
+                visit_nic_server(visitor, IdealGroups::new(groups.get(), cores_each.get(), latency), fifo())
             }
         }
     }
@@ -72,13 +78,13 @@ impl ServerSpec<'_> {
         BucketHash::new(self.indirection_table.clone())
     }
 
-    fn ranked<S: Sink, V: WithServer<S>>(&self, visitor: V, options: &JbsrqOptions) -> V::Output {
+    fn build_ranked<S: Sink, V: WithServer<S>>(&self, visitor: V, options: &JbsrqOptions) -> V::Output {
         let Self { cores, latency, classes, .. } = *self;
-        let services = options.priorities.services(classes);
-        let behind = PriorityCores::new(cores, services, ticks(options.quantum), ticks(options.switch_cost));
+        let services = options.priorities.service_count(classes);
+        let behind = PriorityCores::new(cores, services, to_ticks(options.quantum), to_ticks(options.switch_cost));
         let JbsrqOptions { lambda, depth, rank, scheduler, .. } = *options;
         let ranked: Vec<_> = (0..services).map(|priority| RankedService { priority, lambda }).collect();
-        let feo = FeoConfig { selection: scheduler, ..FeoConfig::strict(0..services) };
+        let feo = FeoConfig { selection: scheduler, ..FeoConfig::strict_priority(0..services) };
         let ranks = RankArrays::new(cores, &ranked, rank, depth);
         let dispatcher = JoinBoundedShortestRankedQueue::with_ranks(ranks, &feo).expect("1 to 64 services");
         let server = NicServer::new(dispatcher, DisciplineCores::new(cores, latency, behind), services);
@@ -86,11 +92,11 @@ impl ServerSpec<'_> {
             return visitor.visit(server);
         }
         let allocation = CoreAllocation::new(options.assignment, cores, options.reserved);
-        visitor.visit(RingLeaderServer::new(server, cores, allocation, ticks(options.interval), latency))
+        visitor.visit(RingLeaderServer::new(server, cores, allocation, to_ticks(options.interval), latency))
     }
 }
 
-fn nic<S: Sink, V: WithServer<S>, D, C>(visitor: V, dispatcher: D, cores: C) -> V::Output
+fn visit_nic_server<S: Sink, V: WithServer<S>, D, C>(visitor: V, dispatcher: D, cores: C) -> V::Output
 where
     D: Dispatcher + 'static,
     C: Cores + 'static,

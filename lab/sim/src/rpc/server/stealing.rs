@@ -23,7 +23,7 @@ struct Core {
     busy_until: Tick,
     queue: VecDeque<Request>,
     /// Time of all requests that started here, including the cost of stealing.
-    busy: Tick,
+    busy_time: Tick,
 }
 
 impl StealingCores {
@@ -35,7 +35,7 @@ impl StealingCores {
     fn serve(&mut self, now: Tick, core: u16, request: Request, cost: Tick, timers: &mut LeastTree<Tick>) {
         let entry = &mut self.cores[usize::from(core)];
         entry.busy_until = now + cost + request.work;
-        entry.busy += cost + request.work;
+        entry.busy_time += cost + request.work;
         entry.in_service = Some(request);
         timers.set(core, entry.busy_until);
         self.policy.set_busy(core, true);
@@ -58,7 +58,7 @@ impl StealingCores {
 }
 
 impl Discipline for StealingCores {
-    fn arrived(&mut self, now: Tick, core: u16, request: Request, timers: &mut LeastTree<Tick>) {
+    fn handle_arrival(&mut self, now: Tick, core: u16, request: Request, timers: &mut LeastTree<Tick>) {
         let entry = &mut self.cores[usize::from(core)];
         if entry.in_service.is_none() {
             return self.serve(now, core, request, 0, timers);
@@ -68,7 +68,7 @@ impl Discipline for StealingCores {
         self.steal(now, timers);
     }
 
-    fn timer(&mut self, now: Tick, core: u16, timers: &mut LeastTree<Tick>) -> Option<Request> {
+    fn handle_timer(&mut self, now: Tick, core: u16, timers: &mut LeastTree<Tick>) -> Option<Request> {
         let finished = self.cores[usize::from(core)].in_service.take();
         self.policy.set_busy(core, false);
         match self.take_first(core) {
@@ -78,7 +78,7 @@ impl Discipline for StealingCores {
         finished
     }
 
-    fn busy(&self, now: Tick) -> Vec<Tick> {
-        self.cores.iter().map(|core| core.busy - core.busy_until.saturating_sub(now)).collect()
+    fn busy_times(&self, now: Tick) -> Vec<Tick> {
+        self.cores.iter().map(|core| core.busy_time - core.busy_until.saturating_sub(now)).collect()
     }
 }

@@ -45,7 +45,7 @@ pub struct FlowTable {
     flows: Vec<Flow>,
     /// Separate from `flows`, which every packet accesses.
     keys: Vec<Key>,
-    free: Vec<u32>,
+    free_numbers: Vec<u32>,
     idle_timeout_ns: u64,
     next_sweep_ns: u64,
 }
@@ -57,7 +57,7 @@ impl FlowTable {
             by_v6: HashMap::with_hasher(FixedState::default()),
             flows: Vec::new(),
             keys: Vec::new(),
-            free: Vec::new(),
+            free_numbers: Vec::new(),
             idle_timeout_ns,
             next_sweep_ns: 0,
         }
@@ -84,7 +84,7 @@ impl FlowTable {
         match self.by_v4.get(&key) {
             Some(number) => (*number, false),
             None => {
-                let number = self.number(Key::V4(key));
+                let number = self.allocate_number(Key::V4(key));
                 self.by_v4.insert(key, number);
                 (number, true)
             }
@@ -95,16 +95,16 @@ impl FlowTable {
         match self.by_v6.get(&key) {
             Some(number) => (*number, false),
             None => {
-                let number = self.number(Key::V6(key));
+                let number = self.allocate_number(Key::V6(key));
                 self.by_v6.insert(key, number);
                 (number, true)
             }
         }
     }
 
-    fn number(&mut self, key: Key) -> u32 {
+    fn allocate_number(&mut self, key: Key) -> u32 {
         let new = Flow { last_ns: 0, is_closing: false };
-        match self.free.pop() {
+        match self.free_numbers.pop() {
             Some(number) => {
                 (self.flows[number as usize], self.keys[number as usize]) = (new, key);
                 number
@@ -152,7 +152,7 @@ impl FlowTable {
                 Key::V6(key) => self.by_v6.remove(&key),
                 Key::None => continue,
             };
-            self.free.push(number);
+            self.free_numbers.push(number);
             events.push(Packet { time_ns: now_ns, flow: number, bytes: 0, event: Event::EXPIRES });
         }
         // Often enough to free ended flows soon, and seldom enough that a scan costs nothing per packet.

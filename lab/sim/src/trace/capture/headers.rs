@@ -138,16 +138,16 @@ const UDP: u8 = 17;
 #[inline]
 pub fn parse(link: LinkType, data: &[u8]) -> Result<ParsedHeaders, SkipReason> {
     match link {
-        LinkType::Ethernet => by_ethertype(data, 12),
-        LinkType::LinuxCooked => by_ethertype(data, 14),
+        LinkType::Ethernet => parse_from_ethertype(data, 12),
+        LinkType::LinuxCooked => parse_from_ethertype(data, 14),
         LinkType::LinuxCooked2 => {
             let (header, packet) = data.split_at_checked(20).ok_or(SkipReason::CutOff)?;
-            by_number(u16_at(header, 0).ok_or(SkipReason::CutOff)?, packet)
+            parse_ethertype(u16_at(header, 0).ok_or(SkipReason::CutOff)?, packet)
         }
-        LinkType::Raw => by_version(data),
-        LinkType::Ipv4 => ipv4(data),
-        LinkType::Ipv6 => ipv6(data),
-        LinkType::Loopback => by_version(data.get(4..).ok_or(SkipReason::CutOff)?),
+        LinkType::Raw => parse_by_version(data),
+        LinkType::Ipv4 => parse_ipv4(data),
+        LinkType::Ipv6 => parse_ipv6(data),
+        LinkType::Loopback => parse_by_version(data.get(4..).ok_or(SkipReason::CutOff)?),
     }
 }
 
@@ -157,35 +157,35 @@ fn u16_at(data: &[u8], at: usize) -> Option<u16> {
 
 /// Parses a packet from its EtherType on, with any number of VLAN tags.
 #[inline]
-fn by_ethertype(data: &[u8], mut at: usize) -> Result<ParsedHeaders, SkipReason> {
+fn parse_from_ethertype(data: &[u8], mut at: usize) -> Result<ParsedHeaders, SkipReason> {
     loop {
         let ethertype = u16_at(data, at).ok_or(SkipReason::CutOff)?;
         if !ETHERTYPES_VLAN.contains(&ethertype) {
-            return by_number(ethertype, &data[at + 2..]);
+            return parse_ethertype(ethertype, &data[at + 2..]);
         }
         at += 4;
     }
 }
 
 #[inline]
-fn by_number(ethertype: u16, packet: &[u8]) -> Result<ParsedHeaders, SkipReason> {
+fn parse_ethertype(ethertype: u16, packet: &[u8]) -> Result<ParsedHeaders, SkipReason> {
     match ethertype {
-        ETHERTYPE_IPV4 => ipv4(packet),
-        ETHERTYPE_IPV6 => ipv6(packet),
+        ETHERTYPE_IPV4 => parse_ipv4(packet),
+        ETHERTYPE_IPV6 => parse_ipv6(packet),
         _ => Err(SkipReason::NotIp),
     }
 }
 
-fn by_version(packet: &[u8]) -> Result<ParsedHeaders, SkipReason> {
+fn parse_by_version(packet: &[u8]) -> Result<ParsedHeaders, SkipReason> {
     match packet.first().ok_or(SkipReason::CutOff)? >> 4 {
-        4 => ipv4(packet),
-        6 => ipv6(packet),
+        4 => parse_ipv4(packet),
+        6 => parse_ipv6(packet),
         _ => Err(SkipReason::NotIp),
     }
 }
 
 #[inline]
-fn ipv4(packet: &[u8]) -> Result<ParsedHeaders, SkipReason> {
+fn parse_ipv4(packet: &[u8]) -> Result<ParsedHeaders, SkipReason> {
     let header: &[u8; 20] = packet.first_chunk().ok_or(SkipReason::CutOff)?;
     let header_bytes = usize::from(header[0] & 0x0f) * 4;
     if header[0] >> 4 != 4 || header_bytes < 20 {
@@ -196,10 +196,14 @@ fn ipv4(packet: &[u8]) -> Result<ParsedHeaders, SkipReason> {
         return Err(SkipReason::Fragment);
     }
     let both: [u8; 8] = header[12..20].try_into().expect("eight bytes");
-    transport(header[9], packet.get(header_bytes..).ok_or(SkipReason::CutOff)?, Addresses::V4(u64::from_be_bytes(both)))
+    parse_transport(
+        header[9],
+        packet.get(header_bytes..).ok_or(SkipReason::CutOff)?,
+        Addresses::V4(u64::from_be_bytes(both)),
+    )
 }
 
-fn ipv6(packet: &[u8]) -> Result<ParsedHeaders, SkipReason> {
+fn parse_ipv6(packet: &[u8]) -> Result<ParsedHeaders, SkipReason> {
     let header: &[u8; 40] = packet.first_chunk().ok_or(SkipReason::CutOff)?;
     if header[0] >> 4 != 6 {
         return Err(SkipReason::Malformed);
@@ -221,7 +225,7 @@ fn ipv6(packet: &[u8]) -> Result<ParsedHeaders, SkipReason> {
             }
             // Authentication header: length in units of 4 bytes, minus 2.
             51 => usize::from(*rest.get(1).ok_or(SkipReason::CutOff)?) * 4 + 8,
-            _ => return transport(next, rest, addresses),
+            _ => return parse_transport(next, rest, addresses),
         };
         next = *rest.first().ok_or(SkipReason::CutOff)?;
         rest = rest.get(bytes..).ok_or(SkipReason::CutOff)?;
@@ -229,7 +233,7 @@ fn ipv6(packet: &[u8]) -> Result<ParsedHeaders, SkipReason> {
 }
 
 #[inline]
-fn transport(protocol: u8, segment: &[u8], addresses: Addresses) -> Result<ParsedHeaders, SkipReason> {
+fn parse_transport(protocol: u8, segment: &[u8], addresses: Addresses) -> Result<ParsedHeaders, SkipReason> {
     if protocol != TCP && protocol != UDP {
         return Err(SkipReason::OtherProtocol);
     }

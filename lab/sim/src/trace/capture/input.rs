@@ -28,7 +28,7 @@ pub enum FileFormat {
 }
 
 /// Length that contains every magic number (bytes).
-const MARK_BYTES: usize = 6;
+const MAGIC_BYTES: usize = 6;
 
 pub fn detect_format(mark: &[u8]) -> FileFormat {
     match mark {
@@ -65,7 +65,7 @@ pub fn open(path: &Path) -> Result<Input, TraceError> {
     let mut found = detect_format(&mark);
     let mut mark = mark;
     if matches!(found, FileFormat::Gzip | FileFormat::Xz | FileFormat::Zstd) {
-        let (inner_mark, inner) = peek(decompressed(found, reader)).map_err(failed)?;
+        let (inner_mark, inner) = peek(decompress(found, reader)).map_err(failed)?;
         (found, mark, reader) = (detect_format(&inner_mark), inner_mark, inner);
     }
     match found {
@@ -74,7 +74,7 @@ pub fn open(path: &Path) -> Result<Input, TraceError> {
     }
 }
 
-fn decompressed(format: FileFormat, reader: Reader) -> Reader {
+fn decompress(format: FileFormat, reader: Reader) -> Reader {
     let reader = BufReader::with_capacity(1 << 16, reader);
     match format {
         FileFormat::Gzip => Box::new(MultiGzDecoder::new(reader)),
@@ -85,8 +85,8 @@ fn decompressed(format: FileFormat, reader: Reader) -> Reader {
 
 /// Returns the first bytes, and a reader that returns them again.
 fn peek(mut reader: impl Read + Send + 'static) -> io::Result<(Vec<u8>, Reader)> {
-    let mut mark = Vec::with_capacity(MARK_BYTES);
-    reader.by_ref().take(MARK_BYTES as u64).read_to_end(&mut mark)?;
+    let mut mark = Vec::with_capacity(MAGIC_BYTES);
+    reader.by_ref().take(MAGIC_BYTES as u64).read_to_end(&mut mark)?;
     let again: Chain<Cursor<Vec<u8>>, _> = Cursor::new(mark.clone()).chain(reader);
     Ok((mark, Box::new(again)))
 }

@@ -20,15 +20,15 @@ const MAX_BYTES: u32 = 262_144;
 /// Encoding of a file's numbers.
 #[derive(Clone, Copy)]
 struct Encoding {
-    big_endian: bool,
+    is_big_endian: bool,
     /// Unit of the fraction of a second (ns).
     unit_ns: u64,
 }
 
 impl Encoding {
     #[inline]
-    fn number(self, bytes: [u8; 4]) -> u32 {
-        if self.big_endian { u32::from_be_bytes(bytes) } else { u32::from_le_bytes(bytes) }
+    fn parse_u32(self, bytes: [u8; 4]) -> u32 {
+        if self.is_big_endian { u32::from_be_bytes(bytes) } else { u32::from_le_bytes(bytes) }
     }
 }
 
@@ -44,7 +44,7 @@ pub fn read(mut reader: Reader, out: &mut Recorder) -> Result<(), StopReason> {
         let read = read_some(&mut reader, &mut buffer[kept..kept + CHUNK_BYTES], out)?;
         let filled = kept + read;
         if read == 0 {
-            return if kept == 0 { Ok(()) } else { Err(out.truncated().into()) };
+            return if kept == 0 { Ok(()) } else { Err(out.truncation_error().into()) };
         }
         let used = read_records(&buffer[..filled], encoding, link, out)?;
         buffer.copy_within(used..filled, 0);
@@ -59,9 +59,9 @@ fn parse_file_header(header: &[u8; FILE_HEADER_BYTES]) -> Result<(Encoding, Link
         [0x4d, 0x3c, 0xb2, 0xa1] => (false, 1),
         _ => (false, 1_000),
     };
-    let encoding = Encoding { big_endian, unit_ns };
+    let encoding = Encoding { is_big_endian: big_endian, unit_ns };
     // The upper bits describe a frame check sequence.
-    let link = encoding.number(header[20..24].try_into().expect("four bytes")) & 0xffff;
+    let link = encoding.parse_u32(header[20..24].try_into().expect("four bytes")) & 0xffff;
     Ok((encoding, LinkType::try_from(link)?))
 }
 
@@ -69,16 +69,16 @@ fn parse_file_header(header: &[u8; FILE_HEADER_BYTES]) -> Result<(Encoding, Link
 fn read_records(bytes: &[u8], encoding: Encoding, link: LinkType, out: &mut Recorder) -> Result<usize, StopReason> {
     let mut used = 0;
     while let Some(header) = bytes[used..].first_chunk::<RECORD_HEADER_BYTES>() {
-        let number = |at: usize| encoding.number([header[at], header[at + 1], header[at + 2], header[at + 3]]);
+        let number = |at: usize| encoding.parse_u32([header[at], header[at + 1], header[at + 2], header[at + 3]]);
         let captured = number(8);
         if captured > MAX_BYTES {
-            let (number, bytes) = (out.number() + 1, u64::from(captured));
+            let (number, bytes) = (out.packet_count() + 1, u64::from(captured));
             return Err(CaptureError::Damaged { number, bytes, max_bytes: MAX_BYTES }.into());
         }
         let start = used + RECORD_HEADER_BYTES;
         let Some(data) = bytes.get(start..start + captured as usize) else { break };
         let time_ns = u64::from(number(0)) * 1_000_000_000 + u64::from(number(4)) * encoding.unit_ns;
-        out.take(link, &Frame { time_ns, length: number(12), data })?;
+        out.record_frame(link, &Frame { time_ns, length: number(12), data })?;
         used = start + data.len();
     }
     Ok(used)
@@ -90,8 +90,8 @@ fn read_some(reader: &mut Reader, buffer: &mut [u8], out: &Recorder) -> Result<u
             Ok(read) => return Ok(read),
             Err(error) if error.kind() == ErrorKind::Interrupted => {}
             // Errors of a truncated compressed file.
-            Err(error) if error.kind() == ErrorKind::UnexpectedEof => return Err(out.truncated().into()),
-            Err(error) => return Err(CaptureError::Read { number: out.number(), error }.into()),
+            Err(error) if error.kind() == ErrorKind::UnexpectedEof => return Err(out.truncation_error().into()),
+            Err(error) => return Err(CaptureError::Read { number: out.packet_count(), error }.into()),
         }
     }
 }
@@ -100,7 +100,7 @@ fn read_all(reader: &mut Reader, buffer: &mut [u8], out: &Recorder) -> Result<()
     let mut filled = 0;
     while filled < buffer.len() {
         match read_some(reader, &mut buffer[filled..], out)? {
-            0 => return Err(out.truncated().into()),
+            0 => return Err(out.truncation_error().into()),
             read => filled += read,
         }
     }

@@ -66,7 +66,7 @@ pub fn read(reader: Reader, out: &mut Recorder) -> Result<(), StopReason> {
     loop {
         let consumed = match file.next() {
             Ok((bytes, PcapBlockOwned::NG(block))) => {
-                take_block(&block, &mut interfaces, out)?;
+                record_block(&block, &mut interfaces, out)?;
                 Ok(bytes)
             }
             Ok((bytes, _)) => Ok(bytes),
@@ -87,7 +87,7 @@ pub fn read(reader: Reader, out: &mut Recorder) -> Result<(), StopReason> {
 
 fn refill(file: &mut PcapNGReader<FullReads>, capacity: usize, out: &Recorder) -> Result<(), StopReason> {
     if file.reader_exhausted() {
-        return Err(out.truncated().into());
+        return Err(out.truncation_error().into());
     }
     file.grow(capacity);
     file.refill().map_err(|error| stop_reason(&error, out))
@@ -95,24 +95,24 @@ fn refill(file: &mut PcapNGReader<FullReads>, capacity: usize, out: &Recorder) -
 
 fn stop_reason(error: &PcapError<&[u8]>, out: &Recorder) -> StopReason {
     match error {
-        PcapError::UnexpectedEof | PcapError::Incomplete(_) => out.truncated().into(),
+        PcapError::UnexpectedEof | PcapError::Incomplete(_) => out.truncation_error().into(),
         PcapError::BufferTooSmall => {
-            let (number, bytes) = (out.number() + 1, MAX_BYTES as u64 + 1);
+            let (number, bytes) = (out.packet_count() + 1, MAX_BYTES as u64 + 1);
             CaptureError::Damaged { number, bytes, max_bytes: MAX_BYTES as u32 }.into()
         }
         PcapError::ReadError => {
             let error =
                 std::io::Error::other("the file cannot be read any further (damaged compression, or the medium)");
-            CaptureError::Read { number: out.number(), error }.into()
+            CaptureError::Read { number: out.packet_count(), error }.into()
         }
         PcapError::NomError(_, kind) | PcapError::OwnedNomError(_, kind) => {
-            CaptureError::Block { number: out.number(), reason: format!("{kind:?}") }.into()
+            CaptureError::Block { number: out.packet_count(), reason: format!("{kind:?}") }.into()
         }
-        other => CaptureError::Block { number: out.number(), reason: other.to_string() }.into(),
+        other => CaptureError::Block { number: out.packet_count(), reason: other.to_string() }.into(),
     }
 }
 
-fn take_block(block: &Block<'_>, interfaces: &mut Vec<Interface>, out: &mut Recorder) -> Result<(), StopReason> {
+fn record_block(block: &Block<'_>, interfaces: &mut Vec<Interface>, out: &mut Recorder) -> Result<(), StopReason> {
     match block {
         Block::SectionHeader(_) => interfaces.clear(),
         Block::InterfaceDescription(interface) => interfaces.push(Interface {
@@ -123,11 +123,13 @@ fn take_block(block: &Block<'_>, interfaces: &mut Vec<Interface>, out: &mut Reco
         Block::EnhancedPacket(packet) => {
             let Some(interface) = interfaces.get(packet.if_id as usize) else {
                 let reason = format!("a packet of interface {}, which is not described", packet.if_id);
-                return Err(CaptureError::Block { number: out.number(), reason }.into());
+                return Err(CaptureError::Block { number: out.packet_count(), reason }.into());
             };
             let data = &packet.data[..packet.data.len().min(packet.caplen as usize)];
             match (interface.link, interface.time_ns(packet.ts_high, packet.ts_low)) {
-                (Ok(link), Some(time_ns)) => out.take(link, &Frame { time_ns, length: packet.origlen, data })?,
+                (Ok(link), Some(time_ns)) => {
+                    out.record_frame(link, &Frame { time_ns, length: packet.origlen, data })?
+                }
                 (Err(number), _) => return Err(CaptureError::LinkType(number).into()),
                 (_, None) => out.skip(SkipReason::NoTime),
             }

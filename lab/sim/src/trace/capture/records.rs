@@ -5,7 +5,7 @@ use std::sync::mpsc::{Receiver, SyncSender};
 use super::error::{CaptureError, TOLERATED_NS};
 use super::headers::{self, Addresses, FLAG_IPV6, LinkType, ParsedHeaders, SkipReason};
 
-const BATCH: usize = 32_768;
+const BATCH_PACKETS: usize = 32_768;
 
 /// Number of records with missing ports that is tolerated; more are tolerated if more records are complete.
 const MIN_TOLERATED_CUT_OFF: u64 = 100;
@@ -89,9 +89,9 @@ pub struct Recorder {
     first_ns: Option<u64>,
     latest_ns: u64,
     /// Number of packets of the file so far.
-    number: u64,
-    recorded: u64,
-    cut_off: u64,
+    packet_count: u64,
+    recorded_count: u64,
+    cut_off_count: u64,
     first_cut_off: Option<CaptureError>,
 }
 
@@ -103,49 +103,49 @@ impl Recorder {
             records: Records::default(),
             first_ns: None,
             latest_ns: 0,
-            number: 0,
-            recorded: 0,
-            cut_off: 0,
+            packet_count: 0,
+            recorded_count: 0,
+            cut_off_count: 0,
             first_cut_off: None,
         }
     }
 
-    pub fn number(&self) -> u64 {
-        self.number
+    pub fn packet_count(&self) -> u64 {
+        self.packet_count
     }
 
     /// Returns the error for a file that ends within the next packet.
-    pub fn truncated(&self) -> CaptureError {
+    pub fn truncation_error(&self) -> CaptureError {
         let last_ns = self.first_ns.map_or(0, |first_ns| self.latest_ns - first_ns);
-        CaptureError::Truncated { number: self.number + 1, read: self.number, last_s: last_ns as f64 / 1e9 }
+        CaptureError::Truncated { number: self.packet_count + 1, read: self.packet_count, last_s: last_ns as f64 / 1e9 }
     }
 
     #[inline]
-    pub fn take(&mut self, link: LinkType, frame: &Frame<'_>) -> Result<(), StopReason> {
-        self.number += 1;
-        let time_ns = self.in_order(frame.time_ns)?;
+    pub fn record_frame(&mut self, link: LinkType, frame: &Frame<'_>) -> Result<(), StopReason> {
+        self.packet_count += 1;
+        let time_ns = self.ordered_time_ns(frame.time_ns)?;
         match headers::parse(link, frame.data) {
             Ok(parsed) => self.push(time_ns, frame.length, &parsed),
-            Err(SkipReason::CutOff) => self.cut_off(link, frame)?,
+            Err(SkipReason::CutOff) => self.record_cut_off(link, frame)?,
             Err(reason) => self.records.skipped[reason as usize] += 1,
         }
-        if self.records.packets.len() == BATCH { self.send() } else { Ok(()) }
+        if self.records.packets.len() == BATCH_PACKETS { self.send() } else { Ok(()) }
     }
 
     /// Counts a skipped packet.
     pub fn skip(&mut self, reason: SkipReason) {
-        self.number += 1;
+        self.packet_count += 1;
         self.records.skipped[reason as usize] += 1;
     }
 
     /// Returns the time after the first packet; never less than the previous one.
     #[inline]
-    fn in_order(&mut self, time_ns: u64) -> Result<u64, StopReason> {
+    fn ordered_time_ns(&mut self, time_ns: u64) -> Result<u64, StopReason> {
         let first_ns = *self.first_ns.get_or_insert(time_ns);
         if time_ns < self.latest_ns {
             if self.latest_ns - time_ns > TOLERATED_NS {
                 let (time_s, before_s) = (time_ns as f64 / 1e9, self.latest_ns as f64 / 1e9);
-                return Err(CaptureError::Unsorted { number: self.number, time_s, before_s }.into());
+                return Err(CaptureError::Unsorted { number: self.packet_count, time_s, before_s }.into());
             }
             self.records.reordered += 1;
         } else {
@@ -163,7 +163,7 @@ impl Recorder {
                 (self.records.ipv6.len() as u64 - 1, FLAG_IPV6)
             }
         };
-        self.recorded += 1;
+        self.recorded_count += 1;
         self.records.packets.push(Record {
             time_ns,
             addresses,
@@ -174,22 +174,22 @@ impl Recorder {
         });
     }
 
-    fn cut_off(&mut self, link: LinkType, frame: &Frame<'_>) -> Result<(), StopReason> {
-        self.cut_off += 1;
+    fn record_cut_off(&mut self, link: LinkType, frame: &Frame<'_>) -> Result<(), StopReason> {
+        self.cut_off_count += 1;
         self.records.skipped[SkipReason::CutOff as usize] += 1;
         self.first_cut_off.get_or_insert_with(|| CaptureError::SnapLength {
-            number: self.number,
+            number: self.packet_count,
             captured: frame.data.len() as u32,
             length: frame.length,
             expected: link.min_snap_length(),
         });
-        if self.cut_off > MIN_TOLERATED_CUT_OFF { self.check_cut_off() } else { Ok(()) }
+        if self.cut_off_count > MIN_TOLERATED_CUT_OFF { self.check_cut_off() } else { Ok(()) }
     }
 
     /// Checks the share of packets without ports. A few (long chains of IPv6 headers) are skipped; if most are
     /// truncated, this is an error.
     fn check_cut_off(&mut self) -> Result<(), StopReason> {
-        if self.cut_off > self.recorded
+        if self.cut_off_count > self.recorded_count
             && let Some(error) = self.first_cut_off.take()
         {
             return Err(error.into());
