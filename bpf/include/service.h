@@ -31,7 +31,7 @@ static __always_inline __u64 service_tail_ipv4(__u32 address, __u16 port, __u8 p
 	return address | (__u64)port << 32 | (__u64)protocol << 48 | (__u64)ADDRESS_FAMILY_IPV4 << 56;
 }
 
-/* Key of an IPv6 service: the parts of struct service_key, and the word that is hashed to find the slot. */
+/* Key of an IPv6 service: the parts of struct service_key, and the word by which the directory finds the slot. */
 struct service_key_ipv6 {
 	__u32 first;
 	__u64 middle;

@@ -36,7 +36,7 @@ pub struct RssArgs {
     /// Set this RSS key first (hexadecimal bytes, as `ethtool -x` prints them); it stays in force
     #[arg(long, value_name = "KEY")]
     pub set_key: Option<RssKey>,
-    /// Set a balanced indirection table first, drawn from this server id as with `manage_rss`; it stays in force
+    /// Set a balanced indirection table first, generated from this server id as with `manage_rss`; it stays in force
     #[arg(long, value_name = "SERVER ID")]
     pub balanced_seed: Option<u16>,
 }

@@ -67,7 +67,7 @@ config_struct! {
     pub struct Announce {
         /// The kernel's routing table that the routing daemon learns VIPs from; no rule may use it.
         pub table: u32 as Number<FIRST_TABLE, { u32::MAX as u64 }> = Number(7400),
-        /// Treatment of announced VIPs at the daemon's end: "withdraw", or "keep", as the data plane continues.
+        /// Treatment of announced VIPs when the daemon stops: "withdraw", or "keep", as the data plane goes on.
         pub on_stop: OnStop = OnStop::Withdraw,
         /// Time between the withdrawal of VIPs and the end, for routers to learn of the withdrawal.
         pub drain: Duration as BoundedDuration<0, MINUTE> = BoundedDuration(Duration::from_secs(5)),

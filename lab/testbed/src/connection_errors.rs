@@ -41,7 +41,12 @@ impl BrokenConnections {
                 io::ErrorKind::ConnectionReset | io::ErrorKind::BrokenPipe => &mut self.reset,
                 io::ErrorKind::TimedOut => &mut self.timed_out,
                 _ => {
-                    tracing::warn!(event = "connection-failed", index, %error, "unexpected kind of failure");
+                    tracing::warn!(
+                        event = "connection-failed",
+                        index,
+                        %error,
+                        "the test counts a connection's unexpected error as another failure"
+                    );
                     &mut self.other
                 }
             },

@@ -97,7 +97,7 @@ pub struct Service {
     pub address: ServiceAddress,
     /// Policy that places new connections.
     pub policy: String,
-    /// Consistency mode.
+    /// Consistency mode: "stateless", "stateful", "hash-table", "beamer" or "none".
     pub consistency: String,
     /// Origin of cookies: "server", "lb" or "off".
     pub timestamps: String,

@@ -94,9 +94,9 @@ pub(super) fn recover_lost_slots(table: &Table) -> anyhow::Result<()> {
     lost.iter().for_each(|index| table.push(*index));
     if !lost.is_empty() {
         tracing::info!(
-            event = "entries-recovered",
+            event = "leaked-entries-freed",
             count = lost.len(),
-            "the load balancer has freed connection table entries that an earlier process lost"
+            "the load balancer has freed connection table entries that an earlier process leaked"
         );
     }
     Ok(())

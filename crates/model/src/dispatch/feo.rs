@@ -437,7 +437,7 @@ mod tests {
         feo
     }
 
-    /// The example of RingLeader, Sect. 4.3.
+    /// The example of RingLeader (NSDI'23), Sect. 4.3.
     #[test]
     fn ineligible_head_blocks_only_pifo() {
         let mut config = config(Ranking::StrictPriority, &[0, 1]);

@@ -35,7 +35,7 @@ impl HostCpu {
         Ok(())
     }
 
-    /// Returns the busy share of all measurements (%).
+    /// Returns the busy share of CPU time in all measured periods (%).
     pub fn busy_pct(&self) -> f64 {
         100.0 * self.total.busy as f64 / (self.total.busy + self.total.idle).max(1) as f64
     }

@@ -16,7 +16,7 @@ pub const KIND: &str = "pcc";
 pub enum Experiment {
     /// Cluster of Cheetah's simulations (NSDI'20, Sect. 2.1).
     CheetahSimulations,
-    /// Experiment of Cheetah's Figure 9 with its times of changes, by second.
+    /// Experiment of Cheetah's Figure 9 with its times of server changes; results are per second.
     #[serde(rename = "cheetah-figure-9")]
     CheetahFigure9,
 }
