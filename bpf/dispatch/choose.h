@@ -31,7 +31,7 @@ static __always_inline __u64 is_less(__u64 a, __u64 b)
 	return (a - b) >> 63;
 }
 
-static __always_inline __u64 rank_of(__u32 slot, __u32 class)
+static __always_inline __u64 slot_rank(__u32 slot, __u32 class)
 {
 	__u64 rank, outstanding, bound;
 
@@ -54,7 +54,7 @@ static __always_inline __u64 rank_of(__u32 slot, __u32 class)
 }
 
 /* Returns the least rank, with its slot in the low RANK_SHIFT bits. */
-static __always_inline __u64 least_loaded_slot(__u32 class)
+static __always_inline __u64 least_slot_rank(__u32 class)
 {
 	__u64 best[LANES] = {~0ull >> 1, ~0ull >> 1, ~0ull >> 1, ~0ull >> 1};
 	__u32 slot, slots = state.slots;
@@ -62,10 +62,10 @@ static __always_inline __u64 least_loaded_slot(__u32 class)
 
 	/* Slots beyond `slots` are empty, and rank behind all others. */
 	for (slot = 0; slot < MAX_DISPATCH_WORKERS && slot < slots; slot += LANES) {
-		best[0] = min_s64(rank_of(slot, class), best[0]);
-		best[1] = min_s64(rank_of(slot + 1, class), best[1]);
-		best[2] = min_s64(rank_of(slot + 2, class), best[2]);
-		best[3] = min_s64(rank_of(slot + 3, class), best[3]);
+		best[0] = min_s64(slot_rank(slot, class), best[0]);
+		best[1] = min_s64(slot_rank(slot + 1, class), best[1]);
+		best[2] = min_s64(slot_rank(slot + 2, class), best[2]);
+		best[3] = min_s64(slot_rank(slot + 3, class), best[3]);
 		/* An idle worker has the least possible rank, so the first one ends the search. */
 		idle = is_less(best[0], 1 << RANK_SHIFT) | is_less(best[1], 1 << RANK_SHIFT) |
 		       is_less(best[2], 1 << RANK_SHIFT) | is_less(best[3], 1 << RANK_SHIFT);
@@ -79,7 +79,7 @@ static __always_inline __u64 least_loaded_slot(__u32 class)
 /* Repeats the search after the selected worker has died. Not inlined: this case is rare. */
 static __noinline __u64 next_best(__u32 class)
 {
-	return least_loaded_slot(class & (MAX_DISPATCH_CLASSES - 1));
+	return least_slot_rank(class & (MAX_DISPATCH_CLASSES - 1));
 }
 
 /* Returns the worker at a position of the rotation. */
@@ -102,7 +102,7 @@ static __always_inline __u32 choose_slot(__u32 class, __u32 hash, bool *over_bou
 		return worker_at((__u64)hash * count >> 32);
 	if (policy == DISPATCH_POLICY_RR && count)
 		return worker_at(__sync_fetch_and_add(&state.turn, 1) % count);
-	rank = least_loaded_slot(class);
+	rank = least_slot_rank(class);
 	if (policy == DISPATCH_POLICY_JSQ)
 		*over_bound = (rank >> RANK_SHIFT & DISPATCH_COUNT_MASK) >= state.bound[0][0];
 	if (policy == DISPATCH_POLICY_JBSRQ)

@@ -60,7 +60,7 @@
 const volatile __u16 service_port = 0; /* network byte order */
 const volatile __u64 service_address[2] = {}; /* as in struct client; 0: any */
 const volatile __u32 network_namespace = 0; /* inode number */
-const volatile bool learning = false;
+const volatile bool observes_service_times = false;
 
 struct {
 	__uint(type, BPF_MAP_TYPE_REUSEPORT_SOCKARRAY);
@@ -143,8 +143,8 @@ static __always_inline void record_request(struct sk_reuseport_md *ctx, const st
 
 	if (request_id_bytes)
 		id = LOAD_BYTES(ctx, ctx->len, sizeof(struct udphdr) + request_id_offset, request_id_bytes);
-	hash = hash_of(state.seed, client, id);
-	entry = tag_of(hash) | (__u64)type << DISPATCH_TYPE_SHIFT | (__u64)slot << DISPATCH_WORKER_SHIFT |
+	hash = request_hash(state.seed, client, id);
+	entry = request_tag(hash) | (__u64)type << DISPATCH_TYPE_SHIFT | (__u64)slot << DISPATCH_WORKER_SHIFT |
 		(state.epoch & DISPATCH_EPOCH_MASK) << DISPATCH_EPOCH_SHIFT | (weight & DISPATCH_WEIGHT_MASK);
 	place = insert_request(hash, entry);
 	if (place >= DISPATCH_REQUESTS) {
@@ -155,7 +155,7 @@ static __always_inline void record_request(struct sk_reuseport_md *ctx, const st
 	queued->place = place;
 	if (policy == DISPATCH_POLICY_JLQ)
 		__sync_fetch_and_add(&state.work[slot], weight_ns(weight));
-	if (learning) {
+	if (observes_service_times) {
 		/* Service starts now at an idle worker, and after the previous response at a busy one. */
 		if (!(__sync_fetch_and_add(&state.outstanding[slot], 1) & DISPATCH_COUNT_MASK))
 			worker->serving_since_ns = bpf_ktime_get_ns();
@@ -303,7 +303,7 @@ static __always_inline void complete_request(__u64 entry)
 	__u32 slot = subtract_outstanding(entry);
 
 	__sync_fetch_and_add(&state.workers[slot].completed, 1);
-	if (learning)
+	if (observes_service_times)
 		learn_service_time(slot, entry >> DISPATCH_TYPE_SHIFT & DISPATCH_TYPE_MASK);
 }
 
@@ -333,20 +333,20 @@ static __always_inline void process_response(struct __sk_buff *skb, const struct
 		return;
 	if (request_id_bytes)
 		id = LOAD_BYTES(skb, skb->len, response->payload_offset + response_id_offset, request_id_bytes);
-	hash = hash_of(state.seed, &response->client, id);
+	hash = request_hash(state.seed, &response->client, id);
 	slot = bpf_sk_storage_get(&sockets, socket, NULL, 0);
 	if (slot) {
 		__u32 own = *slot & DISPATCH_WORKER_MASK;
 
 		record_liveness(own);
-		entry = remove_request(hash, tag_of(hash) | (__u64)own << DISPATCH_WORKER_SHIFT,
+		entry = remove_request(hash, request_tag(hash) | (__u64)own << DISPATCH_WORKER_SHIFT,
 				       mask | (__u64)DISPATCH_WORKER_MASK << DISPATCH_WORKER_SHIFT);
 	} else if (!has_service_address(socket, response)) {
 		return;
 	}
 	/* A worker may answer the request of another worker. */
 	if (!entry)
-		entry = remove_request(hash, tag_of(hash), mask);
+		entry = remove_request(hash, request_tag(hash), mask);
 	if (entry)
 		complete_request(entry);
 	else

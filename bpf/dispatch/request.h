@@ -54,7 +54,7 @@ static __always_inline void load_slowly(void *ctx, __u32 offset, __u32 available
 }
 
 /* Returns the hash of client, port and request id, with a secret seed. */
-static __always_inline __u64 hash_of(__u64 seed, const struct client *client, __u64 id)
+static __always_inline __u64 request_hash(__u64 seed, const struct client *client, __u64 id)
 {
 	/* Odd constants with well mixed bits (the golden ratio; MurmurHash3's finalizer). */
 	__u64 hash = (client->address[1] << 16 | client->port) ^ seed;

@@ -37,19 +37,19 @@ static __always_inline __u64 weight_ns(__u64 weight)
 	return mantissa << ((weight & DISPATCH_WEIGHT_MASK) >> DISPATCH_MANTISSA_BITS);
 }
 
-static __always_inline __u64 tag_of(__u64 hash)
+static __always_inline __u64 request_tag(__u64 hash)
 {
 	return hash << DISPATCH_TAG_SHIFT | DISPATCH_USED;
 }
 
-static __always_inline __u64 *set_of(__u64 hash, __u32 probe)
+static __always_inline __u64 *request_set(__u64 hash, __u32 probe)
 {
 	__u64 set = (hash >> (64 - DISPATCH_SET_BITS)) + probe;
 
 	return &requests[(set & ((1 << DISPATCH_SET_BITS) - 1)) * DISPATCH_WAYS];
 }
 
-static __always_inline __u64 age_of(__u64 entry, __u64 epoch)
+static __always_inline __u64 entry_age_epochs(__u64 entry, __u64 epoch)
 {
 	return (epoch - (entry >> DISPATCH_EPOCH_SHIFT)) & DISPATCH_EPOCH_MASK;
 }
@@ -72,7 +72,7 @@ static __always_inline __u32 insert_request(__u64 hash, __u64 entry)
 	__u32 probe, way;
 
 	for (probe = 0; probe < DISPATCH_PROBES; probe++) {
-		__u64 *set = set_of(hash, probe);
+		__u64 *set = request_set(hash, probe);
 
 		for (way = 0; way < DISPATCH_WAYS; way++) {
 			if (!set[way] && !__sync_val_compare_and_swap(&set[way], 0, entry))
@@ -83,7 +83,7 @@ static __always_inline __u32 insert_request(__u64 hash, __u64 entry)
 }
 
 /* Removes and returns a set's oldest entry that equals `wanted` in the bits of `mask`; 0: no such entry. */
-static __always_inline __u64 take_from(__u64 *set, __u64 wanted, __u64 mask, __u64 epoch)
+static __always_inline __u64 take_oldest_match(__u64 *set, __u64 wanted, __u64 mask, __u64 epoch)
 {
 	__u64 found = 0, age = 0;
 	__u32 way, place = 0;
@@ -93,9 +93,9 @@ static __always_inline __u64 take_from(__u64 *set, __u64 wanted, __u64 mask, __u
 
 		if ((entry ^ wanted) & mask)
 			continue;
-		if (!found || age_of(entry, epoch) > age) {
+		if (!found || entry_age_epochs(entry, epoch) > age) {
 			found = entry;
-			age = age_of(entry, epoch);
+			age = entry_age_epochs(entry, epoch);
 			place = way;
 		}
 	}
@@ -115,7 +115,7 @@ static __always_inline __u64 remove_request(__u64 hash, __u64 wanted, __u64 mask
 	__u32 probe;
 
 	for (probe = 0; probe < DISPATCH_PROBES; probe++) {
-		found = take_from(set_of(hash, probe), wanted, mask, epoch);
+		found = take_oldest_match(request_set(hash, probe), wanted, mask, epoch);
 		if (found)
 			return found;
 	}

@@ -57,7 +57,7 @@ static __always_inline const struct nat_address *find_address(struct nat_entry *
 	return bpf_map_lookup_elem(&checked_paths, path);
 }
 
-static __always_inline void redirect_ipv4(struct __sk_buff *skb, bool from_server)
+static __always_inline void translate_ipv4(struct __sk_buff *skb, bool from_server)
 {
 	__u32 offset = ETH_HLEN + (from_server ? offsetof(struct iphdr, saddr) : offsetof(struct iphdr, daddr));
 	const void *data = pull_linear_headers(skb, TCP_HEADER_OFFSET + sizeof(struct tcphdr));
@@ -79,7 +79,7 @@ static __always_inline void redirect_ipv4(struct __sk_buff *skb, bool from_serve
 	bpf_skb_store_bytes(skb, offset, &to, sizeof(to), 0);
 }
 
-static __always_inline void redirect_ipv6(struct __sk_buff *skb, bool from_server)
+static __always_inline void translate_ipv6(struct __sk_buff *skb, bool from_server)
 {
 	__u32 offset = from_server ? IPV6_FIELD_OFFSET(source) : IPV6_FIELD_OFFSET(destination);
 	const void *data = pull_linear_headers(skb, IPV6_TRANSPORT_OFFSET + sizeof(struct tcphdr));
@@ -108,25 +108,25 @@ static __always_inline void redirect_ipv6(struct __sk_buff *skb, bool from_serve
 }
 
 /* Replaces the server's address by the VIP, or the reverse. Never drops a packet. */
-static __always_inline int redirect(struct __sk_buff *skb, bool from_server)
+static __always_inline int translate_address(struct __sk_buff *skb, bool from_server)
 {
 	if (skb->protocol == bpf_htons(ETH_P_IP))
-		redirect_ipv4(skb, from_server);
+		translate_ipv4(skb, from_server);
 	else if (skb->protocol == bpf_htons(ETH_P_IPV6))
-		redirect_ipv6(skb, from_server);
+		translate_ipv6(skb, from_server);
 	return TC_ACT_UNSPEC;
 }
 
 SEC("tc")
 int health_egress(struct __sk_buff *skb)
 {
-	return redirect(skb, false);
+	return translate_address(skb, false);
 }
 
 SEC("tc")
 int health_ingress(struct __sk_buff *skb)
 {
-	return redirect(skb, true);
+	return translate_address(skb, true);
 }
 
 char LICENSE[] SEC("license") = "Dual MIT/GPL";

@@ -109,7 +109,7 @@ static __always_inline __u64 cookie_hash_ipv6(const struct cookie_key *key, cons
 }
 
 /* Returns the addend of TSval's time part, modulo 2^16, from a hash with the server's own time key. */
-static __always_inline __u16 cookie_time_mask(__u64 hash)
+static __always_inline __u16 cookie_time_addend(__u64 hash)
 {
 	return hash;
 }
@@ -146,7 +146,7 @@ static __always_inline __u32 reveal(__u64 hash, __u32 hidden, __u32 bits)
  * Returns the inverse of an odd number modulo 2^20. Newton's method doubles the number of correct bits; the first
  * approximation 3x ^ 2 has five.
  */
-static __always_inline __u64 inverse(__u64 factor)
+static __always_inline __u64 modular_inverse(__u64 factor)
 {
 	__u64 x = factor * 3 ^ 2;
 
@@ -159,9 +159,9 @@ static __always_inline __u32 hide(__u64 hash, __u32 plain, __u32 bits)
 {
 	__u64 mask = (1ull << bits) - 1, x = (plain - (hash >> (64 - bits))) & mask;
 
-	x = unfold(x, bits) * inverse(HIDING_FACTOR(hash, bits, 3)) & mask;
-	x = unfold(x, bits) * inverse(HIDING_FACTOR(hash, bits, 2)) & mask;
-	x = unfold(x, bits) * inverse(HIDING_FACTOR(hash, bits, 1)) & mask;
+	x = unfold(x, bits) * modular_inverse(HIDING_FACTOR(hash, bits, 3)) & mask;
+	x = unfold(x, bits) * modular_inverse(HIDING_FACTOR(hash, bits, 2)) & mask;
+	x = unfold(x, bits) * modular_inverse(HIDING_FACTOR(hash, bits, 1)) & mask;
 	return unfold(x, bits) ^ (hash & mask);
 }
 

@@ -60,7 +60,7 @@ static __always_inline __u32 extension_header_length(__u32 number, const struct 
 }
 
 /* Returns fragment offset and "more fragments"; 0: the packet is whole (RFC 6946). */
-static __always_inline __u32 fragment_of(const struct extension_header *header)
+static __always_inline __u32 fragment_field(const struct extension_header *header)
 {
 	return header->fragment[0] << 8 | (header->fragment[1] & ~0x6);
 }

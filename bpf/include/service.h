@@ -36,14 +36,14 @@ struct service_key_ipv6 {
 	__u32 first;
 	__u64 middle;
 	__u64 tail;
-	__u64 word;
+	__u64 hashed_word;
 };
 
 /*
  * Returns the key of an IPv6 service. `vip`: the address as in the packet. The word combines the tail with the rest of
  * the address. Two services with the same word would have no directory, which happens by chance once in 2^64.
  */
-static __always_inline struct service_key_ipv6 service_key_ipv6(const void *vip, __u16 port, __u8 protocol)
+static __always_inline struct service_key_ipv6 make_service_key_ipv6(const void *vip, __u16 port, __u8 protocol)
 {
 	const service_tail_half *word = vip;
 	struct service_key_ipv6 key = {
@@ -52,7 +52,7 @@ static __always_inline struct service_key_ipv6 service_key_ipv6(const void *vip,
 		.tail = word[3] | (__u64)port << 32 | (__u64)protocol << 48 | (__u64)ADDRESS_FAMILY_IPV6 << 56,
 	};
 
-	key.word = key.tail ^ key.first * SERVICE_WORD_FIRST_FACTOR ^ key.middle * SERVICE_WORD_MIDDLE_FACTOR;
+	key.hashed_word = key.tail ^ key.first * SERVICE_WORD_FIRST_FACTOR ^ key.middle * SERVICE_WORD_MIDDLE_FACTOR;
 	return key;
 }
 
@@ -62,7 +62,8 @@ static __always_inline bool is_key_ipv6(const struct service_slot *slot, const s
 	       *(const service_tail *)&slot->key.address[1] == key->middle && slot->key.address[0] == key->first;
 }
 
-static __always_inline const struct service_slot *lb_slot(const struct lb_service_directories *directories, __u64 word)
+static __always_inline const struct service_slot *find_lb_service_slot(const struct lb_service_directories *directories,
+								       __u64 word)
 {
 	const struct lb_service_directory *directory = &directories->half[directories->active & 1];
 	__u64 hash = word * directory->seed;
@@ -74,7 +75,7 @@ static __always_inline const struct service_slot *lb_slot(const struct lb_servic
 /* Returns the number of the IPv4 service with that tail at the load balancer, or NO_SERVICE. */
 static __always_inline __u32 find_lb_service(const struct lb_service_directories *directories, __u64 tail)
 {
-	const struct service_slot *slot = lb_slot(directories, tail);
+	const struct service_slot *slot = find_lb_service_slot(directories, tail);
 
 	return *(const service_tail *)&slot->key.address[3] == tail ? slot->number : NO_SERVICE;
 }
@@ -82,12 +83,13 @@ static __always_inline __u32 find_lb_service(const struct lb_service_directories
 static __always_inline __u32 find_lb_service_ipv6(const struct lb_service_directories *directories,
 						  const struct service_key_ipv6 *key)
 {
-	const struct service_slot *slot = lb_slot(directories, key->word);
+	const struct service_slot *slot = find_lb_service_slot(directories, key->hashed_word);
 
 	return is_key_ipv6(slot, key) ? slot->number : NO_SERVICE;
 }
 
-static __always_inline const struct service_slot *server_slot(const struct service_directories *directories, __u64 word)
+static __always_inline const struct service_slot *find_service_slot(const struct service_directories *directories,
+								    __u64 word)
 {
 	const struct service_directory *directory = &directories->half[directories->active & 1];
 
@@ -97,7 +99,7 @@ static __always_inline const struct service_slot *server_slot(const struct servi
 /* Returns the number of the IPv4 service with that tail on a server, or NO_SERVICE. */
 static __always_inline __u32 find_service(const struct service_directories *directories, __u64 tail)
 {
-	const struct service_slot *slot = server_slot(directories, tail);
+	const struct service_slot *slot = find_service_slot(directories, tail);
 
 	return *(const service_tail *)&slot->key.address[3] == tail ? slot->number : NO_SERVICE;
 }
@@ -105,7 +107,7 @@ static __always_inline __u32 find_service(const struct service_directories *dire
 static __always_inline __u32 find_service_ipv6(const struct service_directories *directories,
 					       const struct service_key_ipv6 *key)
 {
-	const struct service_slot *slot = server_slot(directories, key->word);
+	const struct service_slot *slot = find_service_slot(directories, key->hashed_word);
 
 	return is_key_ipv6(slot, key) ? slot->number : NO_SERVICE;
 }

@@ -21,7 +21,7 @@
 /* Words after kind and length of the option; packed, because the offset may be odd. */
 #define TIMESTAMP_WORDS_OFFSET 2
 struct timestamp_words {
-	__be32 value;
+	__be32 tsval;
 	__be32 tsecr;
 } __attribute__((packed));
 

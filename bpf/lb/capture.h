@@ -56,8 +56,8 @@ __u64 is_captured[MAX_CPUS] SEC(".bss.capture");
 /* Value that is no enum lb_counter. */
 #define NO_OUTCOME 0xffffffffu
 
-/* is_watched() of IPv6, where extension headers may hide the port. */
-static __always_inline bool is_watched_ipv6(const void *data, const void *data_end)
+/* matches_capture_service() of IPv6, where extension headers may hide the port. */
+static __always_inline bool matches_capture_service_ipv6(const void *data, const void *data_end)
 {
 	__u8 next;
 
@@ -76,13 +76,13 @@ static __always_inline bool is_watched_ipv6(const void *data, const void *data_e
 }
 
 /* Returns whether the frame may be of the captured service. Fragments, ICMP and broken headers have no port. */
-static __always_inline bool is_watched(const void *data, const void *data_end)
+static __always_inline bool matches_capture_service(const void *data, const void *data_end)
 {
 	__u32 header_length;
 	__u8 protocol;
 
 	if (capture_of.family == ADDRESS_FAMILY_IPV6)
-		return is_watched_ipv6(data, data_end);
+		return matches_capture_service_ipv6(data, data_end);
 	if (data + ETH_HLEN + sizeof(struct iphdr) > data_end)
 		return false;
 	if (PACKET_U16(data, ETH_HLEN - 2) != bpf_htons(ETH_P_IP) ||
@@ -123,7 +123,7 @@ static __noinline int capture_arrived(struct xdp_md *ctx)
 	struct lb_counters *of_service, *of_none;
 
 	is_captured[cpu] = 0;
-	if (!is_watched((void *)(long)ctx->data, (void *)(long)ctx->data_end))
+	if (!matches_capture_service((void *)(long)ctx->data, (void *)(long)ctx->data_end))
 		return 0;
 	of_service = counters_of(ctx, capture_of.service);
 	of_none = counters_of(ctx, LB_COUNTERS_NO_SERVICE);

@@ -31,7 +31,7 @@ struct {
 #define NANOSECONDS_PER_MS 1000000
 
 /* Returns the entry of a server. `mac`: MAC address in the low 48 bits; the other bits are ignored. */
-static __always_inline struct lb_stamped_server *lb_stamped_server(__u32 service, __u64 mac)
+static __always_inline struct lb_stamped_server *find_lb_stamped_server(__u32 service, __u64 mac)
 {
 	__u64 key = (mac & SERVER_MAC_MASK) | (__u64)service << LB_STAMPED_SERVICE_SHIFT;
 
@@ -39,7 +39,7 @@ static __always_inline struct lb_stamped_server *lb_stamped_server(__u32 service
 }
 
 /* Returns whether the server's connections show one clock. */
-static __always_inline bool is_verified(const struct lb_stamped_server *server)
+static __always_inline bool is_clock_verified(const struct lb_stamped_server *server)
 {
 	return server->agreeing >= LB_STAMPING_AGREEING;
 }
@@ -47,11 +47,11 @@ static __always_inline bool is_verified(const struct lb_stamped_server *server)
 /* Returns whether the server's new connections are stamped. */
 static __always_inline bool can_be_stamped(const struct lb_stamped_server *server)
 {
-	return is_verified(server) || server->steady >= LB_STAMPING_AGREEING;
+	return is_clock_verified(server) || server->steady >= LB_STAMPING_AGREEING;
 }
 
 /* Returns whether the server's connections are known to have different offsets. */
-static __always_inline bool has_own_offsets(const struct lb_stamped_server *server)
+static __always_inline bool has_connection_offsets(const struct lb_stamped_server *server)
 {
 	return server->disagreed;
 }
@@ -90,12 +90,12 @@ static __always_inline void learn_clock(struct lb_stamped_server *server, const 
 	if (!server->agreeing || !do_offsets_agree(offset_ms, server->newest_ms, LB_STAMPING_TOLERANCE_MS)) {
 		server->disagreed += !!server->agreeing;
 		server->agreeing = 1;
-	} else if (!is_verified(server) && client != server->newest_client) {
+	} else if (!is_clock_verified(server) && client != server->newest_client) {
 		server->agreeing++;
 	}
 	server->newest_ms = offset_ms;
 	server->newest_client = client;
-	if (is_verified(server) &&
+	if (is_clock_verified(server) &&
 	    (!server->has_clock || !do_offsets_agree(offset_ms, server->offset_ms, LB_STAMPING_TOLERANCE_MS / 2))) {
 		server->offset_ms = offset_ms;
 		server->has_clock = 1;
@@ -125,30 +125,30 @@ static __always_inline void sample_clock(struct lb_stamped_server *server, const
 	}
 }
 
-static __always_inline __u64 *own_offset(__u64 hash)
+static __always_inline __u64 *find_connection_offset(__u64 hash)
 {
 	__u32 index = hash & (LB_STAMPED_OFFSETS - 1);
 
 	return bpf_map_lookup_elem(&lb_stamped_offsets, &index);
 }
 
-static __always_inline __u32 offset_tag(__u64 hash)
+static __always_inline __u32 connection_offset_tag(__u64 hash)
 {
 	return hash >> LB_STAMPED_OFFSET_TAG_SHIFT | 1;
 }
 
 /* Stores a connection's offset unless a similar one is stored. Returns the stored offset, which selects the key. */
-static __always_inline __u32 learn_own_offset(__u64 hash, __u32 offset_ms)
+static __always_inline __u32 learn_connection_offset(__u64 hash, __u32 offset_ms)
 {
-	__u64 *word = own_offset(hash), known;
+	__u64 *word = find_connection_offset(hash), known;
 
 	if (!word)
 		return offset_ms;
 	known = *(volatile __u64 *)word;
-	if (known >> LB_STAMPED_OFFSET_TAG_SHIFT == offset_tag(hash) &&
+	if (known >> LB_STAMPED_OFFSET_TAG_SHIFT == connection_offset_tag(hash) &&
 	    do_offsets_agree(offset_ms, known, LB_STAMPING_TOLERANCE_MS / 2))
 		return known;
-	*(volatile __u64 *)word = (__u64)offset_tag(hash) << LB_STAMPED_OFFSET_TAG_SHIFT | offset_ms;
+	*(volatile __u64 *)word = (__u64)connection_offset_tag(hash) << LB_STAMPED_OFFSET_TAG_SHIFT | offset_ms;
 	return offset_ms;
 }
 
@@ -158,14 +158,14 @@ static __always_inline __u32 learn_offset(struct lb_stamped_server *server, __u3
 {
 	__u32 offset_ms = answer.tsval_ms - answer.now_ms;
 
-	if (!has_own_offsets(server) && !server->has_clock) {
+	if (!has_connection_offsets(server) && !server->has_clock) {
 		server->offset_ms = offset_ms;
 		server->has_clock = 1;
 	}
-	if (!has_own_offsets(server) && do_offsets_agree(offset_ms, server->offset_ms, LB_STAMPING_TOLERANCE_MS))
+	if (!has_connection_offsets(server) && do_offsets_agree(offset_ms, server->offset_ms, LB_STAMPING_TOLERANCE_MS))
 		return server->offset_ms;
-	server->disagreed += !has_own_offsets(server);
-	return learn_own_offset(connection_hash(service, packet->client_address, packet->ports), offset_ms);
+	server->disagreed += !has_connection_offsets(server);
+	return learn_connection_offset(connection_hash(service, packet->client_address, packet->ports), offset_ms);
 }
 
 /* Fills the offset of a stamped connection. Returns whether the offset is known. */
@@ -175,15 +175,15 @@ static __always_inline bool find_offset(const struct lb_stamped_server *server, 
 	__u64 hash, *word, known;
 
 	*offset_ms = server->offset_ms;
-	if (!has_own_offsets(server))
+	if (!has_connection_offsets(server))
 		return server->has_clock;
 	hash = connection_hash(service, packet->client_address, packet->ports);
-	word = own_offset(hash);
+	word = find_connection_offset(hash);
 	if (!word)
 		return false;
 	known = *(volatile __u64 *)word;
 	*offset_ms = known;
-	return known >> LB_STAMPED_OFFSET_TAG_SHIFT == offset_tag(hash);
+	return known >> LB_STAMPED_OFFSET_TAG_SHIFT == connection_offset_tag(hash);
 }
 
 #endif

@@ -144,7 +144,7 @@ static __always_inline struct connection *find_connection(__u64 hash, __u32 slot
 /* True: packets read the kernel's clock. False: user space sets lb_state.clock, for comparisons with the model. */
 const volatile bool packets_read_clock;
 
-static __noinline __u32 read_clock(__u64 jiffies)
+static __noinline __u32 advance_clock(__u64 jiffies)
 {
 	__u32 now = bpf_ktime_get_coarse_ns() / NANOSECONDS_PER_TICK;
 
@@ -156,13 +156,13 @@ static __noinline __u32 read_clock(__u64 jiffies)
 }
 
 /* Returns lb_state.clock, which packets advance when the daemon does not. */
-static __always_inline __u32 connection_time(void)
+static __always_inline __u32 current_clock_ticks(void)
 {
 	/* The verifier replaces the call of bpf_jiffies64() by a load. */
 	__u64 jiffies = packets_read_clock ? bpf_jiffies64() : 0;
 
 	if (packets_read_clock && jiffies != *(volatile __u64 *)&lb_state.clock_read_jiffies)
-		return read_clock(jiffies);
+		return advance_clock(jiffies);
 	return *(volatile __u32 *)&lb_state.clock;
 }
 
@@ -173,7 +173,7 @@ static __always_inline bool update_connection(struct connection *connection, __u
 
 	connection->packets++;
 	connection->bytes += bytes;
-	connection->last_seen = connection_time();
+	connection->last_seen = current_clock_ticks();
 	if (closes)
 		connection->flags |= CONNECTION_CLOSING;
 	return closes;
@@ -250,7 +250,7 @@ static __always_inline bool reopen_connection(struct connection *connection)
 {
 	bool was_closing = connection->flags & CONNECTION_CLOSING;
 
-	connection->last_seen = connection_time();
+	connection->last_seen = current_clock_ticks();
 	connection->flags &= ~CONNECTION_CLOSING;
 	return was_closing;
 }
@@ -275,7 +275,7 @@ static __always_inline void fill_connection(struct xdp_md *ctx, struct connectio
 					    const struct packet *packet, __u64 tag, __u64 service_and_server)
 {
 	__u64 generation = connection->generation & CONNECTION_GENERATION_MASK;
-	__u32 now = connection_time();
+	__u32 now = current_clock_ticks();
 
 	connection->packets = 1;
 	connection->bytes = frame_bytes(ctx);
@@ -341,7 +341,7 @@ static __always_inline __u32 cookie_owner(__u32 cookie)
 }
 
 /* Returns the TSecr of a forwarded SYN, by which the server gets owner and slot. */
-static __always_inline __u32 syn_tsecr(__u32 owner, __u32 slot)
+static __always_inline __u32 encode_syn_tsecr(__u32 owner, __u32 slot)
 {
 	return SYN_TSECR_HOLDS_COOKIE | COOKIE_KIND_BIT | owner << CONNECTION_SLOT_BITS | slot;
 }

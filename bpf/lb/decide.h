@@ -115,7 +115,7 @@ static __always_inline void decide_new_connection(struct xdp_md *ctx, __u32 numb
 		if (decide_repeated_syn(hash, recent, decision))
 			return;
 	}
-	decide_placed(place_inlined(ctx, state, service.index, packet), LB_COUNTER_NEW_CONNECTION, decision);
+	decide_placed(place_connection_inlined(ctx, state, service.index, packet), LB_COUNTER_NEW_CONNECTION, decision);
 	if (is_stateful(&service))
 		open_connection(ctx, packet, hash, recent, decision, true);
 }

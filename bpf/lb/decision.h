@@ -48,7 +48,7 @@ static __always_inline bool is_forwarded(enum lb_counter outcome)
 	return outcome > LB_COUNTER_PASSED_NOT_SERVICE && outcome < LB_COUNTER_DROP_MALFORMED_IPV4;
 }
 
-static __always_inline __u32 cookie_of(__u32 tsecr, __u32 client_address, __u32 vip_address, __u32 ports)
+static __always_inline __u32 decode_cookie(__u32 tsecr, __u32 client_address, __u32 vip_address, __u32 ports)
 {
 	const struct cookie_key *key = &lb_state.keys.key[cookie_key_index(tsecr)];
 
@@ -61,10 +61,10 @@ static __always_inline __u32 packet_cookie(const struct packet *packet)
 {
 	if (is_ipv6(packet))
 		return packet->cookie;
-	return cookie_of(packet->tsecr, packet->client_address, packet->vip_address, packet->ports);
+	return decode_cookie(packet->tsecr, packet->client_address, packet->vip_address, packet->ports);
 }
 
-static __always_inline __u32 find_service_of(const struct packet *packet)
+static __always_inline __u32 find_packet_service(const struct packet *packet)
 {
 	__u64 tail = service_tail_ipv4(packet->vip_address, packet->ports >> 16, packet->protocol);
 
@@ -77,7 +77,7 @@ static __always_inline __u32 find_service_of(const struct packet *packet)
  */
 static __always_inline void decide_server(__u32 id, enum lb_counter outcome, struct decision *decision)
 {
-	server_entry_t server = server_at(decision->service, id);
+	server_entry_t server = load_server_entry(decision->service, id);
 
 	decision->outcome = has_server_flag(server, SERVER_RESOLVED) ? outcome : LB_COUNTER_DROP_SERVER_UNRESOLVED;
 	decision->destination = server;
@@ -97,7 +97,7 @@ static __always_inline bool may_receive(server_entry_t server, bool syn)
 
 static __always_inline bool is_server_known(__u32 service, __u32 id)
 {
-	return has_server_flag(server_at(service, id), SERVER_KNOWN);
+	return has_server_flag(load_server_entry(service, id), SERVER_KNOWN);
 }
 
 /* Decides to broadcast within the rates (broadcast.h). `over_rate`: the outcome above the rates. */
@@ -105,7 +105,7 @@ static __always_inline void decide_broadcast(enum limited_kind reason, __u32 sou
 					     struct decision *decision)
 {
 	/* A broadcast ends at the first router, and in its VLAN. */
-	if (forwarding_of(decision->service) != FORWARDING_L2 || !has_broadcast_vlan(decision->service)) {
+	if (service_forwarding(decision->service) != FORWARDING_L2 || !has_broadcast_vlan(decision->service)) {
 		decision->outcome = LB_COUNTER_DROP_NOT_BROADCAST;
 		return;
 	}
@@ -122,7 +122,7 @@ static __always_inline enum lb_counter placement_counter(bool opens)
 	return opens ? LB_COUNTER_NEW_CONNECTION : LB_COUNTER_PER_PACKET;
 }
 
-/* Decides to forward to the server that place() returned. */
+/* Decides to forward to the server that place_connection() returned. */
 static __always_inline void decide_placed(__u32 id, enum lb_counter outcome, struct decision *decision)
 {
 	if (id == NO_SERVER) {
@@ -136,7 +136,7 @@ static __always_inline void decide_placed(__u32 id, enum lb_counter outcome, str
 static __always_inline void decide_by_rule(struct xdp_md *ctx, struct service_state *state, const struct packet *packet,
 					   enum lb_counter outcome, struct decision *decision)
 {
-	decide_placed(place(ctx, state, decision->service, packet), outcome, decision);
+	decide_placed(place_connection(ctx, state, decision->service, packet), outcome, decision);
 }
 
 static __always_inline void decide_by_flow(struct flow_table_entry entry, struct decision *decision)
@@ -154,7 +154,7 @@ static __always_inline struct flow_table_entry decide_by_bucket(struct xdp_md *c
 	struct flow_table_entry choice = place_consistently(ctx, state, packet);
 
 	if (choice.server_id == NO_SERVER ||
-	    !may_receive(server_at(decision->service, choice.server_id), packet->flags & TCP_SYN)) {
+	    !may_receive(load_server_entry(decision->service, choice.server_id), packet->flags & TCP_SYN)) {
 		decision->outcome = LB_COUNTER_DROP_NO_ELIGIBLE_SERVER;
 	} else {
 		decide_server(choice.server_id, LB_COUNTER_BUCKET_HASH, decision);

@@ -42,7 +42,7 @@ static __always_inline int emit_l2(struct xdp_md *ctx, server_entry_t server, __
 static __always_inline int emit(struct xdp_md *ctx, server_entry_t server, __u32 service, __u32 id,
 				enum lb_counter outcome, __u32 ports)
 {
-	if (forwarding_of(service) != FORWARDING_L2)
+	if (service_forwarding(service) != FORWARDING_L2)
 		return emit_encapsulated(ctx, service, id, outcome, ports);
 	return emit_l2(ctx, server, service, id, outcome);
 }
@@ -51,11 +51,11 @@ static __always_inline int emit(struct xdp_md *ctx, server_entry_t server, __u32
 static __always_inline int emit_fast_path(struct xdp_md *ctx, server_entry_t server, __u32 service, __u32 id,
 					  enum lb_counter outcome, __u32 client_address, __u32 ports)
 {
-	if (forwarding_of(service) == FORWARDING_L2)
+	if (service_forwarding(service) == FORWARDING_L2)
 		return emit_l2(ctx, server, service, id, outcome);
 	if (has_ipv6_tunnel(id))
 		return emit_encapsulated(ctx, service, id, outcome, ports);
-	return encapsulate(ctx, false, false, service, id, outcome, flow_port(client_address, ports));
+	return encapsulate(ctx, false, false, service, id, outcome, gue_source_port(client_address, ports));
 }
 
 #endif

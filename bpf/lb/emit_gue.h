@@ -30,19 +30,19 @@
  * Returns the source port of a flow, in the host's order, as model's forwarding::flow_port() does. By Fibonacci hashing
  * the upper bits of the product depend on all bits of the client's address and port.
  */
-static __always_inline __u16 flow_port(__u32 client, __u32 ports)
+static __always_inline __u16 gue_source_port(__u32 client, __u32 ports)
 {
 	__u64 mixed = (client | (__u64)ports << 32) * FLOW_FACTOR;
 
 	return FIRST_FLOW_PORT | mixed >> (64 - FLOW_PORT_BITS);
 }
 
-/* flow_port() for IPv6. It uses no secret of the load balancer, because `coreward explain` computes the port, too. */
-static __always_inline __u16 flow_port_ipv6(const void *client, __u32 ports)
+/* gue_source_port() for IPv6. It uses no secret of the load balancer: `coreward explain` computes the port, too. */
+static __always_inline __u16 gue_source_port_ipv6(const void *client, __u32 ports)
 {
 	const struct cookie_key key = {.k0 = FLOW_FACTOR, .k1 = FLOW_FACTOR};
 
-	return flow_port(address_word_ipv6(&key, PACKET_U64(client, 0), PACKET_U64(client, 8)), ports);
+	return gue_source_port(fold_address_ipv6(&key, PACKET_U64(client, 0), PACKET_U64(client, 8)), ports);
 }
 
 /* Writes the UDP header. `length`: bytes of header and inner packet. `source_port`: in network byte order. */

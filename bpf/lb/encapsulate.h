@@ -34,7 +34,7 @@ struct encapsulation {
 	bool outer_ipv6;
 };
 
-static __always_inline __u32 overhead_of(const struct encapsulation *form)
+static __always_inline __u32 encapsulation_overhead(const struct encapsulation *form)
 {
 	return outer_header_length(form->forwarding, form->outer_ipv6);
 }
@@ -62,14 +62,14 @@ static __always_inline __u8 outer_protocol(const struct encapsulation *form)
 	return form->inner_ipv6 ? IPPROTO_IPV6 : IPPROTO_IPIP;
 }
 
-/* Adds the outer header. `flow`: flow_port(). Returns false if the frame could not be extended. */
+/* Adds the outer header. `flow`: gue_source_port(). Returns false if the frame could not be extended. */
 static __always_inline bool push_outer_header(struct xdp_md *ctx, const struct encapsulation *form,
 					      server_entry_t next_hop, __u32 server_id, __u32 flow)
 {
-	__u32 overhead = overhead_of(form);
+	__u32 overhead = encapsulation_overhead(form);
 	struct server_tunnel tunnel;
 	void *data, *data_end;
-	struct outer outer;
+	struct outer_header_fields outer;
 
 	if (bpf_xdp_adjust_head(ctx, -(int)overhead))
 		return false;
@@ -78,8 +78,8 @@ static __always_inline bool push_outer_header(struct xdp_md *ctx, const struct e
 	data_end = (void *)(long)ctx->data_end;
 	if (data + ETH_HLEN + overhead + ip_header_length(form->inner_ipv6) > data_end)
 		return false;
-	tunnel = tunnel_of(server_id);
-	outer = (struct outer){
+	tunnel = load_server_tunnel(server_id);
+	outer = (struct outer_header_fields){
 		.length = inner_length(data, overhead, form->inner_ipv6) + overhead,
 		.traffic_class = inner_traffic_class(data, overhead, form->inner_ipv6),
 		.protocol = outer_protocol(form),
@@ -100,7 +100,7 @@ static __always_inline bool push_outer_header(struct xdp_md *ctx, const struct e
  * Drops a packet longer than `mtu`, or turns its frame into an ICMP error to the sender. Returns an XDP action. This is
  * a global function, so that its stack does not count in every call of lb().
  */
-__noinline int drop_exceeding(struct xdp_md *ctx, __u32 service, __u32 mtu)
+__noinline int drop_exceeding_mtu(struct xdp_md *ctx, __u32 service, __u32 mtu)
 {
 	bool is_ipv6 = ipv6_in_use && is_ipv6_frame((void *)(long)ctx->data, (void *)(long)ctx->data_end);
 
@@ -116,13 +116,13 @@ static __always_inline int encapsulate_as(struct xdp_md *ctx, const struct encap
 {
 	void *data = (void *)(long)ctx->data;
 	void *data_end = (void *)(long)ctx->data_end;
-	__u32 overhead = overhead_of(form);
+	__u32 overhead = encapsulation_overhead(form);
 
 	if (data + ETH_HLEN + ip_header_length(form->inner_ipv6) > data_end)
 		return XDP_DROP;
 	if (inner_length(data, 0, form->inner_ipv6) + overhead > lb_state.mtu)
-		return drop_exceeding(ctx, service, lb_state.mtu - overhead);
-	if (!push_outer_header(ctx, form, server_at(service, server_id), server_id, flow))
+		return drop_exceeding_mtu(ctx, service, lb_state.mtu - overhead);
+	if (!push_outer_header(ctx, form, load_server_entry(service, server_id), server_id, flow))
 		return drop(ctx, service, LB_COUNTER_DROP_INTERNAL);
 	count_traffic(ctx, server_id, frame_bytes(ctx) - overhead);
 	count_packet(ctx, service, outcome, frame_bytes(ctx) - overhead);
@@ -135,9 +135,9 @@ static __always_inline int encapsulate(struct xdp_md *ctx, bool inner_ipv6, bool
 {
 	struct encapsulation form = {.inner_ipv6 = inner_ipv6, .outer_ipv6 = outer_ipv6};
 
-	if (!tunnel_of(server_id).address)
+	if (!load_server_tunnel(server_id).address)
 		return drop(ctx, service, LB_COUNTER_DROP_SERVER_UNRESOLVED);
-	if (forwarding_of(service) == FORWARDING_IPIP) {
+	if (service_forwarding(service) == FORWARDING_IPIP) {
 		form.forwarding = FORWARDING_IPIP;
 		return encapsulate_as(ctx, &form, service, server_id, outcome, flow);
 	}
@@ -156,14 +156,14 @@ __noinline int emit_encapsulated(struct xdp_md *ctx, __u32 service, __u32 server
 	__u32 flow;
 
 	if (ipv6_in_use && is_ipv6_frame(data, data_end)) {
-		flow = flow_port_ipv6(data + IPV6_FIELD_OFFSET(source), ports);
+		flow = gue_source_port_ipv6(data + IPV6_FIELD_OFFSET(source), ports);
 		if (has_ipv6_tunnel(server_id))
 			return encapsulate(ctx, true, true, service, server_id, outcome, flow);
 		return encapsulate(ctx, true, false, service, server_id, outcome, flow);
 	}
 	if (data + ETH_HLEN + sizeof(struct iphdr) > data_end)
 		return XDP_DROP;
-	flow = flow_port(PACKET_U32(data, IP_FIELD_OFFSET(saddr)), ports);
+	flow = gue_source_port(PACKET_U32(data, IP_FIELD_OFFSET(saddr)), ports);
 	if (has_ipv6_tunnel(server_id))
 		return encapsulate(ctx, false, true, service, server_id, outcome, flow);
 	return encapsulate(ctx, false, false, service, server_id, outcome, flow);

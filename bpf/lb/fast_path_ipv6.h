@@ -14,10 +14,10 @@
 #include "parse.h"
 #include "timestamp.h"
 
-#define FAST_PATH_IPV6_OPTIONS (IPV6_TRANSPORT_OFFSET + sizeof(struct tcphdr))
-#define FAST_PATH_IPV6_LENGTH (FAST_PATH_IPV6_OPTIONS + OPTIONS_ALIGNED_LENGTH)
-#define FAST_PATH_IPV6_TSECR                                                                                           \
-	(FAST_PATH_IPV6_OPTIONS + OPTIONS_ALIGNED_OFFSET + TIMESTAMP_WORDS_OFFSET +                                    \
+#define FAST_PATH_IPV6_OPTIONS_OFFSET (IPV6_TRANSPORT_OFFSET + sizeof(struct tcphdr))
+#define FAST_PATH_IPV6_LENGTH (FAST_PATH_IPV6_OPTIONS_OFFSET + OPTIONS_ALIGNED_LENGTH)
+#define FAST_PATH_IPV6_TSECR_OFFSET                                                                                    \
+	(FAST_PATH_IPV6_OPTIONS_OFFSET + OPTIONS_ALIGNED_OFFSET + TIMESTAMP_WORDS_OFFSET +                             \
 	 __builtin_offsetof(struct timestamp_words, tsecr))
 /* Ethertype and version. Big-endian in the packet: 86 dd 6 (traffic class). */
 #define IPV6_ETHERTYPE_VERSION_MASK 0x00f0ffffu
@@ -28,7 +28,7 @@ static __always_inline bool is_ipv6_frame(const void *data, const void *data_end
 	return data + IPV6_TRANSPORT_OFFSET <= data_end && PACKET_U16(data, ETH_HLEN - 2) == bpf_htons(ETH_P_IPV6);
 }
 
-/* Returns whether the frame, of at least FAST_PATH_IPV6_OPTIONS bytes, is IPv6 with a complete TCP segment. */
+/* Returns whether the frame, of at least FAST_PATH_IPV6_OPTIONS_OFFSET bytes, is IPv6 with a complete TCP segment. */
 static __always_inline bool is_fast_path_tcp_ipv6(const void *data, const void *data_end)
 {
 	__u32 length, data_offset_byte;
@@ -47,18 +47,18 @@ static __always_inline bool is_fast_path_ipv6(const void *data, const void *data
 		return false;
 	return (PACKET_U16(data, IPV6_TRANSPORT_OFFSET + TCP_FLAGS_OFFSET - 1) & FAST_PATH_FLAGS_MASK) ==
 		       FAST_PATH_FLAGS &&
-	       PACKET_U32(data, FAST_PATH_IPV6_OPTIONS) == OPTIONS_ALIGNED_TIMESTAMP &&
+	       PACKET_U32(data, FAST_PATH_IPV6_OPTIONS_OFFSET) == OPTIONS_ALIGNED_TIMESTAMP &&
 	       is_fast_path_tcp_ipv6(data, data_end);
 }
 
 /* Returns the offset of TSecr in a SYN of the fast path; 0 for any other frame. */
-static __always_inline __u32 fast_path_syn_tsecr_ipv6(const void *data, const void *data_end)
+static __always_inline __u32 syn_tsecr_offset_ipv6(const void *data, const void *data_end)
 {
 	__u32 tsecr_at;
 
-	if (data + IPV6_TRANSPORT_OFFSET + FAST_PATH_SYN_HEADER > data_end)
+	if (data + IPV6_TRANSPORT_OFFSET + FAST_PATH_SYN_HEADER_LENGTH > data_end)
 		return 0;
-	tsecr_at = common_syn_tsecr(data + IPV6_TRANSPORT_OFFSET);
+	tsecr_at = common_syn_tsecr_offset(data + IPV6_TRANSPORT_OFFSET);
 	return tsecr_at && is_fast_path_tcp_ipv6(data, data_end) ? IPV6_TRANSPORT_OFFSET + tsecr_at : 0;
 }
 

@@ -40,7 +40,7 @@
 #include "stats.h"
 
 /* Number of sets; fixed at load time. */
-const volatile __u32 flow_sets;
+const volatile __u32 flow_set_count;
 
 struct {
 	__uint(type, BPF_MAP_TYPE_ARRAY);
@@ -54,9 +54,9 @@ _Static_assert(sizeof(struct flow_set) == 128, "two cache lines");
 _Static_assert(DEFAULT_FLOW_TABLE_ENTRIES / FLOW_SET_ENTRIES == 1 << FLOW_FILTER_BITS, "a bit for each set");
 _Static_assert(FLOW_FILTER_WORDS << FLOW_FILTER_WORD_SHIFT == 1 << FLOW_FILTER_BITS, "its words hold the filter");
 
-static __always_inline struct flow_set *flow_set_of(__u64 hash)
+static __always_inline struct flow_set *find_flow_set(__u64 hash)
 {
-	__u32 set = (hash & 0xffffffff) * flow_sets >> 32;
+	__u32 set = (hash & 0xffffffff) * flow_set_count >> 32;
 
 	return bpf_map_lookup_elem(&flow_table, &set);
 }
@@ -64,7 +64,7 @@ static __always_inline struct flow_set *flow_set_of(__u64 hash)
 /* Loads the second cache line of a flow's set while the look-up waits for the first one. */
 static __always_inline void prefetch_flow_use(__u64 hash)
 {
-	const struct flow_set *set = flow_set_of(hash);
+	const struct flow_set *set = find_flow_set(hash);
 	__u64 word;
 
 	if (set)
@@ -107,7 +107,7 @@ static __always_inline __u64 is_flow_idle(__u64 use)
 static __always_inline bool find_flow_by_hash(__u64 hash, struct flow_table_entry *entry)
 {
 	__u32 tag = flow_tag(hash), now = lb_state.clock;
-	struct flow_set *set = flow_set_of(hash);
+	struct flow_set *set = find_flow_set(hash);
 
 	if (!set)
 		return false;
@@ -157,7 +157,8 @@ static __always_inline bool is_half_open(struct flow_table_entry entry)
  * find_flow() for a service with LB-side stamping, of which most connections have no entry (section 5). Returns false
  * for a connection that is stamped despite its entry.
  */
-static __always_inline bool find_plain_flow(__u32 service, const struct packet *packet, struct flow_table_entry *entry)
+static __always_inline bool find_unstamped_flow(__u32 service, const struct packet *packet,
+						struct flow_table_entry *entry)
 {
 	__u64 hash = connection_hash(service, packet->client_address, packet->ports);
 
@@ -165,7 +166,7 @@ static __always_inline bool find_plain_flow(__u32 service, const struct packet *
 	       entry->previous_server != STAMPED_FLOW;
 }
 
-static __always_inline __u32 service_of_use(__u64 use)
+static __always_inline __u32 flow_use_service(__u64 use)
 {
 	return use >> FLOW_SERVICE_SHIFT & 0xffff;
 }
@@ -187,7 +188,7 @@ static __always_inline bool is_set_of_service(const struct flow_set *set, __u32 
 	__u32 others = 0;
 
 	for (__u32 i = 0; i < FLOW_SET_ENTRIES; i++)
-		others |= service_of_use(*(volatile __u64 *)&set->use[i]) ^ service;
+		others |= flow_use_service(*(volatile __u64 *)&set->use[i]) ^ service;
 	return !others;
 }
 
@@ -199,11 +200,11 @@ static __always_inline __u64 flow_rank(const struct flow_set *set, __u32 positio
 {
 	__u64 flow = *(volatile __u64 *)&set->flow[position];
 	__u64 use = *(volatile __u64 *)&set->use[position];
-	__u64 of = service_of_use(use), own = alone ? 1 : is_zero(of ^ service), count = own;
+	__u64 of = flow_use_service(use), own = alone ? 1 : is_zero(of ^ service), count = own;
 	__u64 unused = is_zero(flow >> FLOW_TAG_SHIFT) | is_flow_idle(use);
 
 	for (__u32 i = 0; i < FLOW_SET_ENTRIES && !alone; i++)
-		count += is_zero(service_of_use(*(volatile __u64 *)&set->use[i]) ^ of);
+		count += is_zero(flow_use_service(*(volatile __u64 *)&set->use[i]) ^ of);
 	return is_zero(flow >> FLOW_TAG_SHIFT ^ tag) << FLOW_RANK_SAME_SHIFT | unused << FLOW_RANK_FREE_SHIFT |
 	       (use >> FLOW_HINT_SHIFT & 1) << FLOW_RANK_HINT_SHIFT | count << FLOW_RANK_COUNT_SHIFT |
 	       own << FLOW_RANK_OWN_SHIFT |
@@ -234,7 +235,7 @@ static __always_inline __s64 highest_rank(const struct flow_set *set, __u32 tag,
  * Stores a flow, or changes its entry. `entry`: server id, and `before` above it; `hint`: FLOW_HINT or 0. Returns
  * whether the flow is stored: a hint evicts no full entry. A global function, as decide() is.
  */
-__noinline int set_flow(__u32 service, const struct packet *packet, __u32 entry, __u32 hint)
+__noinline int store_flow(__u32 service, const struct packet *packet, __u32 entry, __u32 hint)
 {
 	struct flow_set *set;
 	__u64 hash, use;
@@ -244,7 +245,7 @@ __noinline int set_flow(__u32 service, const struct packet *packet, __u32 entry,
 		return 0;
 	hash = connection_hash(service, packet->client_address, packet->ports);
 	tag = flow_tag(hash);
-	set = flow_set_of(hash);
+	set = find_flow_set(hash);
 	if (!set)
 		return 0;
 	/* The bit is set before the entry. If the entry is not stored, the superfluous bit is harmless. */
@@ -281,14 +282,14 @@ static __always_inline __u32 flow_entry_word(__u32 server_id, __u32 before)
 static __always_inline void insert_flow(struct xdp_md *ctx, __u32 service, const struct packet *packet,
 					struct flow_table_entry entry, __u32 hint)
 {
-	if (set_flow(service, packet, flow_entry_word(entry.server_id, entry.previous_server), hint))
+	if (store_flow(service, packet, flow_entry_word(entry.server_id, entry.previous_server), hint))
 		count_event(ctx, service, LB_EVENT_FLOW_INSERTED);
 }
 
 /* Marks the flow as open: the client has acknowledged the SYN-ACK. */
-static __always_inline void open_flow(__u32 service, const struct packet *packet, struct flow_table_entry entry)
+static __always_inline void mark_flow_open(__u32 service, const struct packet *packet, struct flow_table_entry entry)
 {
-	set_flow(service, packet, flow_entry_word(entry.server_id, NO_SERVER), 0);
+	store_flow(service, packet, flow_entry_word(entry.server_id, NO_SERVER), 0);
 }
 
 #endif

@@ -13,16 +13,16 @@
 /* Kinds in use, as bits 1 << enum forwarding; fixed at load time. */
 const volatile __u32 forwarding_in_use;
 
-#define ONLY_FORWARDING(forwarding) (1u << (forwarding))
+#define FORWARDING_BIT(forwarding) (1u << (forwarding))
 
 /* Returns the kind of forwarding of a service. Reads no memory if all services have one kind. */
-static __always_inline enum forwarding forwarding_of(__u32 service)
+static __always_inline enum forwarding service_forwarding(__u32 service)
 {
-	if (forwarding_in_use == ONLY_FORWARDING(FORWARDING_L2))
+	if (forwarding_in_use == FORWARDING_BIT(FORWARDING_L2))
 		return FORWARDING_L2;
-	if (forwarding_in_use == ONLY_FORWARDING(FORWARDING_IPIP))
+	if (forwarding_in_use == FORWARDING_BIT(FORWARDING_IPIP))
 		return FORWARDING_IPIP;
-	if (forwarding_in_use == ONLY_FORWARDING(FORWARDING_GUE))
+	if (forwarding_in_use == FORWARDING_BIT(FORWARDING_GUE))
 		return FORWARDING_GUE;
 	return *(const volatile __u64 *)&lb_state.services[service & (MAX_SERVICES - 1)].forwarding;
 }

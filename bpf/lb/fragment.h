@@ -36,7 +36,7 @@ static __always_inline bool is_later_fragment(const struct packet *packet)
 
 _Static_assert(__builtin_offsetof(struct fragment_key, vip_address) == IPV6_ADDRESS_BYTES, "as in an IPv6 header");
 
-static __always_inline struct fragment_key fragment_key_of(struct xdp_md *ctx, const struct packet *packet)
+static __always_inline struct fragment_key make_fragment_key(struct xdp_md *ctx, const struct packet *packet)
 {
 	struct fragment_key key = {
 		.client_address = {0, 0, bpf_htonl(0xffff), packet->client_address},
@@ -57,7 +57,7 @@ static __always_inline struct fragment_key fragment_key_of(struct xdp_md *ctx, c
 static __always_inline void remember_fragment(struct xdp_md *ctx, const struct packet *packet,
 					      const struct decision *decision)
 {
-	struct fragment_key key = fragment_key_of(ctx, packet);
+	struct fragment_key key = make_fragment_key(ctx, packet);
 	struct fragment_entry entry = {.service = decision->service, .server_id = decision->server_id};
 
 	bpf_map_update_elem(&fragments, &key, &entry, BPF_ANY);
@@ -67,17 +67,17 @@ static __always_inline void remember_fragment(struct xdp_md *ctx, const struct p
 static __always_inline int decide_later_fragment(struct xdp_md *ctx, const struct packet *packet,
 						 struct decision *decision)
 {
-	struct fragment_key key = fragment_key_of(ctx, packet);
+	struct fragment_key key = make_fragment_key(ctx, packet);
 	const volatile fragment_word *found = bpf_map_lookup_elem(&fragments, &key);
 	__u32 word, service, server_id;
 
 	if (!found)
-		return end_of_parse(LB_COUNTER_DROP_FRAGMENT);
+		return encode_parse_end(LB_COUNTER_DROP_FRAGMENT);
 	word = *found;
 	service = word & 0xffff & (MAX_SERVICES - 1);
 	server_id = word >> 16;
 	if (!is_server_known(service, server_id))
-		return end_of_parse(LB_COUNTER_DROP_FRAGMENT);
+		return encode_parse_end(LB_COUNTER_DROP_FRAGMENT);
 	decision->service = service;
 	decide_server(server_id, LB_COUNTER_FRAGMENT, decision);
 	return 0;

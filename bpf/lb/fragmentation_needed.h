@@ -32,10 +32,10 @@
 #define QUOTED_LENGTH 68
 #define ICMP_ERROR_LENGTH (sizeof(struct iphdr) + ICMP_HEADER_LENGTH + QUOTED_LENGTH)
 /* 224.0.0.0 and above are multicast, reserved or broadcast. */
-#define FIRST_NETWORK_WITHOUT_HOSTS 224
+#define FIRST_NON_UNICAST_OCTET 224
 
 /* Returns whether an error may answer the packet. */
-static __always_inline bool may_answer(const void *data, const void *data_end)
+static __always_inline bool may_send_icmp_error(const void *data, const void *data_end)
 {
 	__u8 network;
 
@@ -43,7 +43,7 @@ static __always_inline bool may_answer(const void *data, const void *data_end)
 		return false;
 	network = PACKET_U8(data, IP_FIELD_OFFSET(saddr));
 	return PACKET_U8(data, IP_FIELD_OFFSET(protocol)) != IPPROTO_ICMP && network &&
-	       network < FIRST_NETWORK_WITHOUT_HOSTS &&
+	       network < FIRST_NON_UNICAST_OCTET &&
 	       !(PACKET_U16(data, IP_FIELD_OFFSET(frag_off)) & bpf_htons(IP_FRAGMENT_OFFSET));
 }
 
@@ -51,7 +51,7 @@ static __always_inline bool may_answer(const void *data, const void *data_end)
 static __always_inline bool write_fragmentation_needed(struct xdp_md *ctx, __u32 mtu)
 {
 	void *data = (void *)(long)ctx->data, *data_end = (void *)(long)ctx->data_end;
-	struct outer outer = {
+	struct outer_header_fields outer = {
 		.length = ICMP_ERROR_LENGTH,
 		.traffic_class = ICMP_ERROR_TRAFFIC_CLASS,
 		.protocol = IPPROTO_ICMP,
@@ -82,7 +82,7 @@ static __always_inline bool answer_fragmentation_needed(struct xdp_md *ctx, __u3
 	void *data = (void *)(long)ctx->data, *data_end = (void *)(long)ctx->data_end;
 	__u32 source;
 
-	if (!may_answer(data, data_end) || data + ETH_HLEN + sizeof(struct iphdr) > data_end)
+	if (!may_send_icmp_error(data, data_end) || data + ETH_HLEN + sizeof(struct iphdr) > data_end)
 		return false;
 	source = PACKET_U32(data, IP_FIELD_OFFSET(saddr));
 	return take_rate_tokens(service, source, LIMITED_FRAGMENTATION_NEEDED) && write_fragmentation_needed(ctx, mtu);

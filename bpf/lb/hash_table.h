@@ -34,7 +34,7 @@ static __always_inline void decide_by_hash_table(struct xdp_md *ctx, const struc
 		return;
 	prefetch_flow_use(hash);
 	if (find_flow_by_hash(hash, &entry)) {
-		server_entry_t server = server_at(decision->service, entry.server_id);
+		server_entry_t server = load_server_entry(decision->service, entry.server_id);
 
 		known = may_receive(server, syn);
 		if (known && !(udp && is_server_down(server))) {

@@ -37,7 +37,7 @@ struct icmp_header {
 	__u8 code;
 	__be16 checksum;
 	/* Content that depends on the type: the next hop's MTU, the position of a fault, the identifier of an echo. */
-	__be32 rest;
+	__be32 rest_of_header;
 };
 
 /* First bytes of every error. */
@@ -47,7 +47,7 @@ struct icmp_error {
 };
 
 /* Minimum length of the quoted payload, which includes the ports. */
-#define QUOTED_BYTES 8
+#define MIN_QUOTED_PAYLOAD_BYTES 8
 
 static __always_inline bool has_quoted_packet(__u8 type)
 {
@@ -64,26 +64,26 @@ static __always_inline int parse_quote(struct xdp_md *ctx, const struct packet *
 	__u32 header_length, ports;
 
 	if (packet->transport_offset + sizeof(error.icmp) > packet->end_offset)
-		return end_of_parse(LB_COUNTER_DROP_MALFORMED_ICMP);
+		return encode_parse_end(LB_COUNTER_DROP_MALFORMED_ICMP);
 	if (bpf_xdp_load_bytes(ctx, packet->transport_offset, &error.icmp, sizeof(error.icmp)))
-		return end_of_parse(LB_COUNTER_DROP_INTERNAL);
+		return encode_parse_end(LB_COUNTER_DROP_INTERNAL);
 	if (!has_quoted_packet(error.icmp.type))
-		return end_of_parse(LB_COUNTER_PASSED_NOT_SERVICE);
+		return encode_parse_end(LB_COUNTER_PASSED_NOT_SERVICE);
 	if (packet->transport_offset + sizeof(error) > packet->end_offset)
-		return end_of_parse(LB_COUNTER_DROP_MALFORMED_ICMP);
+		return encode_parse_end(LB_COUNTER_DROP_MALFORMED_ICMP);
 	if (bpf_xdp_load_bytes(ctx, packet->transport_offset, &error, sizeof(error)))
-		return end_of_parse(LB_COUNTER_DROP_INTERNAL);
+		return encode_parse_end(LB_COUNTER_DROP_INTERNAL);
 	header_length = error.quoted.ihl * 4;
 	quoted->transport_offset = packet->transport_offset + sizeof(error.icmp) + header_length;
 	quoted->end_offset = packet->end_offset;
 	if (error.quoted.version != 4 || header_length < sizeof(struct iphdr) ||
-	    quoted->transport_offset + QUOTED_BYTES > quoted->end_offset)
-		return end_of_parse(LB_COUNTER_DROP_MALFORMED_ICMP);
+	    quoted->transport_offset + MIN_QUOTED_PAYLOAD_BYTES > quoted->end_offset)
+		return encode_parse_end(LB_COUNTER_DROP_MALFORMED_ICMP);
 	/* The quote is of another VIP, or a later fragment, which has no ports. */
 	if (error.quoted.saddr != packet->vip_address || error.quoted.frag_off & bpf_htons(IP_FRAGMENT_OFFSET))
-		return end_of_parse(LB_COUNTER_PASSED_NOT_SERVICE);
+		return encode_parse_end(LB_COUNTER_PASSED_NOT_SERVICE);
 	if (bpf_xdp_load_bytes(ctx, quoted->transport_offset, &ports, sizeof(ports)))
-		return end_of_parse(LB_COUNTER_DROP_INTERNAL);
+		return encode_parse_end(LB_COUNTER_DROP_INTERNAL);
 	quoted->client_address = error.quoted.daddr;
 	quoted->vip_address = error.quoted.saddr;
 	quoted->ports = ports >> 16 | ports << 16;
@@ -102,7 +102,7 @@ static __always_inline int parse_quoted_timestamp(struct xdp_md *ctx, struct pac
 	if (quoted->transport_offset + sizeof(struct tcphdr) >= quoted->end_offset)
 		return 0;
 	if (bpf_xdp_load_bytes(ctx, quoted->transport_offset + TCP_FLAGS_OFFSET - 1, &data_offset, sizeof(data_offset)))
-		return end_of_parse(LB_COUNTER_DROP_INTERNAL);
+		return encode_parse_end(LB_COUNTER_DROP_INTERNAL);
 	header_end = quoted->transport_offset + (data_offset >> 4) * 4;
 	if (header_end > quoted->end_offset)
 		header_end = quoted->end_offset;
@@ -112,15 +112,15 @@ static __always_inline int parse_quoted_timestamp(struct xdp_md *ctx, struct pac
 	found = load_timestamp(ctx, quoted->transport_offset + sizeof(struct tcphdr),
 			       header_end - quoted->transport_offset - sizeof(struct tcphdr), &words);
 	if (found < 0)
-		return found == TIMESTAMP_UNREADABLE ? end_of_parse(LB_COUNTER_DROP_INTERNAL) : 0;
+		return found == TIMESTAMP_UNREADABLE ? encode_parse_end(LB_COUNTER_DROP_INTERNAL) : 0;
 	quoted->has_timestamp = 1;
-	quoted->tsecr = bpf_ntohl(words.value);
+	quoted->tsecr = bpf_ntohl(words.tsval);
 	return 0;
 }
 
 /* Decides by the cookie in the quoted timestamp, by the flow table, or broadcasts. `source`: the error's sender. */
-static __always_inline void decide_quoted(struct xdp_md *ctx, const struct service *service, __u32 source,
-					  const struct packet *quoted, struct decision *decision)
+static __always_inline void decide_icmp_error(struct xdp_md *ctx, const struct service *service, __u32 source,
+					      const struct packet *quoted, struct decision *decision)
 {
 	struct connection *connection;
 	struct flow_table_entry entry = {};
@@ -138,7 +138,7 @@ static __always_inline void decide_quoted(struct xdp_md *ctx, const struct servi
 		__u32 cookie = packet_cookie(quoted);
 
 		if (has_table_index(service, cookie)) {
-			if (decide_index(ctx, service, cookie, quoted, LB_COUNTER_ICMP_ERROR, decision, &connection))
+			if (decide_by_index(ctx, service, cookie, quoted, LB_COUNTER_ICMP_ERROR, decision, &connection))
 				return;
 		} else if (!(cookie & COOKIE_KIND_BIT) && is_server_known(decision->service, cookie)) {
 			decide_server(cookie, LB_COUNTER_ICMP_ERROR, decision);
@@ -163,13 +163,13 @@ static __always_inline int parse_and_decide_icmp(struct xdp_md *ctx, const struc
 
 	/* Errors are too short for fragments. */
 	if (packet->fragment)
-		return end_of_parse(LB_COUNTER_PASSED_NOT_SERVICE);
+		return encode_parse_end(LB_COUNTER_PASSED_NOT_SERVICE);
 	ended = parse_quote(ctx, packet, &quoted);
 	if (ended)
 		return ended;
-	number = find_service_of(&quoted);
+	number = find_packet_service(&quoted);
 	if (!is_service(number))
-		return end_of_parse(LB_COUNTER_PASSED_NOT_SERVICE);
+		return encode_parse_end(LB_COUNTER_PASSED_NOT_SERVICE);
 	decision->service = decode_service(number).index;
 	if (quoted.protocol == IPPROTO_TCP) {
 		ended = parse_quoted_timestamp(ctx, &quoted);
@@ -177,7 +177,7 @@ static __always_inline int parse_and_decide_icmp(struct xdp_md *ctx, const struc
 			return ended;
 	}
 	service = decode_service(number);
-	decide_quoted(ctx, &service, packet->client_address, &quoted, decision);
+	decide_icmp_error(ctx, &service, packet->client_address, &quoted, decision);
 	return 0;
 }
 

@@ -21,8 +21,8 @@
 
 #define QUOTED_IPV6_OFFSET (IPV6_TRANSPORT_OFFSET + sizeof(struct icmp_header))
 #define QUOTED_IPV6_FIELD_OFFSET(field) (QUOTED_IPV6_OFFSET + __builtin_offsetof(struct ipv6_header, field))
-#define QUOTED_IPV6_TRANSPORT (QUOTED_IPV6_OFFSET + sizeof(struct ipv6_header))
-#define ICMPV6_ERROR_LENGTH (QUOTED_IPV6_TRANSPORT + QUOTED_BYTES)
+#define QUOTED_IPV6_TRANSPORT_OFFSET (QUOTED_IPV6_OFFSET + sizeof(struct ipv6_header))
+#define ICMPV6_ERROR_LENGTH (QUOTED_IPV6_TRANSPORT_OFFSET + MIN_QUOTED_PAYLOAD_BYTES)
 
 static __always_inline bool is_same_address_ipv6(const void *address, const void *other)
 {
@@ -38,25 +38,25 @@ static __always_inline int parse_quote_ipv6(const void *data, const void *data_e
 	__u32 length, ports;
 
 	if (data + IPV6_TRANSPORT_OFFSET + sizeof(struct icmp_header) > data_end)
-		return end_of_parse(LB_COUNTER_DROP_MALFORMED_ICMP);
+		return encode_parse_end(LB_COUNTER_DROP_MALFORMED_ICMP);
 	length = bpf_ntohs(PACKET_U16(data, IPV6_FIELD_OFFSET(payload_length)));
 	if (length < sizeof(struct icmp_header))
-		return end_of_parse(LB_COUNTER_DROP_MALFORMED_ICMP);
+		return encode_parse_end(LB_COUNTER_DROP_MALFORMED_ICMP);
 	if (!is_icmpv6_error(PACKET_U8(data, IPV6_TRANSPORT_OFFSET)))
-		return end_of_parse(LB_COUNTER_PASSED_NOT_SERVICE);
+		return encode_parse_end(LB_COUNTER_PASSED_NOT_SERVICE);
 	if (IPV6_TRANSPORT_OFFSET + length < ICMPV6_ERROR_LENGTH || data + ICMPV6_ERROR_LENGTH > data_end ||
 	    PACKET_U8(data, QUOTED_IPV6_OFFSET) >> 4 != 6)
-		return end_of_parse(LB_COUNTER_DROP_MALFORMED_ICMP);
+		return encode_parse_end(LB_COUNTER_DROP_MALFORMED_ICMP);
 	quoted->protocol = PACKET_U8(data, QUOTED_IPV6_FIELD_OFFSET(next_header));
 	if (!is_same_address_ipv6(data + QUOTED_IPV6_FIELD_OFFSET(source), data + IPV6_FIELD_OFFSET(destination)) ||
 	    (quoted->protocol != IPPROTO_TCP && quoted->protocol != IPPROTO_UDP))
-		return end_of_parse(LB_COUNTER_PASSED_NOT_SERVICE);
-	ports = PACKET_U32(data, QUOTED_IPV6_TRANSPORT);
+		return encode_parse_end(LB_COUNTER_PASSED_NOT_SERVICE);
+	ports = PACKET_U32(data, QUOTED_IPV6_TRANSPORT_OFFSET);
 	quoted->family = ADDRESS_FAMILY_IPV6;
-	quoted->client_address = client_word_ipv6(data + QUOTED_IPV6_FIELD_OFFSET(destination));
+	quoted->client_address = fold_client_address_ipv6(data + QUOTED_IPV6_FIELD_OFFSET(destination));
 	quoted->ports = ports >> 16 | ports << 16;
 	quoted->client_offset = QUOTED_IPV6_FIELD_OFFSET(destination);
-	quoted->transport_offset = QUOTED_IPV6_TRANSPORT;
+	quoted->transport_offset = QUOTED_IPV6_TRANSPORT_OFFSET;
 	quoted->end_offset = IPV6_TRANSPORT_OFFSET + length;
 	return 0;
 }
@@ -78,9 +78,9 @@ static __noinline int parse_and_decide_icmp_ipv6(struct xdp_md *ctx, const struc
 	ended = parse_quote_ipv6(data, data_end, &quoted);
 	if (ended)
 		return ended;
-	number = service_of_ipv6(data + IPV6_FIELD_OFFSET(destination), quoted.ports >> 16, quoted.protocol);
+	number = find_service_at_vip_ipv6(data + IPV6_FIELD_OFFSET(destination), quoted.ports >> 16, quoted.protocol);
 	if (!is_service(number))
-		return end_of_parse(LB_COUNTER_PASSED_NOT_SERVICE);
+		return encode_parse_end(LB_COUNTER_PASSED_NOT_SERVICE);
 	decision->service = decode_service(number).index;
 	if (quoted.protocol == IPPROTO_TCP) {
 		ended = parse_quoted_timestamp(ctx, &quoted);
@@ -89,13 +89,13 @@ static __noinline int parse_and_decide_icmp_ipv6(struct xdp_md *ctx, const struc
 	}
 	data = (void *)(long)ctx->data;
 	data_end = (void *)(long)ctx->data_end;
-	if (data + QUOTED_IPV6_TRANSPORT > data_end)
-		return end_of_parse(LB_COUNTER_DROP_INTERNAL);
+	if (data + QUOTED_IPV6_TRANSPORT_OFFSET > data_end)
+		return encode_parse_end(LB_COUNTER_DROP_INTERNAL);
 	if (quoted.has_timestamp)
-		quoted.cookie = cookie_of_ipv6(quoted.tsecr, data + QUOTED_IPV6_FIELD_OFFSET(destination),
-					       data + QUOTED_IPV6_FIELD_OFFSET(source), quoted.ports);
+		quoted.cookie = decode_cookie_ipv6(quoted.tsecr, data + QUOTED_IPV6_FIELD_OFFSET(destination),
+						   data + QUOTED_IPV6_FIELD_OFFSET(source), quoted.ports);
 	service = decode_service(number);
-	decide_quoted(ctx, &service, packet->client_address, &quoted, decision);
+	decide_icmp_error(ctx, &service, packet->client_address, &quoted, decision);
 	return 0;
 }
 

@@ -38,10 +38,10 @@ static __noinline int forward_fast_path_decided_ipv6(struct xdp_md *ctx, __u32 n
 
 	if (data + FAST_PATH_IPV6_LENGTH > data_end)
 		return XDP_DROP;
-	packet.client_address = client_word_ipv6(data + IPV6_FIELD_OFFSET(source));
+	packet.client_address = fold_client_address_ipv6(data + IPV6_FIELD_OFFSET(source));
 	packet.ports = PACKET_U32(data, IPV6_TRANSPORT_OFFSET);
 	packet.flags = PACKET_U8(data, IPV6_TRANSPORT_OFFSET + TCP_FLAGS_OFFSET);
-	tsecr_at &= OPTION_MASK;
+	tsecr_at &= OPTION_OFFSET_MASK;
 	if (data + tsecr_at + sizeof(packet.tsecr) <= data_end)
 		packet.tsecr = bpf_ntohl(PACKET_U32(data, tsecr_at));
 	decide(ctx, number, &packet, &decision);
@@ -53,12 +53,12 @@ static __always_inline int forward_fast_path_syn_ipv6(struct xdp_md *ctx)
 {
 	void *data = (void *)(long)ctx->data;
 	void *data_end = (void *)(long)ctx->data_end;
-	__u32 tsecr_at = fast_path_syn_tsecr_ipv6(data, data_end), number;
+	__u32 tsecr_at = syn_tsecr_offset_ipv6(data, data_end), number;
 
 	if (!tsecr_at || data + FAST_PATH_IPV6_LENGTH > data_end || !is_for_own_mac(data))
 		return -1;
-	number = service_of_ipv6(data + IPV6_FIELD_OFFSET(destination), PACKET_U32(data, IPV6_TRANSPORT_OFFSET) >> 16,
-				 IPPROTO_TCP);
+	number = find_service_at_vip_ipv6(data + IPV6_FIELD_OFFSET(destination),
+					  PACKET_U32(data, IPV6_TRANSPORT_OFFSET) >> 16, IPPROTO_TCP);
 	return is_service(number) ? forward_fast_path_decided_ipv6(ctx, number, tsecr_at) : -1;
 }
 
@@ -75,11 +75,11 @@ static __always_inline int forward_fast_path_by_index_ipv6(struct xdp_md *ctx, _
 	if (cookie_owner(cookie) != lb_state.owner || data + FAST_PATH_IPV6_LENGTH > data_end)
 		return -1;
 	ports = PACKET_U32(data, IPV6_TRANSPORT_OFFSET);
-	hash = connection_hash(service, client_word_ipv6(data + IPV6_FIELD_OFFSET(source)), ports);
+	hash = connection_hash(service, fold_client_address_ipv6(data + IPV6_FIELD_OFFSET(source)), ports);
 	connection = find_connection(hash, cookie, service, &id);
 	if (!connection)
 		return -1;
-	server = server_at(service, id);
+	server = load_server_entry(service, id);
 	if (!has_server_flag(server, SERVER_KNOWN | SERVER_RESOLVED))
 		return -1;
 	update_connection(connection, TCP_ACK, data_end - data);
@@ -98,19 +98,19 @@ static __always_inline int forward_fast_path_ipv6(struct xdp_md *ctx)
 	if (!is_fast_path_ipv6(data, data_end) || !is_for_own_mac(data))
 		return -1;
 	ports = PACKET_U32(data, IPV6_TRANSPORT_OFFSET);
-	number = service_of_ipv6(data + IPV6_FIELD_OFFSET(destination), ports >> 16, IPPROTO_TCP);
+	number = find_service_at_vip_ipv6(data + IPV6_FIELD_OFFSET(destination), ports >> 16, IPPROTO_TCP);
 	if (!is_service(number))
 		return -1;
 	service = decode_service(number);
 	if (has_other_balancer(&service))
 		return -1;
 	if (!has_cookies(&service))
-		return forward_fast_path_decided_ipv6(ctx, number, FAST_PATH_IPV6_TSECR);
-	cookie = cookie_of_ipv6(bpf_ntohl(PACKET_U32(data, FAST_PATH_IPV6_TSECR)), data + IPV6_FIELD_OFFSET(source),
-				data + IPV6_FIELD_OFFSET(destination), ports);
+		return forward_fast_path_decided_ipv6(ctx, number, FAST_PATH_IPV6_TSECR_OFFSET);
+	cookie = decode_cookie_ipv6(bpf_ntohl(PACKET_U32(data, FAST_PATH_IPV6_TSECR_OFFSET)),
+				    data + IPV6_FIELD_OFFSET(source), data + IPV6_FIELD_OFFSET(destination), ports);
 	if (has_table_index(&service, cookie))
 		return forward_fast_path_by_index_ipv6(ctx, service.index, cookie);
-	server = server_at(service.index, cookie);
+	server = load_server_entry(service.index, cookie);
 	if (cookie & COOKIE_KIND_BIT || !has_server_flag(server, SERVER_KNOWN | SERVER_RESOLVED))
 		return -1;
 	return emit(ctx, server, service.index, cookie, LB_COUNTER_ESTABLISHED, ports);
@@ -127,7 +127,7 @@ static __always_inline int parse_and_decide_transport_ipv6(struct xdp_md *ctx, s
 	int ended;
 
 	if (packet->fragment && tcp)
-		return end_of_parse(LB_COUNTER_DROP_FRAGMENT);
+		return encode_parse_end(LB_COUNTER_DROP_FRAGMENT);
 	if (is_later_fragment(packet))
 		return decide_later_fragment(ctx, packet, decision);
 	ended = parse_ports(data, data_end, tcp ? LB_COUNTER_DROP_MALFORMED_TCP : LB_COUNTER_DROP_MALFORMED_UDP,
@@ -135,10 +135,10 @@ static __always_inline int parse_and_decide_transport_ipv6(struct xdp_md *ctx, s
 	if (ended)
 		return ended;
 	if (data + IPV6_TRANSPORT_OFFSET > data_end)
-		return end_of_parse(LB_COUNTER_DROP_INTERNAL);
-	number = service_of_ipv6(data + IPV6_FIELD_OFFSET(destination), packet->ports >> 16, packet->protocol);
+		return encode_parse_end(LB_COUNTER_DROP_INTERNAL);
+	number = find_service_at_vip_ipv6(data + IPV6_FIELD_OFFSET(destination), packet->ports >> 16, packet->protocol);
 	if (!is_service(number))
-		return end_of_parse(LB_COUNTER_PASSED_NOT_SERVICE);
+		return encode_parse_end(LB_COUNTER_PASSED_NOT_SERVICE);
 	decision->service = decode_service(number).index;
 	ended = tcp ? parse_tcp(ctx, data, data_end, packet) : parse_udp(data, data_end, packet);
 	if (ended)
@@ -147,9 +147,9 @@ static __always_inline int parse_and_decide_transport_ipv6(struct xdp_md *ctx, s
 		data = (void *)(long)ctx->data;
 		data_end = (void *)(long)ctx->data_end;
 		if (data + IPV6_TRANSPORT_OFFSET > data_end)
-			return end_of_parse(LB_COUNTER_DROP_INTERNAL);
-		packet->cookie = cookie_of_ipv6(packet->tsecr, data + IPV6_FIELD_OFFSET(source),
-						data + IPV6_FIELD_OFFSET(destination), packet->ports);
+			return encode_parse_end(LB_COUNTER_DROP_INTERNAL);
+		packet->cookie = decode_cookie_ipv6(packet->tsecr, data + IPV6_FIELD_OFFSET(source),
+						    data + IPV6_FIELD_OFFSET(destination), packet->ports);
 	}
 	decide(ctx, number, packet, decision);
 	if (packet->fragment && is_forwarded(decision->outcome))
@@ -165,9 +165,9 @@ static __always_inline int parse_and_decide_ipv6(struct xdp_md *ctx, struct pack
 	int ended;
 
 	if (!is_ipv6_frame(data, data_end) || !is_for_own_mac(data))
-		return end_of_parse(LB_COUNTER_PASSED_NOT_SERVICE);
-	if (service_of_ipv6(data + IPV6_FIELD_OFFSET(destination), 0, 0) != SERVICE_ADDRESS_ONLY)
-		return end_of_parse(LB_COUNTER_PASSED_NOT_SERVICE);
+		return encode_parse_end(LB_COUNTER_PASSED_NOT_SERVICE);
+	if (find_service_at_vip_ipv6(data + IPV6_FIELD_OFFSET(destination), 0, 0) != SERVICE_ADDRESS_ONLY)
+		return encode_parse_end(LB_COUNTER_PASSED_NOT_SERVICE);
 	ended = parse_ipv6(ctx, data, data_end, packet);
 	if (ended)
 		return ended;
@@ -175,7 +175,7 @@ static __always_inline int parse_and_decide_ipv6(struct xdp_md *ctx, struct pack
 	if (packet->protocol == NEXT_ICMPV6 && packet->transport_offset == IPV6_TRANSPORT_OFFSET)
 		return parse_and_decide_icmp_ipv6(ctx, packet, decision);
 	if (packet->protocol != IPPROTO_TCP && (!udp_in_use || packet->protocol != IPPROTO_UDP))
-		return end_of_parse(LB_COUNTER_PASSED_NOT_SERVICE);
+		return encode_parse_end(LB_COUNTER_PASSED_NOT_SERVICE);
 	return parse_and_decide_transport_ipv6(ctx, packet, decision);
 }
 
@@ -187,7 +187,7 @@ static __noinline int forward_slow_path_ipv6(struct xdp_md *ctx)
 	int ended = parse_and_decide_ipv6(ctx, &packet, &decision);
 
 	if (ended)
-		decision.outcome = outcome_of(ended);
+		decision.outcome = decode_parse_end(ended);
 	return apply_decision(ctx, &packet, &decision);
 }
 

@@ -92,15 +92,15 @@ static __always_inline bool read_fast_path(struct xdp_md *ctx, __u32 tsecr_at, s
 		.has_timestamp = 1,
 		.protocol = IPPROTO_TCP,
 		.tsecr_offset = tsecr_at,
-		.transport_offset = FAST_PATH_TCP,
+		.transport_offset = FAST_PATH_TCP_OFFSET,
 	};
 	if (data + FAST_PATH_LENGTH > data_end)
 		return false;
 	packet->client_address = PACKET_U32(data, IP_FIELD_OFFSET(saddr));
 	packet->vip_address = PACKET_U32(data, IP_FIELD_OFFSET(daddr));
-	packet->ports = PACKET_U32(data, FAST_PATH_TCP);
-	packet->flags = PACKET_U8(data, FAST_PATH_TCP + TCP_FLAGS_OFFSET);
-	tsecr_at &= OPTION_MASK;
+	packet->ports = PACKET_U32(data, FAST_PATH_TCP_OFFSET);
+	packet->flags = PACKET_U8(data, FAST_PATH_TCP_OFFSET + TCP_FLAGS_OFFSET);
+	tsecr_at &= OPTION_OFFSET_MASK;
 	if (data + tsecr_at + sizeof(packet->tsecr) <= data_end)
 		packet->tsecr = bpf_ntohl(PACKET_U32(data, tsecr_at));
 	return true;
@@ -141,13 +141,13 @@ static __always_inline int forward_fast_path_syn(struct xdp_md *ctx)
 {
 	void *data = (void *)(long)ctx->data;
 	void *data_end = (void *)(long)ctx->data_end;
-	__u32 tsecr_at = fast_path_syn_tsecr(data, data_end), number;
+	__u32 tsecr_at = syn_tsecr_offset(data, data_end), number;
 	struct service service;
 	__u16 port;
 
 	if (!tsecr_at || data + FAST_PATH_LENGTH > data_end || !is_for_own_mac(data))
 		return -1;
-	port = PACKET_U16(data, FAST_PATH_TCP + sizeof(port));
+	port = PACKET_U16(data, FAST_PATH_TCP_OFFSET + sizeof(port));
 	number = find_lb_service(&lb_state.directories,
 				 service_tail_ipv4(PACKET_U32(data, IP_FIELD_OFFSET(daddr)), port, IPPROTO_TCP));
 	if (!is_service(number))
@@ -172,11 +172,11 @@ static __always_inline int forward_fast_path_by_index(struct xdp_md *ctx, __u32 
 	connection = find_connection(hash, cookie, service, &id);
 	if (!connection)
 		return -1;
-	server = server_at(service, id);
+	server = load_server_entry(service, id);
 	if (!has_server_flag(server, SERVER_KNOWN | SERVER_RESOLVED))
 		return -1;
 	update_connection(connection, TCP_ACK, data_end - data);
-	return emit(ctx, server, service, id, LB_COUNTER_CONNECTION_TABLE, PACKET_U32(data, FAST_PATH_TCP));
+	return emit(ctx, server, service, id, LB_COUNTER_CONNECTION_TABLE, PACKET_U32(data, FAST_PATH_TCP_OFFSET));
 }
 
 /* Forwards an established packet of a known flow of a service of CONSISTENCY_HASH_TABLE. */
@@ -190,7 +190,7 @@ static __always_inline int forward_fast_path_by_flow(struct xdp_md *ctx, __u32 s
 	prefetch_flow_use(hash);
 	if (!find_flow_by_hash(hash, &entry))
 		return -1;
-	server = server_at(service, entry.server_id);
+	server = load_server_entry(service, entry.server_id);
 	if (!has_server_flag(server, SERVER_KNOWN | SERVER_RESOLVED))
 		return -1;
 	return emit_fast_path(ctx, server, service, entry.server_id, LB_COUNTER_FLOW_TABLE, client_address, ports);
@@ -209,7 +209,7 @@ static __always_inline int forward_fast_path(struct xdp_md *ctx)
 		return -1;
 	client_address = PACKET_U32(data, IP_FIELD_OFFSET(saddr));
 	vip_address = PACKET_U32(data, IP_FIELD_OFFSET(daddr));
-	ports = PACKET_U32(data, FAST_PATH_TCP);
+	ports = PACKET_U32(data, FAST_PATH_TCP_OFFSET);
 	number = find_lb_service(&lb_state.directories, service_tail_ipv4(vip_address, ports >> 16, IPPROTO_TCP));
 	if (!is_service(number)) {
 		/* The packet may be a server's reply. */
@@ -226,9 +226,9 @@ static __always_inline int forward_fast_path(struct xdp_md *ctx)
 				     ? forward_fast_path_by_flow(ctx, service.index, client_address, ports)
 				     : -1;
 
-		return action < 0 ? forward_fast_path_decided(ctx, number, FAST_PATH_TSECR) : action;
+		return action < 0 ? forward_fast_path_decided(ctx, number, FAST_PATH_TSECR_OFFSET) : action;
 	}
-	cookie = cookie_of(bpf_ntohl(PACKET_U32(data, FAST_PATH_TSECR)), client_address, vip_address, ports);
+	cookie = decode_cookie(bpf_ntohl(PACKET_U32(data, FAST_PATH_TSECR_OFFSET)), client_address, vip_address, ports);
 	/* Pointers are read again: the hash needs all registers, and a spilled pointer costs more. */
 	barrier_var(ctx);
 	data = (void *)(long)ctx->data;
@@ -236,7 +236,7 @@ static __always_inline int forward_fast_path(struct xdp_md *ctx)
 	if (has_table_index(&service, cookie))
 		return forward_fast_path_by_index(ctx, service.index, cookie,
 						  connection_hash(service.index, client_address, ports));
-	server = server_at(service.index, cookie);
+	server = load_server_entry(service.index, cookie);
 	if (cookie & COOKIE_KIND_BIT || !has_server_flag(server, SERVER_KNOWN | SERVER_RESOLVED) ||
 	    data + ETH_HLEN > data_end)
 		return -1;
@@ -254,13 +254,13 @@ static __always_inline int parse_and_decide_tcp(struct xdp_md *ctx, struct packe
 	int ended;
 
 	if (packet->fragment)
-		return end_of_parse(LB_COUNTER_DROP_FRAGMENT);
+		return encode_parse_end(LB_COUNTER_DROP_FRAGMENT);
 	ended = parse_ports(data, data_end, LB_COUNTER_DROP_MALFORMED_TCP, packet);
 	if (ended)
 		return ended;
-	number = find_service_of(packet);
+	number = find_packet_service(packet);
 	if (!is_service(number))
-		return end_of_parse(LB_COUNTER_PASSED_NOT_SERVICE);
+		return encode_parse_end(LB_COUNTER_PASSED_NOT_SERVICE);
 	decision->service = decode_service(number).index;
 	ended = parse_tcp(ctx, data, data_end, packet);
 	if (ended)
@@ -282,9 +282,9 @@ static __always_inline int parse_and_decide_udp(struct xdp_md *ctx, struct packe
 	ended = parse_ports(data, data_end, LB_COUNTER_DROP_MALFORMED_UDP, packet);
 	if (ended)
 		return ended;
-	number = find_service_of(packet);
+	number = find_packet_service(packet);
 	if (!is_service(number))
-		return end_of_parse(LB_COUNTER_PASSED_NOT_SERVICE);
+		return encode_parse_end(LB_COUNTER_PASSED_NOT_SERVICE);
 	decision->service = decode_service(number).index;
 	ended = parse_udp(data, data_end, packet);
 	if (ended)
@@ -312,12 +312,12 @@ static __always_inline int parse_and_decide(struct xdp_md *ctx, struct packet *p
 	if (ended)
 		return ended;
 	if (data + ETH_HLEN + sizeof(struct iphdr) > data_end || !is_for_own_mac(data))
-		return end_of_parse(LB_COUNTER_PASSED_NOT_SERVICE);
+		return encode_parse_end(LB_COUNTER_PASSED_NOT_SERVICE);
 	if (!is_balanced_protocol(PACKET_U8(data, IP_FIELD_OFFSET(protocol))))
-		return end_of_parse(LB_COUNTER_PASSED_NOT_SERVICE);
+		return encode_parse_end(LB_COUNTER_PASSED_NOT_SERVICE);
 	address_tail = service_tail_ipv4(PACKET_U32(data, IP_FIELD_OFFSET(daddr)), 0, 0);
 	if (find_lb_service(&lb_state.directories, address_tail) != SERVICE_ADDRESS_ONLY)
-		return end_of_parse(LB_COUNTER_PASSED_NOT_SERVICE);
+		return encode_parse_end(LB_COUNTER_PASSED_NOT_SERVICE);
 	ended = parse_ipv4(data, data_end, packet);
 	if (ended)
 		return ended;
@@ -335,7 +335,7 @@ static __noinline int forward_slow_path(struct xdp_md *ctx)
 	int ended = parse_and_decide(ctx, &packet, &decision);
 
 	if (ended)
-		decision.outcome = outcome_of(ended);
+		decision.outcome = decode_parse_end(ended);
 	return apply_decision(ctx, &packet, &decision);
 }
 
@@ -364,9 +364,9 @@ static __noinline int forward_from_other_vlan(struct xdp_md *ctx)
 }
 
 /* forward() with steps before and after it: VLANs and capture. Inlined, as its stack would count in every call. */
-static __always_inline int forward_with_steps(struct xdp_md *ctx)
+static __always_inline int forward_with_vlans_and_capture(struct xdp_md *ctx)
 {
-	bool is_ours = !vlans_in_use || remove_tag(ctx);
+	bool is_ours = !vlans_in_use || pop_and_store_vlan_tag(ctx);
 	int action;
 
 	if (capture_in_use)
@@ -378,12 +378,12 @@ static __always_inline int forward_with_steps(struct xdp_md *ctx)
 }
 
 /* Whether VLANs or capture are in use; fixed at load time. One constant: the fast path loads each constant. */
-const volatile bool steps_in_use;
+const volatile bool vlans_or_capture_in_use;
 
 SEC("xdp")
 int lb(struct xdp_md *ctx)
 {
-	return steps_in_use ? forward_with_steps(ctx) : forward(ctx);
+	return vlans_or_capture_in_use ? forward_with_vlans_and_capture(ctx) : forward(ctx);
 }
 
 char LICENSE[] SEC("license") = "Dual MIT/GPL";

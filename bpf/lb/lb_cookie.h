@@ -66,8 +66,8 @@ static __noinline __u64 tuple_hash_ipv6(struct xdp_md *ctx, const struct cookie_
 	/* Masks that clang cannot remove: the verifier does not know these offsets. */
 	barrier_var(client_at);
 	barrier_var(vip_at);
-	client_at &= TRANSPORT_MASK;
-	vip_at &= TRANSPORT_MASK;
+	client_at &= TRANSPORT_OFFSET_MASK;
+	vip_at &= TRANSPORT_OFFSET_MASK;
 	if (data + client_at + IPV6_ADDRESS_BYTES > data_end || data + vip_at + IPV6_ADDRESS_BYTES > data_end)
 		return 0;
 	return cookie_hash_ipv6(key, data + client_at, data + vip_at, packet->ports);
@@ -80,7 +80,7 @@ static __always_inline __u64 tuple_hash(struct xdp_md *ctx, const struct cookie_
 	return cookie_hash(key, packet->client_address, packet->vip_address, packet->ports);
 }
 
-static __always_inline __u32 lb_stamping_time_mask(struct xdp_md *ctx, __u32 service, const struct packet *packet)
+static __always_inline __u32 lb_stamping_time_addend(struct xdp_md *ctx, __u32 service, const struct packet *packet)
 {
 	const struct cookie_key *key = &lb_state.services[service & (MAX_SERVICES - 1)].time_key;
 
@@ -106,16 +106,17 @@ static __always_inline __u32 lb_stamped_id(struct xdp_md *ctx, const struct pack
  * Returns the TSval that the server at `mac` sent: the latest time of the connection's clock with the cookie's 20 bits;
  * 0 ("no TSecr") if the clock is not known.
  */
-static __always_inline __u32 lb_stamped_tsecr(struct xdp_md *ctx, __u32 service, __u64 mac, const struct packet *packet)
+static __always_inline __u32 restore_lb_stamped_tsecr(struct xdp_md *ctx, __u32 service, __u64 mac,
+						      const struct packet *packet)
 {
-	const struct lb_stamped_server *server = lb_stamped_server(service, mac);
+	const struct lb_stamped_server *server = find_lb_stamped_server(service, mac);
 	__u32 time, latest, offset_ms;
 
 	if (!server)
 		return packet->tsecr;
 	if (!find_offset(server, service, packet, &offset_ms))
 		return 0;
-	time = (packet->tsecr >> LB_STAMPING_TIME_SHIFT) - lb_stamping_time_mask(ctx, service, packet);
+	time = (packet->tsecr >> LB_STAMPING_TIME_SHIFT) - lb_stamping_time_addend(ctx, service, packet);
 	latest = monotonic_ms() + offset_ms + LB_STAMPING_SLACK_MS;
 	return latest - ((latest - time) & LB_STAMPING_TIME_MASK);
 }

@@ -18,12 +18,12 @@
  * Decides a SYN of a plain connection in the flow table: retransmitted, of a new connection of the same ports, or
  * forged. The SYN goes to the entry's server, because the flow table holds only one server per connection.
  */
-static __always_inline bool decide_plain_syn(const struct packet *packet, struct decision *decision)
+static __always_inline bool decide_unstamped_syn(const struct packet *packet, struct decision *decision)
 {
 	struct flow_table_entry entry = {};
 
-	if (!find_plain_flow(decision->service, packet, &entry) ||
-	    !takes_new_connections(server_at(decision->service, entry.server_id)))
+	if (!find_unstamped_flow(decision->service, packet, &entry) ||
+	    !takes_new_connections(load_server_entry(decision->service, entry.server_id)))
 		return false;
 	decide_server(entry.server_id, LB_COUNTER_NEW_CONNECTION, decision);
 	return true;
@@ -41,8 +41,8 @@ static __always_inline bool answers_syn_ack(const struct packet *packet, struct 
  * Returns whether the client's packet, not a SYN, is of a stamped connection despite its flow entry: its SYNs reached
  * two servers, and the client has answered the stamped SYN-ACK. Changes the entry then.
  */
-static __always_inline bool is_stamped_flow(struct xdp_md *ctx, __u32 service, const struct packet *packet,
-					    struct flow_table_entry entry)
+static __always_inline bool detect_stamped_flow(struct xdp_md *ctx, __u32 service, const struct packet *packet,
+						struct flow_table_entry entry)
 {
 	__u32 id;
 
@@ -51,7 +51,7 @@ static __always_inline bool is_stamped_flow(struct xdp_md *ctx, __u32 service, c
 	id = lb_stamped_id(ctx, packet);
 	if (!is_server_known(service, id))
 		return false;
-	set_flow(service, packet, flow_entry_word(id, STAMPED_FLOW), 0);
+	store_flow(service, packet, flow_entry_word(id, STAMPED_FLOW), 0);
 	return true;
 }
 
@@ -66,12 +66,12 @@ static __always_inline void decide_later_lb_stamped(struct xdp_md *ctx, struct s
 	struct flow_table_entry entry = {};
 	__u32 id;
 
-	if (find_plain_flow(decision->service, packet, &entry) &&
-	    may_receive(server_at(decision->service, entry.server_id), syn) &&
-	    (syn || !is_stamped_flow(ctx, decision->service, packet, entry))) {
+	if (find_unstamped_flow(decision->service, packet, &entry) &&
+	    may_receive(load_server_entry(decision->service, entry.server_id), syn) &&
+	    (syn || !detect_stamped_flow(ctx, decision->service, packet, entry))) {
 		decide_by_flow(entry, decision);
 		if (is_half_open(entry) && !syn)
-			open_flow(decision->service, packet, entry);
+			mark_flow_open(decision->service, packet, entry);
 		return;
 	}
 	if (!packet->has_timestamp && !(packet->flags & TCP_RST)) {
@@ -89,7 +89,7 @@ static __always_inline void decide_later_lb_stamped(struct xdp_md *ctx, struct s
 	}
 	decide_server(id, LB_COUNTER_ESTABLISHED, decision);
 	decision->closes = packet->flags & (TCP_FIN | TCP_RST);
-	decision->tsecr = lb_stamped_tsecr(ctx, decision->service, decision->destination, packet);
+	decision->tsecr = restore_lb_stamped_tsecr(ctx, decision->service, decision->destination, packet);
 }
 
 static __always_inline void decide_lb_stamped(struct xdp_md *ctx, struct service_state *state,
@@ -97,7 +97,7 @@ static __always_inline void decide_lb_stamped(struct xdp_md *ctx, struct service
 {
 	if (!(packet->flags & TCP_SYN) || !packet->has_timestamp)
 		decide_later_lb_stamped(ctx, state, packet, decision);
-	else if (!decide_plain_syn(packet, decision))
+	else if (!decide_unstamped_syn(packet, decision))
 		decide_by_rule(ctx, state, packet, LB_COUNTER_NEW_CONNECTION, decision);
 }
 

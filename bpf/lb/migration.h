@@ -16,7 +16,7 @@
 /* Decides to forward to the other load balancer of a migration. NO_SERVER prevents that the packet is returned. */
 static __always_inline void decide_other_balancer(const struct service *service, struct decision *decision)
 {
-	server_entry_t balancer = server_at(decision->service, other_balancer_id(service));
+	server_entry_t balancer = load_server_entry(decision->service, other_balancer_id(service));
 
 	/* Another service may have resolved the address, but only members of this service count. */
 	decision->outcome = has_server_flag(balancer, SERVER_KNOWN | SERVER_RESOLVED)
@@ -27,7 +27,8 @@ static __always_inline void decide_other_balancer(const struct service *service,
 }
 
 /* Decides a packet of an unknown connection. */
-static __always_inline void decide_unknown(const struct service *service, __u32 source, struct decision *decision)
+static __always_inline void decide_unknown_connection(const struct service *service, __u32 source,
+						      struct decision *decision)
 {
 	if (has_other_balancer(service))
 		decide_other_balancer(service, decision);

@@ -31,18 +31,18 @@
 /* Outer headers of servers, for services that encapsulate. Aligned, so that an entry is one load. */
 struct server_tunnels tunnels SEC(".bss.tunnels") __attribute__((aligned(16)));
 
-static __always_inline struct server_tunnel tunnel_of(__u32 server_id)
+static __always_inline struct server_tunnel load_server_tunnel(__u32 server_id)
 {
 	return tunnels.entry[server_id & (SERVER_ID_COUNT - 1)];
 }
 
 static __always_inline bool has_ipv6_tunnel(__u32 server_id)
 {
-	return tunnel_of(server_id).family == ADDRESS_FAMILY_IPV6;
+	return load_server_tunnel(server_id).family == ADDRESS_FAMILY_IPV6;
 }
 
 /* Fields of an outer header that differ between packets. */
-struct outer {
+struct outer_header_fields {
 	/* Length in bytes after the Ethernet header. */
 	__u16 length;
 	/* IPv4: the type of service. */
@@ -60,8 +60,8 @@ static __always_inline __u16 header_checksum(__u32 first, __u32 second, __u32 th
 }
 
 /* Writes an Ethernet header to `neighbour` and an IPv4 header. `data` has ETH_HLEN and 20 bytes. */
-static __always_inline void write_headers(void *data, __u64 neighbour, const struct outer *outer, __u32 source,
-					  __u32 destination)
+static __always_inline void write_headers(void *data, __u64 neighbour, const struct outer_header_fields *outer,
+					  __u32 source, __u32 destination)
 {
 	__u32 first = 0x45 | outer->traffic_class << 8 | (__u32)bpf_htons(outer->length) << 16;
 	__u32 second = (__u32)bpf_htons(IP_DONT_FRAGMENT) << 16;
@@ -78,8 +78,8 @@ static __always_inline void write_headers(void *data, __u64 neighbour, const str
 }
 
 /* write_headers() for IPv6. `data` has ETH_HLEN and 40 bytes. Addresses are two words each. */
-static __always_inline void write_headers_ipv6(void *data, __u64 neighbour, const struct outer *outer, __u32 flow_label,
-					       const __u64 *source, const __u64 *destination)
+static __always_inline void write_headers_ipv6(void *data, __u64 neighbour, const struct outer_header_fields *outer,
+					       __u32 flow_label, const __u64 *source, const __u64 *destination)
 {
 	__u32 payload_length = outer->length - sizeof(struct ipv6_header);
 

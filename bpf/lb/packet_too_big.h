@@ -35,7 +35,7 @@
 #define IPV6_MULTICAST_BYTE 0xff
 
 /* Returns whether an error may answer the packet. */
-static __always_inline bool may_answer_ipv6(const void *data, const void *data_end)
+static __always_inline bool may_send_icmpv6_error(const void *data, const void *data_end)
 {
 	const void *source = data + IPV6_FIELD_OFFSET(source);
 
@@ -65,7 +65,7 @@ static __always_inline void write_too_big_message(void *data, __u32 mtu)
 static __always_inline bool write_packet_too_big(struct xdp_md *ctx, __u32 mtu)
 {
 	void *data = (void *)(long)ctx->data, *data_end = (void *)(long)ctx->data_end;
-	struct outer outer = {
+	struct outer_header_fields outer = {
 		.length = ICMPV6_TOO_BIG_LENGTH,
 		.traffic_class = ICMP_ERROR_TRAFFIC_CLASS,
 		.protocol = NEXT_ICMPV6,
@@ -93,9 +93,9 @@ static __always_inline bool answer_packet_too_big(struct xdp_md *ctx, __u32 serv
 	void *data = (void *)(long)ctx->data, *data_end = (void *)(long)ctx->data_end;
 	__u32 source;
 
-	if (!may_answer_ipv6(data, data_end) || data + IPV6_TRANSPORT_OFFSET > data_end)
+	if (!may_send_icmpv6_error(data, data_end) || data + IPV6_TRANSPORT_OFFSET > data_end)
 		return false;
-	source = client_word_ipv6(data + IPV6_FIELD_OFFSET(source));
+	source = fold_client_address_ipv6(data + IPV6_FIELD_OFFSET(source));
 	return take_rate_tokens(service, source, LIMITED_FRAGMENTATION_NEEDED) && write_packet_too_big(ctx, mtu);
 }
 

@@ -51,14 +51,15 @@ typedef __u16 __attribute__((may_alias)) packet_u16;
 #define TCP_ACK 0x10
 
 /* Masks by which the verifier gets the bounds of offsets. */
-#define TRANSPORT_MASK 0x7f
-#define OPTION_MASK 0xff
-_Static_assert(ETH_HLEN + 60 + TCP_CHECKSUM_OFFSET <= TRANSPORT_MASK, "60 bytes are the longest IPv4 header");
-_Static_assert(TRANSPORT_MASK - TCP_CHECKSUM_OFFSET + 60 <= OPTION_MASK, "60 bytes are the longest TCP header");
+#define TRANSPORT_OFFSET_MASK 0x7f
+#define OPTION_OFFSET_MASK 0xff
+_Static_assert(ETH_HLEN + 60 + TCP_CHECKSUM_OFFSET <= TRANSPORT_OFFSET_MASK, "60 bytes are the longest IPv4 header");
+_Static_assert(TRANSPORT_OFFSET_MASK - TCP_CHECKSUM_OFFSET + 60 <= OPTION_OFFSET_MASK,
+	       "60 bytes are the longest TCP header");
 
 /* Fields of a packet for lb.bpf.c. Addresses and ports in the packet's byte order. */
 struct packet {
-	/* IPv6: client_word_ipv6(). */
+	/* IPv6: fold_client_address_ipv6(). */
 	__u32 client_address;
 	union {
 		/* IPv4 address of the VIP. */
@@ -103,24 +104,24 @@ static __always_inline __u64 frame_bytes(const struct xdp_md *ctx)
 	return (void *)(long)ctx->data_end - (void *)(long)ctx->data;
 }
 
-static __always_inline int end_of_parse(enum lb_counter outcome)
+static __always_inline int encode_parse_end(enum lb_counter outcome)
 {
 	return -1 - (int)outcome;
 }
 
-static __always_inline enum lb_counter outcome_of(int ended)
+static __always_inline enum lb_counter decode_parse_end(int ended)
 {
 	return -1 - ended;
 }
 
 /* ---- frames of the fast path ------------------------------------------------------------------------------------ */
 
-#define FAST_PATH_TCP (ETH_HLEN + sizeof(struct iphdr))
-#define FAST_PATH_OPTIONS (FAST_PATH_TCP + sizeof(struct tcphdr))
+#define FAST_PATH_TCP_OFFSET (ETH_HLEN + sizeof(struct iphdr))
+#define FAST_PATH_OPTIONS_OFFSET (FAST_PATH_TCP_OFFSET + sizeof(struct tcphdr))
 /* NOP NOP TIMESTAMP, TSval, TSecr. */
-#define FAST_PATH_LENGTH (FAST_PATH_OPTIONS + OPTIONS_ALIGNED_LENGTH)
-#define FAST_PATH_TSECR                                                                                                \
-	(FAST_PATH_OPTIONS + OPTIONS_ALIGNED_OFFSET + TIMESTAMP_WORDS_OFFSET +                                         \
+#define FAST_PATH_LENGTH (FAST_PATH_OPTIONS_OFFSET + OPTIONS_ALIGNED_LENGTH)
+#define FAST_PATH_TSECR_OFFSET                                                                                         \
+	(FAST_PATH_OPTIONS_OFFSET + OPTIONS_ALIGNED_OFFSET + TIMESTAMP_WORDS_OFFSET +                                  \
 	 __builtin_offsetof(struct timestamp_words, tsecr))
 
 /* Ethertype IPv4, version 4 with a header of five words. Big-endian in the packet: 08 00 45 (type of service). */
@@ -148,9 +149,9 @@ static __always_inline enum lb_counter outcome_of(int ended)
 #define SYN_OPTIONS_SACK_TIMESTAMP 0x0a080204u
 #define SYN_OPTIONS_NOPS_TIMESTAMP 0x0a080101u
 /* Offsets of TSecr in both lists of options, from the TCP header on. */
-#define SYN_LINUX_TSECR (sizeof(struct tcphdr) + 12)
-#define SYN_BSD_TSECR (sizeof(struct tcphdr) + 16)
-#define FAST_PATH_SYN_HEADER (SYN_BSD_TSECR + sizeof(__u32))
+#define SYN_LINUX_TSECR_OFFSET (sizeof(struct tcphdr) + 12)
+#define SYN_BSD_TSECR_OFFSET (sizeof(struct tcphdr) + 16)
+#define FAST_PATH_SYN_HEADER_LENGTH (SYN_BSD_TSECR_OFFSET + sizeof(__u32))
 
 /*
  * Returns whether the frame, of at least FAST_PATH_LENGTH bytes, is IPv4 without options with a complete TCP segment.
@@ -164,7 +165,7 @@ static __always_inline bool is_fast_path_tcp(const void *data, const void *data_
 	if ((PACKET_U32(data, IP_FIELD_OFFSET(frag_off)) & FAST_PATH_PROTOCOL_MASK) != FAST_PATH_PROTOCOL)
 		return false;
 	ip_length = bpf_ntohs(PACKET_U16(data, IP_FIELD_OFFSET(tot_len)));
-	data_offset_byte = PACKET_U8(data, FAST_PATH_TCP + TCP_FLAGS_OFFSET - 1);
+	data_offset_byte = PACKET_U8(data, FAST_PATH_TCP_OFFSET + TCP_FLAGS_OFFSET - 1);
 	return ip_length >= sizeof(struct iphdr) + (data_offset_byte >> 4) * 4 &&
 	       ETH_HLEN + ip_length <= (__u64)(data_end - data);
 }
@@ -173,43 +174,44 @@ static __always_inline bool is_fast_path_frame(const void *data, const void *dat
 {
 	if (data + FAST_PATH_LENGTH > data_end)
 		return false;
-	if ((PACKET_U16(data, FAST_PATH_TCP + TCP_FLAGS_OFFSET - 1) & FAST_PATH_FLAGS_MASK) != FAST_PATH_FLAGS)
+	if ((PACKET_U16(data, FAST_PATH_TCP_OFFSET + TCP_FLAGS_OFFSET - 1) & FAST_PATH_FLAGS_MASK) != FAST_PATH_FLAGS)
 		return false;
-	return PACKET_U32(data, FAST_PATH_OPTIONS) == OPTIONS_ALIGNED_TIMESTAMP && is_fast_path_tcp(data, data_end);
+	return PACKET_U32(data, FAST_PATH_OPTIONS_OFFSET) == OPTIONS_ALIGNED_TIMESTAMP &&
+	       is_fast_path_tcp(data, data_end);
 }
 
 /*
  * Returns the offset of TSecr in the TCP header of a SYN with the first options above; 0 for any other segment. `tcp`
- * has FAST_PATH_SYN_HEADER bytes.
+ * has FAST_PATH_SYN_HEADER_LENGTH bytes.
  */
-static __always_inline __u32 common_syn_tsecr(const void *tcp)
+static __always_inline __u32 common_syn_tsecr_offset(const void *tcp)
 {
 	const void *options = tcp + sizeof(struct tcphdr);
 	__u32 second, third;
 
 	if ((PACKET_U16(tcp, TCP_FLAGS_OFFSET - 1) & FAST_PATH_SYN_FLAGS_MASK) != FAST_PATH_SYN_FLAGS ||
 	    PACKET_U16(options, 0) != SYN_OPTIONS_MSS ||
-	    (PACKET_U8(tcp, TCP_FLAGS_OFFSET - 1) >> 4) * 4 < FAST_PATH_SYN_HEADER)
+	    (PACKET_U8(tcp, TCP_FLAGS_OFFSET - 1) >> 4) * 4 < FAST_PATH_SYN_HEADER_LENGTH)
 		return 0;
 	second = PACKET_U32(options, 4);
 	if (second == SYN_OPTIONS_LINUX)
-		return SYN_LINUX_TSECR;
+		return SYN_LINUX_TSECR_OFFSET;
 	third = PACKET_U32(options, 8);
 	if ((second & SYN_OPTIONS_NOP_SCALE_MASK) == SYN_OPTIONS_NOP_SCALE &&
 	    (third == SYN_OPTIONS_SACK_TIMESTAMP || third == SYN_OPTIONS_NOPS_TIMESTAMP))
-		return SYN_BSD_TSECR;
+		return SYN_BSD_TSECR_OFFSET;
 	return 0;
 }
 
 /* Returns the offset of TSecr in a SYN of the fast path; 0 for any other frame. */
-static __always_inline __u32 fast_path_syn_tsecr(const void *data, const void *data_end)
+static __always_inline __u32 syn_tsecr_offset(const void *data, const void *data_end)
 {
 	__u32 tsecr_at;
 
-	if (data + FAST_PATH_TCP + FAST_PATH_SYN_HEADER > data_end)
+	if (data + FAST_PATH_TCP_OFFSET + FAST_PATH_SYN_HEADER_LENGTH > data_end)
 		return 0;
-	tsecr_at = common_syn_tsecr(data + FAST_PATH_TCP);
-	return tsecr_at && is_fast_path_tcp(data, data_end) ? FAST_PATH_TCP + tsecr_at : 0;
+	tsecr_at = common_syn_tsecr_offset(data + FAST_PATH_TCP_OFFSET);
+	return tsecr_at && is_fast_path_tcp(data, data_end) ? FAST_PATH_TCP_OFFSET + tsecr_at : 0;
 }
 
 /* ---- any frame ------------------------------------------------------------------------------------------------- */
@@ -218,9 +220,9 @@ static __always_inline __u32 fast_path_syn_tsecr(const void *data, const void *d
 static __always_inline int parse_ethernet(const void *data, const void *data_end)
 {
 	if (data + ETH_HLEN + sizeof(struct iphdr) > data_end)
-		return end_of_parse(LB_COUNTER_PASSED_NOT_SERVICE);
+		return encode_parse_end(LB_COUNTER_PASSED_NOT_SERVICE);
 	if (PACKET_U16(data, ETH_HLEN - 2) != bpf_htons(ETH_P_IP))
-		return end_of_parse(LB_COUNTER_PASSED_NOT_SERVICE);
+		return encode_parse_end(LB_COUNTER_PASSED_NOT_SERVICE);
 	return 0;
 }
 
@@ -230,13 +232,13 @@ static __always_inline int parse_ipv4(const void *data, const void *data_end, st
 	__u32 version_ihl, header_length, ip_length;
 
 	if (data + ETH_HLEN + sizeof(struct iphdr) > data_end)
-		return end_of_parse(LB_COUNTER_PASSED_NOT_SERVICE);
+		return encode_parse_end(LB_COUNTER_PASSED_NOT_SERVICE);
 	version_ihl = PACKET_U8(data, ETH_HLEN);
 	header_length = (version_ihl & 0xf) * 4;
 	ip_length = bpf_ntohs(PACKET_U16(data, IP_FIELD_OFFSET(tot_len)));
 	if (version_ihl >> 4 != 4 || header_length < sizeof(struct iphdr) || ip_length < header_length ||
 	    ETH_HLEN + ip_length > (__u64)(data_end - data))
-		return end_of_parse(LB_COUNTER_DROP_MALFORMED_IPV4);
+		return encode_parse_end(LB_COUNTER_DROP_MALFORMED_IPV4);
 	packet->client_address = PACKET_U32(data, IP_FIELD_OFFSET(saddr));
 	packet->vip_address = PACKET_U32(data, IP_FIELD_OFFSET(daddr));
 	packet->protocol = PACKET_U8(data, IP_FIELD_OFFSET(protocol));
@@ -248,9 +250,9 @@ static __always_inline int parse_ipv4(const void *data, const void *data_end, st
 }
 
 /* Returns the transport header's offset with a bound that the verifier sees. */
-static __always_inline __u32 bounded_transport(const struct packet *packet)
+static __always_inline __u32 bounded_transport_offset(const struct packet *packet)
 {
-	return packet->transport_offset & TRANSPORT_MASK;
+	return packet->transport_offset & TRANSPORT_OFFSET_MASK;
 }
 
 /* Reads the ports of TCP and UDP. `malformed`: the outcome if the packet ends before the ports. */
@@ -258,10 +260,10 @@ static __always_inline int parse_ports(const void *data, const void *data_end, e
 				       struct packet *packet)
 {
 	if (packet->transport_offset + sizeof(packet->ports) > packet->end_offset)
-		return end_of_parse(malformed);
-	data += bounded_transport(packet);
+		return encode_parse_end(malformed);
+	data += bounded_transport_offset(packet);
 	if (data + sizeof(packet->ports) > data_end)
-		return end_of_parse(malformed);
+		return encode_parse_end(malformed);
 	packet->ports = PACKET_U32(data, 0);
 	return 0;
 }
@@ -307,14 +309,14 @@ static __always_inline int parse_options(struct xdp_md *ctx, __u32 offset, __u32
 	packet->tsecr = 0;
 	packet->tsecr_offset = 0;
 	if (found == TIMESTAMP_MALFORMED)
-		return end_of_parse(LB_COUNTER_DROP_MALFORMED_TCP);
+		return encode_parse_end(LB_COUNTER_DROP_MALFORMED_TCP);
 	if (found == TIMESTAMP_UNREADABLE)
-		return end_of_parse(LB_COUNTER_DROP_INTERNAL);
+		return encode_parse_end(LB_COUNTER_DROP_INTERNAL);
 	if (found < 0)
 		return 0;
 	packet->has_timestamp = 1;
 	packet->tsecr = bpf_ntohl(words.tsecr);
-	packet->tsecr_offset = offset + found + TIMESTAMP_WORDS_OFFSET + sizeof(words.value);
+	packet->tsecr_offset = offset + found + TIMESTAMP_WORDS_OFFSET + sizeof(words.tsval);
 	return 0;
 }
 
@@ -325,14 +327,14 @@ static __always_inline int parse_tcp_header(struct xdp_md *ctx, const void *data
 	__u32 header_length;
 
 	if (packet->transport_offset + sizeof(struct tcphdr) > packet->end_offset)
-		return end_of_parse(LB_COUNTER_DROP_MALFORMED_TCP);
-	data += bounded_transport(packet);
+		return encode_parse_end(LB_COUNTER_DROP_MALFORMED_TCP);
+	data += bounded_transport_offset(packet);
 	if (data + sizeof(struct tcphdr) > data_end)
-		return end_of_parse(LB_COUNTER_DROP_MALFORMED_TCP);
+		return encode_parse_end(LB_COUNTER_DROP_MALFORMED_TCP);
 	header_length = (PACKET_U8(data, TCP_FLAGS_OFFSET - 1) >> 4) * 4;
 	packet->flags = PACKET_U8(data, TCP_FLAGS_OFFSET);
 	if (header_length < sizeof(struct tcphdr) || packet->transport_offset + header_length > packet->end_offset)
-		return end_of_parse(LB_COUNTER_DROP_MALFORMED_TCP);
+		return encode_parse_end(LB_COUNTER_DROP_MALFORMED_TCP);
 	return parse_options(ctx, packet->transport_offset + sizeof(struct tcphdr),
 			     header_length - sizeof(struct tcphdr), packet);
 }
@@ -347,7 +349,7 @@ static __always_inline int parse_tcp(struct xdp_md *ctx, const void *data, const
 	/* A client's SYN has no ACK, FIN or RST, and only SYN and RST packets have no ACK. */
 	if (packet->flags & TCP_SYN ? packet->flags & (TCP_ACK | TCP_FIN | TCP_RST)
 				    : !(packet->flags & (TCP_ACK | TCP_RST)))
-		return end_of_parse(LB_COUNTER_DROP_MALFORMED_TCP);
+		return encode_parse_end(LB_COUNTER_DROP_MALFORMED_TCP);
 	return 0;
 }
 
@@ -360,14 +362,14 @@ static __always_inline int parse_udp(const void *data, const void *data_end, con
 	__u32 length;
 
 	if (packet->transport_offset + sizeof(struct udphdr) > packet->end_offset)
-		return end_of_parse(LB_COUNTER_DROP_MALFORMED_UDP);
-	data += bounded_transport(packet);
+		return encode_parse_end(LB_COUNTER_DROP_MALFORMED_UDP);
+	data += bounded_transport_offset(packet);
 	if (data + sizeof(struct udphdr) > data_end)
-		return end_of_parse(LB_COUNTER_DROP_MALFORMED_UDP);
+		return encode_parse_end(LB_COUNTER_DROP_MALFORMED_UDP);
 	length = bpf_ntohs(PACKET_U16(data, __builtin_offsetof(struct udphdr, len)));
 	if (length < sizeof(struct udphdr) ||
 	    (!packet->fragment && packet->transport_offset + length > packet->end_offset))
-		return end_of_parse(LB_COUNTER_DROP_MALFORMED_UDP);
+		return encode_parse_end(LB_COUNTER_DROP_MALFORMED_UDP);
 	return 0;
 }
 

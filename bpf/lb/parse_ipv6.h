@@ -2,11 +2,11 @@
 /*
  * Parsing of IPv6 frames, as parse.h does it for IPv4.
  *
- * Later steps do not read addresses: struct packet has a word for the client (client_word_ipv6()) and, for packets with
- * timestamps, the cookie. Only the Toeplitz hash of a new connection reads the client's address again.
+ * Later steps do not read addresses: struct packet has a word for the client (fold_client_address_ipv6()) and, for
+ * packets with timestamps, the cookie. Only the Toeplitz hash of a new connection reads the client's address again.
  *
- * Extension headers (RFC 8200, Sect. 4.1) are skipped within the frame's first TRANSPORT_MASK bytes. Packets with
- * longer extension headers are dropped and counted, as are fragments of TCP.
+ * Extension headers (RFC 8200, Sect. 4.1) are skipped within the frame's first TRANSPORT_OFFSET_MASK bytes. Packets
+ * with longer extension headers are dropped and counted, as are fragments of TCP.
  */
 #ifndef COREWARD_LB_PARSE_IPV6_H
 #define COREWARD_LB_PARSE_IPV6_H
@@ -28,7 +28,7 @@
 #include "state.h"
 
 /* Returns an address folded into one word by two rounds of multiply and shift. Two clients share it once in 2^32. */
-static __always_inline __u32 address_word_ipv6(const struct cookie_key *key, __u64 first_half, __u64 second_half)
+static __always_inline __u32 fold_address_ipv6(const struct cookie_key *key, __u64 first_half, __u64 second_half)
 {
 	__u64 hash = (first_half ^ key->k0) * (key->k1 | 1);
 
@@ -37,9 +37,9 @@ static __always_inline __u32 address_word_ipv6(const struct cookie_key *key, __u
 }
 
 /* Returns the client's word for hashes of this load balancer, by its secret key (connection_hash()). */
-static __always_inline __u32 client_word_ipv6(const void *address)
+static __always_inline __u32 fold_client_address_ipv6(const void *address)
 {
-	return address_word_ipv6(&lb_state.connection_key, PACKET_U64(address, 0), PACKET_U64(address, 8));
+	return fold_address_ipv6(&lb_state.connection_key, PACKET_U64(address, 0), PACKET_U64(address, 8));
 }
 
 /*
@@ -56,15 +56,15 @@ static __always_inline int parse_extension_headers(struct xdp_md *ctx, struct pa
 		if (!is_extension_header(next))
 			break;
 		if (at + sizeof(header) > packet->end_offset || bpf_xdp_load_bytes(ctx, at, &header, sizeof(header)))
-			return end_of_parse(LB_COUNTER_DROP_MALFORMED_IPV6);
+			return encode_parse_end(LB_COUNTER_DROP_MALFORMED_IPV6);
 		if (next == NEXT_FRAGMENT)
-			packet->fragment = fragment_of(&header);
+			packet->fragment = fragment_field(&header);
 		at += extension_header_length(next, &header);
 		next = header.next;
-		if (at > TRANSPORT_MASK - TCP_CHECKSUM_OFFSET)
-			return end_of_parse(LB_COUNTER_DROP_EXTENSION_HEADERS);
+		if (at > TRANSPORT_OFFSET_MASK - TCP_CHECKSUM_OFFSET)
+			return encode_parse_end(LB_COUNTER_DROP_EXTENSION_HEADERS);
 		if (packet->fragment && at > packet->end_offset)
-			return end_of_parse(LB_COUNTER_DROP_MALFORMED_IPV6);
+			return encode_parse_end(LB_COUNTER_DROP_MALFORMED_IPV6);
 		if (packet->fragment)
 			break;
 	}
@@ -79,12 +79,12 @@ static __always_inline int parse_ipv6(struct xdp_md *ctx, const void *data, cons
 	__u32 length;
 
 	if (data + IPV6_TRANSPORT_OFFSET > data_end)
-		return end_of_parse(LB_COUNTER_PASSED_NOT_SERVICE);
+		return encode_parse_end(LB_COUNTER_PASSED_NOT_SERVICE);
 	length = bpf_ntohs(PACKET_U16(data, IPV6_FIELD_OFFSET(payload_length)));
 	if (PACKET_U8(data, ETH_HLEN) >> 4 != 6 || IPV6_TRANSPORT_OFFSET + length > (__u64)(data_end - data))
-		return end_of_parse(LB_COUNTER_DROP_MALFORMED_IPV6);
+		return encode_parse_end(LB_COUNTER_DROP_MALFORMED_IPV6);
 	packet->family = ADDRESS_FAMILY_IPV6;
-	packet->client_address = client_word_ipv6(data + IPV6_FIELD_OFFSET(source));
+	packet->client_address = fold_client_address_ipv6(data + IPV6_FIELD_OFFSET(source));
 	packet->protocol = PACKET_U8(data, IPV6_FIELD_OFFSET(next_header));
 	packet->fragment = 0;
 	packet->client_offset = IPV6_FIELD_OFFSET(source);
@@ -93,14 +93,14 @@ static __always_inline int parse_ipv6(struct xdp_md *ctx, const void *data, cons
 }
 
 /* Returns the number of a service, or with port and protocol 0 of its VIP. */
-static __always_inline __u32 service_of_ipv6(const void *vip, __u16 port, __u8 protocol)
+static __always_inline __u32 find_service_at_vip_ipv6(const void *vip, __u16 port, __u8 protocol)
 {
-	struct service_key_ipv6 key = service_key_ipv6(vip, port, protocol);
+	struct service_key_ipv6 key = make_service_key_ipv6(vip, port, protocol);
 
 	return find_lb_service_ipv6(&lb_state.directories, &key);
 }
 
-static __always_inline __u32 cookie_of_ipv6(__u32 tsecr, const void *client, const void *vip, __u32 ports)
+static __always_inline __u32 decode_cookie_ipv6(__u32 tsecr, const void *client, const void *vip, __u32 ports)
 {
 	const struct cookie_key *key = &lb_state.keys.key[cookie_key_index(tsecr)];
 	__u64 hash = cookie_hash_ipv6(key, client, vip, ports);

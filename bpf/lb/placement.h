@@ -3,8 +3,8 @@
  * Placement of new connections: PlacementTable::choose() of crates/model/src/placement.rs, step by step, on the
  * service's table.
  *
- * place() reads service_state.table_at once and then only that table: user space rewrites it only after an RCU grace
- * period, so a decision never mixes two tables.
+ * place_connection() reads service_state.table_at once and then only that table: user space rewrites it only after an
+ * RCU grace period, so a decision never mixes two tables.
  */
 #ifndef COREWARD_LB_PLACEMENT_H
 #define COREWARD_LB_PLACEMENT_H
@@ -47,7 +47,7 @@ typedef __u64 __attribute__((may_alias)) server_entry_t;
 /* Number of members that are tried if the selected server cannot take a connection; then the packet is dropped. */
 #define MAX_FALLBACK_ATTEMPTS 16
 
-static __always_inline server_entry_t server_at(__u32 service, __u32 id)
+static __always_inline server_entry_t load_server_entry(__u32 service, __u32 id)
 {
 	__u32 word = (service & (MAX_SERVICES - 1)) * MEMBERSHIP_WORDS;
 	__u64 flags;
@@ -81,7 +81,7 @@ static __always_inline void *memory_at(const struct placement *placement, __u32 
 	return placement->memory + (at & placement_memory_mask);
 }
 
-static __always_inline bool is_rule(const struct placement_table *table, enum placement_rule rule)
+static __always_inline bool has_rule(const struct placement_table *table, enum placement_rule rule)
 {
 	if (!(rules_in_use & 1u << rule))
 		return false;
@@ -89,7 +89,7 @@ static __always_inline bool is_rule(const struct placement_table *table, enum pl
 }
 
 /* Returns the hash after MurmurHash3's 64-bit finaliser, as model's placement::mix() does. */
-static __always_inline __u64 mix(__u32 hash)
+static __always_inline __u64 mix_hash(__u32 hash)
 {
 	__u64 x = hash | 0x9e3779b9ull << 32;
 
@@ -111,7 +111,7 @@ static __always_inline const struct member *member_at(const struct placement *pl
 	return memory_at(placement, placement->table->members_offset + position * sizeof(struct member));
 }
 
-/* IPv6: the client's address is read from the frame. Not inlined: its stack would count in every call of place(). */
+/* IPv6: reads the client's address from the frame. Not inlined: its stack would count in place_connection(). */
 static __noinline __u32 source_hash_ipv6(struct xdp_md *ctx, const void *tables, __u16 client_port)
 {
 	const struct toeplitz_source_tables_ipv6 *source = tables;
@@ -123,8 +123,8 @@ static __noinline __u32 source_hash_ipv6(struct xdp_md *ctx, const void *tables,
 	return toeplitz_source_ipv6(source->byte, data + IPV6_FIELD_OFFSET(source), client_port);
 }
 
-static __always_inline __u32 table_hash(struct xdp_md *ctx, const struct placement *placement, __u32 group,
-					const struct packet *packet)
+static __always_inline __u32 toeplitz_hash(struct xdp_md *ctx, const struct placement *placement, __u32 group,
+					   const struct packet *packet)
 {
 	const struct placement_table *table = placement->table;
 	__u32 at = table->toeplitz_source_offset[group], hash;
@@ -157,13 +157,13 @@ static __always_inline __u32 *assigned_counts(const struct placement *placement)
 /* Bits below a candidate's cost, for group and number in the bucket. The cost has 58 bits; a load of 1.0 needs 20. */
 #define CANDIDATE_NUMBER_BITS 3
 #define CANDIDATE_RANK_BITS 5
-#define NO_COST (-1ull >> 1)
+#define MAX_COST (-1ull >> 1)
 _Static_assert(MAX_CANDIDATES == 1 << CANDIDATE_NUMBER_BITS, "a candidate's number fits its bits");
 _Static_assert(MAX_RSS_GROUPS *MAX_CANDIDATES == 1 << CANDIDATE_RANK_BITS, "group and number fit their bits");
 
 /* Returns the lesser of `least` and the cost and number of candidate `i`, if it exists. */
-static __always_inline __s64 lesser_candidate(__s64 least, const struct candidate *candidates, __u32 i, __u32 count,
-					      const __u32 *assigned, __u64 cost_of_one)
+static __always_inline __s64 min_candidate_cost(__s64 least, const struct candidate *candidates, __u32 i, __u32 count,
+						const __u32 *assigned, __u64 cost_of_one)
 {
 	__u64 cost;
 
@@ -177,20 +177,20 @@ static __always_inline __s64 lesser_candidate(__s64 least, const struct candidat
  * Returns the least cost among a bucket's first `count` candidates, with the number of the first such candidate. Even
  * and odd candidates have separate minima, so that the CPU works on two at a time.
  */
-static __always_inline __s64 least_assigned_of(const struct candidate *candidates, __u32 count, const __u32 *assigned,
-					       __u64 cost_of_one)
+static __always_inline __s64 least_assigned_cost(const struct candidate *candidates, __u32 count, const __u32 *assigned,
+						 __u64 cost_of_one)
 {
-	__s64 even = NO_COST, odd = NO_COST;
+	__s64 even = MAX_COST, odd = MAX_COST;
 
 	_Static_assert(MAX_CANDIDATES == 8, "all are compared");
-	even = lesser_candidate(even, candidates, 0, count, assigned, cost_of_one);
-	odd = lesser_candidate(odd, candidates, 1, count, assigned, cost_of_one);
-	even = lesser_candidate(even, candidates, 2, count, assigned, cost_of_one);
-	odd = lesser_candidate(odd, candidates, 3, count, assigned, cost_of_one);
-	even = lesser_candidate(even, candidates, 4, count, assigned, cost_of_one);
-	odd = lesser_candidate(odd, candidates, 5, count, assigned, cost_of_one);
-	even = lesser_candidate(even, candidates, 6, count, assigned, cost_of_one);
-	odd = lesser_candidate(odd, candidates, 7, count, assigned, cost_of_one);
+	even = min_candidate_cost(even, candidates, 0, count, assigned, cost_of_one);
+	odd = min_candidate_cost(odd, candidates, 1, count, assigned, cost_of_one);
+	even = min_candidate_cost(even, candidates, 2, count, assigned, cost_of_one);
+	odd = min_candidate_cost(odd, candidates, 3, count, assigned, cost_of_one);
+	even = min_candidate_cost(even, candidates, 4, count, assigned, cost_of_one);
+	odd = min_candidate_cost(odd, candidates, 5, count, assigned, cost_of_one);
+	even = min_candidate_cost(even, candidates, 6, count, assigned, cost_of_one);
+	odd = min_candidate_cost(odd, candidates, 7, count, assigned, cost_of_one);
 	return min_s64(odd, even);
 }
 
@@ -205,7 +205,7 @@ static __always_inline const struct candidate *least_candidate(struct xdp_md *ct
 	const struct placement_table *table = placement->table;
 	const __u32 *assigned = assigned_counts(placement);
 	__u32 starts[MAX_RSS_GROUPS];
-	__s64 least = NO_COST;
+	__s64 least = MAX_COST;
 
 	for (__u32 group = 0; group < MAX_RSS_GROUPS; group++) {
 		const struct candidate *candidates;
@@ -214,18 +214,18 @@ static __always_inline const struct candidate *least_candidate(struct xdp_md *ct
 
 		if (group >= table->group_count)
 			break;
-		hash = group ? table_hash(ctx, placement, group, packet) : first_hash;
+		hash = group ? toeplitz_hash(ctx, placement, group, packet) : first_hash;
 		starts[group] = (group * table->bucket_count + (hash & (table->bucket_count - 1))) *
 				table->candidates_per_bucket;
 		candidates = candidates_at(placement, starts[group]);
 		if (least_assigned)
-			of_group = least_assigned_of(candidates, table->candidates_per_bucket, assigned,
-						     table->assignment_cost);
+			of_group = least_assigned_cost(candidates, table->candidates_per_bucket, assigned,
+						       table->assignment_cost);
 		else
 			of_group = (__u64)candidates->load << CANDIDATE_RANK_BITS;
 		least = min_s64(of_group | group << CANDIDATE_NUMBER_BITS, least);
 	}
-	if (least == NO_COST)
+	if (least == MAX_COST)
 		return NULL;
 	return candidates_at(placement, starts[least >> CANDIDATE_NUMBER_BITS & (MAX_RSS_GROUPS - 1)]) +
 	       (least & (MAX_CANDIDATES - 1));
@@ -238,28 +238,28 @@ static __always_inline __u32 choose_by_rule(struct xdp_md *ctx, const struct pla
 {
 	const struct placement_table *table = placement->table;
 
-	if (is_rule(table, PLACEMENT_RULE_TABLE)) {
+	if (has_rule(table, PLACEMENT_RULE_TABLE)) {
 		const struct candidate *candidate = least_candidate(ctx, placement, hash, packet, false);
 
 		return candidate ? candidate->server_id : NO_SERVER;
 	}
-	if (is_rule(table, PLACEMENT_RULE_LEAST_ASSIGNED)) {
+	if (has_rule(table, PLACEMENT_RULE_LEAST_ASSIGNED)) {
 		const struct candidate *candidate = least_candidate(ctx, placement, hash, packet, true);
 
 		if (!candidate)
 			return NO_SERVER;
 		/* The connection counts only if the server gets it. The next choices of all CPUs use the counter. */
-		if (has_server_flag(server_at(service, candidate->server_id), TAKES_NEW_CONNECTIONS))
+		if (has_server_flag(load_server_entry(service, candidate->server_id), TAKES_NEW_CONNECTIONS))
 			__sync_fetch_and_add(&assigned_counts(placement)[candidate->core_slot], 1);
 		return candidate->server_id;
 	}
-	if (is_rule(table, PLACEMENT_RULE_ROUND_ROBIN)) {
+	if (has_rule(table, PLACEMENT_RULE_ROUND_ROBIN)) {
 		__u64 turn = __sync_fetch_and_add(&state->round_robin, 1);
 
 		return member_at(placement, turn % table->member_count)->server_id;
 	}
-	if (is_rule(table, PLACEMENT_RULE_POWER_OF_TWO)) {
-		__u64 mixed = mix(hash);
+	if (has_rule(table, PLACEMENT_RULE_POWER_OF_TWO)) {
+		__u64 mixed = mix_hash(hash);
 		const struct member *first = member_at(placement, draw(mixed, table->member_count));
 		const struct member *second = member_at(placement, draw(mixed >> 32, table->member_count));
 
@@ -276,10 +276,10 @@ static __always_inline bool is_choice_stored(const struct placement_table *table
 {
 	if (udp_in_use && packet->protocol == IPPROTO_UDP)
 		return false;
-	return is_rule(table, PLACEMENT_RULE_LEAST_ASSIGNED) || is_rule(table, PLACEMENT_RULE_ROUND_ROBIN);
+	return has_rule(table, PLACEMENT_RULE_LEAST_ASSIGNED) || has_rule(table, PLACEMENT_RULE_ROUND_ROBIN);
 }
 
-static __always_inline __u64 recent_key(const struct placement_table *table, __u32 service, __u32 hash)
+static __always_inline __u64 recent_placement_key(const struct placement_table *table, __u32 service, __u32 hash)
 {
 	return (__u64)hash << RECENT_HASH_SHIFT | RECENT_VALID_BIT |
 	       (table->generation & RECENT_GENERATION_MASK) << RECENT_GENERATION_SHIFT |
@@ -311,22 +311,22 @@ __noinline int choose_fallback(struct service_state *state, __u32 service, __u32
 	if (!state || !find_table(state, &placement))
 		return NO_SERVER;
 	count = placement.table->member_count;
-	position = draw(mix(hash), count);
+	position = draw(mix_hash(hash), count);
 	for (__u32 i = 0; i < MAX_FALLBACK_ATTEMPTS && i < count; i++, position++) {
 		__u32 id;
 
 		if (position >= count)
 			position = 0;
 		id = member_at(&placement, position)->server_id;
-		if (has_server_flag(server_at(service, id), TAKES_NEW_CONNECTIONS))
+		if (has_server_flag(load_server_entry(service, id), TAKES_NEW_CONNECTIONS))
 			return id;
 	}
 	return NO_SERVER;
 }
 
 /* Returns a server for a new connection, or NO_SERVER. */
-static __always_inline int place_inlined(struct xdp_md *ctx, struct service_state *state, __u32 service,
-					 const struct packet *packet)
+static __always_inline int place_connection_inlined(struct xdp_md *ctx, struct service_state *state, __u32 service,
+						    const struct packet *packet)
 {
 	const struct placement_table *table;
 	struct placement placement;
@@ -336,21 +336,21 @@ static __always_inline int place_inlined(struct xdp_md *ctx, struct service_stat
 	if (!find_table(state, &placement))
 		return NO_SERVER;
 	table = placement.table;
-	hash = table_hash(ctx, &placement, 0, packet);
-	key = recent_key(table, service, hash);
+	hash = toeplitz_hash(ctx, &placement, 0, packet);
+	key = recent_placement_key(table, service, hash);
 	recent = &recent_placements[hash & (RECENT_PLACEMENTS - 1)];
 	if (is_choice_stored(table, packet)) {
 		__u64 remembered = *(volatile __u64 *)recent;
 
 		id = remembered & COOKIE_ID_MASK;
 		if ((remembered & ~(__u64)COOKIE_ID_MASK) == key &&
-		    has_server_flag(server_at(service, id), TAKES_NEW_CONNECTIONS))
+		    has_server_flag(load_server_entry(service, id), TAKES_NEW_CONNECTIONS))
 			return id;
 	}
 	id = choose_by_rule(ctx, &placement, state, service, hash, packet);
 	if (id == NO_SERVER)
 		return NO_SERVER;
-	if (!has_server_flag(server_at(service, id), TAKES_NEW_CONNECTIONS))
+	if (!has_server_flag(load_server_entry(service, id), TAKES_NEW_CONNECTIONS))
 		id = choose_fallback(state, service, hash);
 	if (is_choice_stored(table, packet) && id != NO_SERVER)
 		*(volatile __u64 *)recent = key | id;
@@ -358,9 +358,10 @@ static __always_inline int place_inlined(struct xdp_md *ctx, struct service_stat
 }
 
 /* A global function, as decide() is. */
-__noinline int place(struct xdp_md *ctx, struct service_state *state, __u32 service, const struct packet *packet)
+__noinline int place_connection(struct xdp_md *ctx, struct service_state *state, __u32 service,
+				const struct packet *packet)
 {
-	return state && packet ? place_inlined(ctx, state, service, packet) : NO_SERVER;
+	return state && packet ? place_connection_inlined(ctx, state, service, packet) : NO_SERVER;
 }
 
 /* Returns the bucket's server for a connection without a cookie, and its previous server; NO_SERVER: none. */
@@ -374,7 +375,7 @@ static __always_inline struct flow_table_entry place_consistently(struct xdp_md 
 	if (!find_table(state, &placement))
 		return (struct flow_table_entry){.server_id = NO_SERVER, .previous_server = NO_SERVER};
 	table = placement.table;
-	offset = (table_hash(ctx, &placement, 0, packet) & (table->bucket_count - 1)) * sizeof(__u16);
+	offset = (toeplitz_hash(ctx, &placement, 0, packet) & (table->bucket_count - 1)) * sizeof(__u16);
 	return (struct flow_table_entry){
 		.server_id = *(const __u16 *)memory_at(&placement, table->consistent_at + offset),
 		.previous_server = *(const __u16 *)memory_at(&placement, table->previous_consistent_offset + offset),

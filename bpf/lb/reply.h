@@ -26,7 +26,7 @@ _Static_assert(__builtin_offsetof(struct lb_state, keys.current) % 8 == 0, "curr
  * Returns the stamping key by the packet's own time (ms), as on servers. `current` and `switch_ms` are one word,
  * because they change together.
  */
-static __always_inline __u32 stamping_key(__u32 milliseconds)
+static __always_inline __u32 stamping_key_index(__u32 milliseconds)
 {
 	__u64 both = *(const volatile switch_word *)&lb_state.keys.current;
 	__u32 current = both, switch_ms = both >> 32;
@@ -40,8 +40,8 @@ static __always_inline __u32 stamping_key(__u32 milliseconds)
 static __always_inline __u32 lb_stamped_tsval(struct xdp_md *ctx, __u32 service, const struct packet *packet,
 					      struct lb_stamped_server *server, struct reply_time answer)
 {
-	__u32 index = stamping_key(answer.tsval_ms - learn_offset(server, service, packet, answer));
-	__u32 time = (answer.tsval_ms + lb_stamping_time_mask(ctx, service, packet)) & LB_STAMPING_TIME_MASK;
+	__u32 index = stamping_key_index(answer.tsval_ms - learn_offset(server, service, packet, answer));
+	__u32 time = (answer.tsval_ms + lb_stamping_time_addend(ctx, service, packet)) & LB_STAMPING_TIME_MASK;
 	__u32 id = hide(lb_stamping_hash(ctx, index, packet), server->server_id & LB_STAMPING_ID_MASK,
 			LB_STAMPING_ID_BITS);
 	__u32 value = time << LB_STAMPING_TIME_SHIFT | index * LB_STAMPING_KEY_BIT | id;
@@ -57,8 +57,8 @@ static __always_inline bool is_late_syn_ack(__u32 service, const struct packet *
 {
 	struct flow_table_entry entry = {};
 
-	return packet->flags & TCP_SYN && find_plain_flow(service, packet, &entry) && entry.server_id != server_id &&
-	       takes_new_connections(server_at(service, entry.server_id));
+	return packet->flags & TCP_SYN && find_unstamped_flow(service, packet, &entry) &&
+	       entry.server_id != server_id && takes_new_connections(load_server_entry(service, entry.server_id));
 }
 
 /* Returns whether this SYN-ACK's connection will be stamped, which never changes (lb_cookie.h, section 2). */
@@ -66,7 +66,7 @@ static __always_inline bool is_stamped_from_syn_ack(struct xdp_md *ctx, __u32 se
 						    struct lb_stamped_server *server, struct reply_time answer)
 {
 	struct flow_table_entry entry = {}, half_open = {.server_id = server->server_id};
-	bool plain = find_plain_flow(service, packet, &entry);
+	bool plain = find_unstamped_flow(service, packet, &entry);
 
 	server->syn_acks++;
 	if (packet->has_timestamp) {
@@ -90,7 +90,8 @@ static __always_inline bool is_reply_stamped(struct xdp_md *ctx, __u32 service, 
 	if (packet->flags & TCP_SYN)
 		return is_stamped_from_syn_ack(ctx, service, packet, server, answer);
 	/* A server with an unstamped SYN-ACK sends data when the client has answered it, or by TCP Fast Open. */
-	if (find_plain_flow(service, packet, &entry) && (!is_half_open(entry) || entry.server_id == server->server_id))
+	if (find_unstamped_flow(service, packet, &entry) &&
+	    (!is_half_open(entry) || entry.server_id == server->server_id))
 		return false;
 	if (!packet->has_timestamp) {
 		/* The flow table lost the connection, and the reply proves that it exists. A reset proves nothing. */
@@ -107,7 +108,7 @@ static __always_inline enum lb_counter stamp_reply(struct xdp_md *ctx, __u32 ser
 						   __u64 source_mac)
 {
 	__u32 offset = packet->tsecr_offset - sizeof(__u32), stamped;
-	struct lb_stamped_server *server = lb_stamped_server(service, source_mac);
+	struct lb_stamped_server *server = find_lb_stamped_server(service, source_mac);
 	struct reply_time answer;
 	__be32 value = 0;
 
@@ -141,7 +142,7 @@ static __always_inline __u32 parse_reply_ipv4(const void *data, const void *data
 	packet->client_address = packet->vip_address;
 	packet->vip_address = vip;
 	packet->ports = packet->ports << 16 | packet->ports >> 16;
-	return find_service_of(packet);
+	return find_packet_service(packet);
 }
 
 /* parse_reply_ipv4() for IPv6. `data` has IPV6_TRANSPORT_OFFSET bytes. */
@@ -151,10 +152,10 @@ static __always_inline __u32 parse_reply_ipv6(struct xdp_md *ctx, const void *da
 	if (data + IPV6_TRANSPORT_OFFSET > data_end || parse_ipv6(ctx, data, data_end, packet) || packet->fragment ||
 	    packet->protocol != IPPROTO_TCP || parse_ports(data, data_end, LB_COUNTER_DROP_MALFORMED_TCP, packet))
 		return NO_SERVICE;
-	packet->client_address = client_word_ipv6(data + IPV6_FIELD_OFFSET(destination));
+	packet->client_address = fold_client_address_ipv6(data + IPV6_FIELD_OFFSET(destination));
 	packet->client_offset = IPV6_FIELD_OFFSET(destination);
 	packet->ports = packet->ports << 16 | packet->ports >> 16;
-	return service_of_ipv6(data + IPV6_FIELD_OFFSET(source), packet->ports >> 16, IPPROTO_TCP);
+	return find_service_at_vip_ipv6(data + IPV6_FIELD_OFFSET(source), packet->ports >> 16, IPPROTO_TCP);
 }
 
 /* Processes a frame that may be a reply of a service. Returns an XDP action, or -1. Global, as decide() is. */

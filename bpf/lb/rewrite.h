@@ -59,8 +59,8 @@ static __always_inline void rewrite_flow_label(void *data, __u16 label)
 static __always_inline void rewrite_timestamp(void *data, const void *data_end, const struct packet *packet,
 					      __u32 offset, __u32 word)
 {
-	__u32 checksum_at = (packet->transport_offset + TCP_CHECKSUM_OFFSET) & TRANSPORT_MASK;
-	__u32 at = offset & OPTION_MASK;
+	__u32 checksum_at = (packet->transport_offset + TCP_CHECKSUM_OFFSET) & TRANSPORT_OFFSET_MASK;
+	__u32 at = offset & OPTION_OFFSET_MASK;
 	__u32 old, new = bpf_htonl(word), sum;
 
 	if (data + at + sizeof(new) > data_end || data + checksum_at + sizeof(__u16) > data_end)

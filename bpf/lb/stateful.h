@@ -52,7 +52,7 @@ static __always_inline void decide_owner(struct xdp_md *ctx, const struct servic
 	server_entry_t balancer = *(const server_entry_t *)&lb_state.owners[owner & (MAX_OWNERS - 1)];
 
 	if (!has_server_flag(balancer, SERVER_KNOWN)) {
-		decide_unknown(service, source, decision);
+		decide_unknown_connection(service, source, decision);
 	} else if (has_server_flag(balancer, SERVER_RESOLVED) && !is_from_owner(ctx)) {
 		decision->outcome = LB_COUNTER_TO_OWNER;
 		decision->destination = balancer;
@@ -65,9 +65,9 @@ static __always_inline void decide_owner(struct xdp_md *ctx, const struct servic
  * Decides by the index in `cookie`, counted as `outcome`. Returns false if the entry is free or of another connection,
  * or its server was removed. `found`: the entry, if this load balancer's table has the index.
  */
-static __always_inline bool decide_index(struct xdp_md *ctx, const struct service *service, __u32 cookie,
-					 const struct packet *packet, enum lb_counter outcome,
-					 struct decision *decision, struct connection **found)
+static __always_inline bool decide_by_index(struct xdp_md *ctx, const struct service *service, __u32 cookie,
+					    const struct packet *packet, enum lb_counter outcome,
+					    struct decision *decision, struct connection **found)
 {
 	__u64 hash = connection_hash(decision->service, packet->client_address, packet->ports);
 	struct connection *connection;
@@ -91,22 +91,22 @@ static __always_inline bool decide_index(struct xdp_md *ctx, const struct servic
 struct connection_takes connection_takes SEC(".bss.takes");
 
 /* Returns the counter of entries of a source prefix (/24, in IPv6 /64). `address`: as in struct connection. */
-static __always_inline __u64 *entries_by_source(const packet_u64 *address)
+static __always_inline __u64 *source_entry_counter(const packet_u64 *address)
 {
 	bool ipv4 = !ipv6_in_use || (!address[0] && (__u32)address[1] == bpf_htonl(0xffff));
 	__u32 prefix = address[1] >> 32 & bpf_htonl(0xffffff00);
-	__u64 hash = connection_hash(0, ipv4 ? prefix : address_word_ipv6(&lb_state.connection_key, address[0], 0), 0);
+	__u64 hash = connection_hash(0, ipv4 ? prefix : fold_address_ipv6(&lb_state.connection_key, address[0], 0), 0);
 
 	return &connection_takes.entries_by_source[hash & (SOURCE_SHARDS - 1)];
 }
 
 /* Returns the counter of entries of the packet's source prefix. */
-static __always_inline __u64 *entries_of_client(struct xdp_md *ctx, const struct packet *packet)
+static __always_inline __u64 *client_entry_counter(struct xdp_md *ctx, const struct packet *packet)
 {
 	packet_u64 address[2];
 
 	write_client_address(ctx, packet, address);
-	return entries_by_source(address);
+	return source_entry_counter(address);
 }
 
 /* Returns whether a prefix may hold another entry. Concurrent CPUs may exceed the limit by their number. */
@@ -118,7 +118,7 @@ static __always_inline bool may_take_connection(const __u64 *held)
 }
 
 /* Returns the event for a new connection without an entry. `taken`: CONNECTION_TABLE_FULL and so on. */
-static __always_inline enum lb_event reason_without_entry(int taken)
+static __always_inline enum lb_event allocation_failure_event(int taken)
 {
 	if (taken == CONNECTION_SOURCE_LIMITED)
 		return LB_EVENT_CONNECTION_SOURCE_LIMITED;
@@ -153,7 +153,7 @@ static __always_inline bool is_expired(const struct connection *connection, __u6
 /* Subtracts an entry from its source's count, unless user space has counted without the entry. */
 static __always_inline void uncount_entry(const packet_u64 *client_address)
 {
-	__u64 *held = entries_by_source(client_address);
+	__u64 *held = source_entry_counter(client_address);
 
 	if (*(volatile __u64 *)held)
 		__sync_fetch_and_add(held, -1);
@@ -226,11 +226,11 @@ static __always_inline bool decide_repeated_syn(__u64 hash, int recent, struct d
 	if (recent == NOT_RECENT || owner >= MAX_OWNERS)
 		return false;
 	connection = find_connection(hash, recent, decision->service, &id);
-	if (!connection || !takes_new_connections(server_at(decision->service, id)))
+	if (!connection || !takes_new_connections(load_server_entry(decision->service, id)))
 		return false;
 	decide_server(id, LB_COUNTER_NEW_CONNECTION, decision);
 	decision->opens = reopen_connection(connection);
-	decision->tsecr = syn_tsecr(owner, recent);
+	decision->tsecr = encode_syn_tsecr(owner, recent);
 	move_recent(hash, recent);
 	return true;
 }
@@ -249,11 +249,11 @@ static __always_inline void open_connection(struct xdp_md *ctx, const struct pac
 	decision->tsecr = packet->tsecr ? 0 : KEEP_TSECR;
 	if (decision->outcome != LB_COUNTER_NEW_CONNECTION || owner >= MAX_OWNERS)
 		return;
-	held = entries_of_client(ctx, packet);
+	held = client_entry_counter(ctx, packet);
 	taken = may_take_connection(held) ? insert_connection(ctx, packet, hash, decision, inlined)
 					  : CONNECTION_SOURCE_LIMITED;
 	if (taken < 0) {
-		count_event(ctx, decision->service, reason_without_entry(taken));
+		count_event(ctx, decision->service, allocation_failure_event(taken));
 		return;
 	}
 	__sync_fetch_and_add(held, 1);
@@ -261,7 +261,7 @@ static __always_inline void open_connection(struct xdp_md *ctx, const struct pac
 		insert_recent(hash, taken);
 	else
 		move_recent(hash, taken);
-	decision->tsecr = syn_tsecr(owner, taken);
+	decision->tsecr = encode_syn_tsecr(owner, taken);
 }
 
 static __always_inline void decide_new_stateful(struct xdp_md *ctx, struct service_state *state,
@@ -281,8 +281,8 @@ static __always_inline void decide_connection(struct xdp_md *ctx, const struct s
 {
 	struct connection *connection;
 
-	if (!decide_index(ctx, service, cookie, packet, LB_COUNTER_CONNECTION_TABLE, decision, &connection))
-		decide_unknown(service, packet->client_address, decision);
+	if (!decide_by_index(ctx, service, cookie, packet, LB_COUNTER_CONNECTION_TABLE, decision, &connection))
+		decide_unknown_connection(service, packet->client_address, decision);
 	if (connection)
 		decision->closes = update_connection(connection, packet->flags, frame_bytes(ctx));
 }

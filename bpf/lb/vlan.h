@@ -79,7 +79,7 @@ struct {
 	__type(value, __u32);
 } frame_tag SEC(".maps");
 
-static __always_inline __u32 *present_tag(void)
+static __always_inline __u32 *stored_frame_tag(void)
 {
 	__u32 zero = 0;
 
@@ -87,7 +87,7 @@ static __always_inline __u32 *present_tag(void)
 }
 
 /* Removes the tag of a frame to this device. Returns the tag with VLAN_TAG_PRESENT; 0: the frame is unchanged. */
-static __always_inline __u32 take_tag(struct xdp_md *ctx)
+static __always_inline __u32 pop_vlan_tag(struct xdp_md *ctx)
 {
 	void *data = (void *)(long)ctx->data;
 	void *data_end = (void *)(long)ctx->data_end;
@@ -112,14 +112,14 @@ static __always_inline __u32 take_tag(struct xdp_md *ctx)
 }
 
 /* Removes and stores the tag of a frame to this device. Returns whether the frame is in the VIPs' VLAN. */
-static __noinline int remove_tag(struct xdp_md *ctx)
+static __noinline int pop_and_store_vlan_tag(struct xdp_md *ctx)
 {
-	__u32 *present = present_tag();
+	__u32 *present = stored_frame_tag();
 	__u32 tag;
 
 	if (!present)
 		return 0;
-	tag = take_tag(ctx);
+	tag = pop_vlan_tag(ctx);
 	*present = tag;
 	return (tag & VLAN_ID_MASK) == vip_vlan;
 }
@@ -154,7 +154,7 @@ static __noinline int tag_frame(struct xdp_md *ctx, int action)
 {
 	__u32 vlan = action >> ACTION_VLAN_SHIFT & VLAN_ID_MASK;
 	int xdp_action = action & ACTION_MASK;
-	__u32 *present = present_tag();
+	__u32 *present = stored_frame_tag();
 	__u32 tag = present ? *present : 0;
 
 	if (action & ACTION_HAS_VLAN)

@@ -64,7 +64,7 @@ static __always_inline void decide_without_cookie(struct xdp_md *ctx, const stru
 	if (!(modes_in_use & (MODES_WITH_COOKIES | 1u << CONSISTENCY_BEAMER)))
 		return;
 	found = (!by_bucket || *(volatile __u64 *)&state->has_flows) && find_flow(decision->service, packet, &entry);
-	if (found && may_receive(server_at(decision->service, entry.server_id), syn)) {
+	if (found && may_receive(load_server_entry(decision->service, entry.server_id), syn)) {
 		decide_by_flow(entry, decision);
 		decision->previous_server = entry.previous_server;
 		return;

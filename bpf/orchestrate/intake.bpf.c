@@ -81,7 +81,7 @@ static __always_inline bool is_for_device(const struct ethhdr *ethernet)
 }
 
 /* Returns `sum` plus `length` bytes, at most MAX_INTAKE_DATAGRAM; ends early at `data_end`. */
-static __always_inline __u64 add_bytes(__u64 sum, const void *cursor, __u32 length, const void *data_end)
+static __always_inline __u64 add_to_checksum(__u64 sum, const void *cursor, __u32 length, const void *data_end)
 {
 #pragma clang loop unroll(disable)
 	for (int i = 0; i < MAX_INTAKE_DATAGRAM / CHECKSUM_STEP_BYTES; i++) {
@@ -129,7 +129,8 @@ static __always_inline bool is_udp_checksum_correct(const struct iphdr *ip, cons
 	/* A checksum of 0 means that the sender has computed none. */
 	if (!udp->check || udp->check == fold_long_checksum(pseudo_header))
 		return true;
-	return fold_long_checksum(add_bytes(pseudo_header, udp, bpf_ntohs(udp->len), data_end)) == CORRECT_CHECKSUM;
+	return fold_long_checksum(add_to_checksum(pseudo_header, udp, bpf_ntohs(udp->len), data_end)) ==
+	       CORRECT_CHECKSUM;
 }
 
 /* Returns whether the datagram fills the IP packet, and the frame holds it. */
@@ -151,8 +152,8 @@ static __always_inline bool is_client(const struct iphdr *ip, const struct udphd
 	       !is_listener(ip->saddr, udp->source);
 }
 
-static __always_inline enum intake_counter outcome_of(const struct iphdr *ip, const struct udphdr *udp, __u32 queue,
-						      const void *data_end)
+static __always_inline enum intake_counter classify_datagram(const struct iphdr *ip, const struct udphdr *udp,
+							     __u32 queue, const void *data_end)
 {
 	if (!is_length_valid(ip, udp, data_end))
 		return INTAKE_COUNTER_PASSED_LENGTH;
@@ -180,7 +181,7 @@ int intake(struct xdp_md *ctx)
 	if (*(const __u8 *)ip != IPV4_WITHOUT_OPTIONS || ip->protocol != IPPROTO_UDP ||
 	    ip->frag_off & bpf_htons(IP_FRAGMENT_MASK) || !is_listener(ip->daddr, datagram->dest))
 		return XDP_PASS;
-	outcome = outcome_of(ip, datagram, ctx->rx_queue_index, data_end);
+	outcome = classify_datagram(ip, datagram, ctx->rx_queue_index, data_end);
 	count(outcome);
 	return outcome == INTAKE_COUNTER_REDIRECTED ? bpf_redirect_map(&intake_sockets, ctx->rx_queue_index, XDP_PASS)
 						    : XDP_PASS;

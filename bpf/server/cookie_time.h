@@ -17,7 +17,7 @@
 
 #define NANOSECONDS_PER_MS 1000000
 /* Limit of the age of a TSval on the plain clock in a packet without a socket (SYN cookies: 64 ms). */
-#define PLAIN_CLOCK_WINDOW_MS 1000
+#define MONOTONIC_CLOCK_WINDOW_MS 1000
 
 struct {
 	__uint(type, BPF_MAP_TYPE_LRU_HASH);
@@ -29,7 +29,7 @@ struct {
 /* A time part to send, and the server's own TSval for it, which selects the fleet's key. */
 struct time_part {
 	__u32 sent;
-	__u32 original;
+	__u32 original_tsval;
 };
 
 static __always_inline __u32 clock_ms(void)
@@ -38,9 +38,9 @@ static __always_inline __u32 clock_ms(void)
 }
 
 /* Returns whether a packet's TSval is CLOCK_MONOTONIC in ms, for packets that belong to no established socket. */
-static __always_inline bool is_plain_clock(__u32 milliseconds)
+static __always_inline bool is_monotonic_clock(__u32 milliseconds)
 {
-	return clock_ms() + RESTORE_SLACK_MS - milliseconds < PLAIN_CLOCK_WINDOW_MS;
+	return clock_ms() + RESTORE_SLACK_MS - milliseconds < MONOTONIC_CLOCK_WINDOW_MS;
 }
 
 /* Returns the connection's group by multiplicative hashing (Knuth, TAOCP 3, Sect. 6.4). A collision costs a look-up. */
@@ -68,7 +68,7 @@ static __always_inline bool is_recently_clamped(__u32 group, __u32 milliseconds)
 static __noinline void apply_tsval_clamp(const struct segment *segment, __u32 last_tsecr, struct time_part *time)
 {
 	struct clamped_timestamp *held = bpf_map_lookup_elem(&held_timestamps, &segment->flow), next = {};
-	__u32 milliseconds = time->original, group = clamp_group(&segment->flow);
+	__u32 milliseconds = time->original_tsval, group = clamp_group(&segment->flow);
 	__u16 recent = last_tsecr;
 
 	if (held && held->confirmed && held->original == last_tsecr) {
@@ -76,7 +76,7 @@ static __noinline void apply_tsval_clamp(const struct segment *segment, __u32 la
 	} else if (held && held->original_before == last_tsecr) {
 		/* The client has not returned the clamped value, or its TSecr is still between ingress and TCP. */
 		time->sent = held->sent;
-		time->original = held->original;
+		time->original_tsval = held->original;
 		state.last_clamp_ms[group] = milliseconds;
 		count(SERVER_COUNTER_TSVAL_CLAMPED);
 		return;
@@ -100,7 +100,7 @@ static __noinline void apply_tsval_clamp(const struct segment *segment, __u32 la
  */
 static __always_inline struct time_part select_time(const struct segment *segment, __u32 milliseconds, __u32 last_tsecr)
 {
-	struct time_part time = {.sent = milliseconds, .original = milliseconds};
+	struct time_part time = {.sent = milliseconds, .original_tsval = milliseconds};
 	__u32 elapsed = milliseconds - last_tsecr;
 	__u32 group = clamp_group(&segment->flow);
 
@@ -120,7 +120,7 @@ static __always_inline __u32 restore_time_by_clock(__u16 time, __u32 now)
 }
 
 /* Returns the server's own TSval of a time part that may be clamped. */
-static __noinline __u32 restored_by_clamp(const struct segment *segment, __u32 now, __u32 time_bits)
+static __noinline __u32 restore_time_by_clamp(const struct segment *segment, __u32 now, __u32 time_bits)
 {
 	struct clamped_timestamp *held = bpf_map_lookup_elem(&held_timestamps, &segment->flow);
 	__u16 time = time_bits, step, behind;
@@ -150,10 +150,10 @@ static __noinline __u32 restored_by_clamp(const struct segment *segment, __u32 n
 }
 
 /* Returns the server's own TSval of a TSecr's time part. Never 0, which the kernel reads as "no TSecr". */
-static __always_inline __u32 restored_tsval(const struct segment *segment, __u16 time)
+static __always_inline __u32 restore_tsval(const struct segment *segment, __u16 time)
 {
 	__u32 now = clock_ms(), group = clamp_group(&segment->flow);
-	__u32 original = is_recently_clamped(group, now) ? restored_by_clamp(segment, now, time)
+	__u32 original = is_recently_clamped(group, now) ? restore_time_by_clamp(segment, now, time)
 							 : restore_time_by_clock(time, now);
 
 	return original ? original : -1u;

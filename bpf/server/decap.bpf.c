@@ -138,7 +138,7 @@ static __always_inline bool is_gue_port(struct xdp_md *ctx, __u32 udp_at)
 }
 
 /* Returns the length of the outer header; 0: the packet is not encapsulated. */
-static __always_inline __u32 overhead_of(struct xdp_md *ctx, const struct ip_fields *outer)
+static __always_inline __u32 encapsulation_overhead(struct xdp_md *ctx, const struct ip_fields *outer)
 {
 	if (outer->header_length != ip_header_length(outer->ipv6))
 		return 0;
@@ -190,7 +190,7 @@ static __always_inline __u32 skip_extension_headers(struct xdp_md *ctx, __u32 ne
 		if (bpf_xdp_load_bytes(ctx, *at, &header, sizeof(header)))
 			break;
 		*at += extension_header_length(next, &header);
-		if (next == NEXT_FRAGMENT && fragment_of(&header) >> 3)
+		if (next == NEXT_FRAGMENT && fragment_field(&header) >> 3)
 			break;
 		next = header.next;
 	}
@@ -198,7 +198,7 @@ static __always_inline __u32 skip_extension_headers(struct xdp_md *ctx, __u32 ne
 }
 
 /* Returns whether the inner packet is encapsulated as well. `at`: offset of the inner header in the frame. */
-static __always_inline bool is_tunnel(struct xdp_md *ctx, const struct ip_fields *inner, __u32 at)
+static __always_inline bool is_nested_tunnel(struct xdp_md *ctx, const struct ip_fields *inner, __u32 at)
 {
 	__u32 protocol = inner->protocol;
 
@@ -227,7 +227,7 @@ static __always_inline __u32 check_encapsulation(struct xdp_md *ctx, const struc
 	if (!read_inner(data + ETH_HLEN + inner_at, data_end, outer->protocol, inner) ||
 	    !are_lengths_valid(ctx, outer, inner, overhead))
 		return DECAP_COUNTER_DROP_DECAP_TRUNCATED;
-	if (is_tunnel(ctx, inner, ETH_HLEN + overhead))
+	if (is_nested_tunnel(ctx, inner, ETH_HLEN + overhead))
 		return DECAP_COUNTER_DROP_DECAP_NESTED;
 	if (!bpf_map_lookup_elem(&decap_vips, &inner->destination))
 		return DECAP_COUNTER_DROP_DECAP_FOREIGN_DESTINATION;
@@ -297,7 +297,7 @@ int decap(struct xdp_md *ctx)
 
 	if (!read_outer(ctx, &outer))
 		return XDP_PASS;
-	overhead = overhead_of(ctx, &outer);
+	overhead = encapsulation_overhead(ctx, &outer);
 	if (!overhead)
 		return XDP_PASS;
 	reason = check_encapsulation(ctx, &outer, overhead, &inner);

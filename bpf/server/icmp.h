@@ -26,7 +26,7 @@
 #define ICMP_TIME_EXCEEDED 11
 #define ICMP_PARAMETER_PROBLEM 12
 #define ICMP_HEADER_LENGTH 8
-#define QUOTED_IPV6 (IPV6_TRANSPORT_OFFSET + ICMP_HEADER_LENGTH)
+#define QUOTED_IPV6_OFFSET (IPV6_TRANSPORT_OFFSET + ICMP_HEADER_LENGTH)
 
 /* Returns whether this host has the socket that sent the quoted packet. `length`: length of the family's tuple. */
 static __always_inline bool has_quoted_socket(struct __sk_buff *skb, __u8 protocol, struct bpf_sock_tuple *tuple,
@@ -45,7 +45,7 @@ static __always_inline bool has_quoted_socket(struct __sk_buff *skb, __u8 protoc
 }
 
 /* Accepts a broadcast error if this host has the socket, and drops it otherwise. */
-static __always_inline int accept_at_socket(struct __sk_buff *skb, bool here)
+static __always_inline int accept_if_socket_here(struct __sk_buff *skb, bool here)
 {
 	if (!here) {
 		count(SERVER_COUNTER_ICMP_BROADCAST_IGNORED);
@@ -59,7 +59,7 @@ static __always_inline int accept_at_socket(struct __sk_buff *skb, bool here)
 /* Returns the number of the service with that address (16 bytes), or of its VIP with port and protocol 0. */
 static __always_inline __u32 service_at(const void *address, __u16 port, __u8 protocol)
 {
-	struct service_key_ipv6 key = service_key_ipv6(address, port, protocol);
+	struct service_key_ipv6 key = make_service_key_ipv6(address, port, protocol);
 
 	return find_service_ipv6(&state.directories, &key);
 }
@@ -79,8 +79,9 @@ static __noinline int accept_icmpv6_error(struct __sk_buff *skb)
 	    service_at(ip.destination, 0, 0) != SERVICE_ADDRESS_ONLY ||
 	    bpf_skb_load_bytes(skb, IPV6_TRANSPORT_OFFSET, &type, sizeof(type)) || !is_icmpv6_error(type))
 		return TC_ACT_UNSPEC;
-	if (bpf_skb_load_bytes(skb, QUOTED_IPV6, &ip, sizeof(ip)) || bpf_ntohl(ip.version_class_label) >> 28 != 6 ||
-	    bpf_skb_load_bytes(skb, QUOTED_IPV6 + sizeof(ip), ports, sizeof(ports)))
+	if (bpf_skb_load_bytes(skb, QUOTED_IPV6_OFFSET, &ip, sizeof(ip)) ||
+	    bpf_ntohl(ip.version_class_label) >> 28 != 6 ||
+	    bpf_skb_load_bytes(skb, QUOTED_IPV6_OFFSET + sizeof(ip), ports, sizeof(ports)))
 		return TC_ACT_UNSPEC;
 	protocol = ip.next_header;
 	if (service_at(ip.source, ports[0], protocol) >= SERVICE_ADDRESS_ONLY)
@@ -90,7 +91,7 @@ static __noinline int accept_icmpv6_error(struct __sk_buff *skb)
 	__builtin_memcpy(tuple.ipv6.daddr, ip.source, sizeof(ip.source));
 	tuple.ipv6.sport = ports[1];
 	tuple.ipv6.dport = ports[0];
-	return accept_at_socket(skb, has_quoted_socket(skb, protocol, &tuple, sizeof(tuple.ipv6)));
+	return accept_if_socket_here(skb, has_quoted_socket(skb, protocol, &tuple, sizeof(tuple.ipv6)));
 }
 
 /*
@@ -126,7 +127,7 @@ static __noinline int accept_icmp_error(struct __sk_buff *skb)
 	tuple.ipv4.daddr = quoted.saddr;
 	tuple.ipv4.sport = ports[1];
 	tuple.ipv4.dport = ports[0];
-	return accept_at_socket(skb, has_quoted_socket(skb, quoted.protocol, &tuple, sizeof(tuple.ipv4)));
+	return accept_if_socket_here(skb, has_quoted_socket(skb, quoted.protocol, &tuple, sizeof(tuple.ipv4)));
 }
 
 #endif

@@ -45,7 +45,8 @@ static __noinline int learn_index(struct __sk_buff *skb, const struct segment *s
 	}
 	bpf_map_update_elem(&half_open_indexes, &segment->flow, &index, BPF_ANY);
 	count(SERVER_COUNTER_INDEX_LEARNT);
-	return rewrite(skb, segment, segment->timestamp_offset + sizeof(segment->tsval), segment->tsecr, 0);
+	return rewrite_timestamp_word(skb, segment, segment->timestamp_offset + sizeof(segment->tsval), segment->tsecr,
+				      0);
 }
 
 /* ---- egress ---------------------------------------------------------------------------------------------------- */
@@ -95,7 +96,7 @@ static __always_inline __u32 select_index(const struct segment *segment, struct 
  * Returns whether this host may have stamped a TSecr with an index, which does not name the server. If the connection
  * is older than coreward, its TSval has another offset, or this host has no socket for it.
  */
-static __noinline bool may_be_stamped(struct __sk_buff *skb, const struct segment *segment)
+static __noinline bool may_have_stamped_index(struct __sk_buff *skb, const struct segment *segment)
 {
 	struct bpf_sock *sk = find_socket(skb, segment);
 	struct tcp_sock *socket;

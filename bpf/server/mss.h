@@ -45,7 +45,8 @@ static __always_inline int clamp_mss(struct __sk_buff *skb, const struct segment
 	if ((option & ~MSS_MASK) != MSS_OPTION || (option & MSS_MASK) <= mtu - headers)
 		return TC_ACT_UNSPEC;
 	count(SERVER_COUNTER_MSS_CLAMPED);
-	return rewrite(skb, segment, sizeof(struct tcphdr), old, bpf_htonl(MSS_OPTION | (mtu - headers)));
+	return rewrite_timestamp_word(skb, segment, sizeof(struct tcphdr), old,
+				      bpf_htonl(MSS_OPTION | (mtu - headers)));
 }
 
 #endif

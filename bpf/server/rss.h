@@ -15,14 +15,14 @@
 #include "segment.h"
 #include "state.h"
 
-static __always_inline __u32 predicted_queue_of(const struct segment *segment, __u32 *hash)
+static __always_inline __u32 predict_segment_queue(const struct segment *segment, __u32 *hash)
 {
 	const struct flow_key *flow = &segment->flow;
 
 	/* Many NICs hash a packet with extension headers without its ports. */
 	if (segment->family == ADDRESS_FAMILY_IPV6)
-		return segment->tcp_offset == IPV6_TRANSPORT_OFFSET ? predicted_queue_ipv6(flow, hash) : QUEUE_UNKNOWN;
-	return predicted_queue(flow->client_address[3], flow->vip_address[3], ports_of(flow), hash);
+		return segment->tcp_offset == IPV6_TRANSPORT_OFFSET ? predict_queue_ipv6(flow, hash) : QUEUE_UNKNOWN;
+	return predict_queue_ipv4(flow->client_address[3], flow->vip_address[3], ports_of(flow), hash);
 }
 
 /* Compares the actual queue of a SYN with the predicted one (server.bpf.c, section 10). */
@@ -31,7 +31,7 @@ static __noinline void sample_rss(struct __sk_buff *skb, const struct segment *s
 	__u32 hash = 0, sequence, predicted;
 	struct rss_sample *sample;
 
-	predicted = predicted_queue_of(segment, &hash);
+	predicted = predict_segment_queue(segment, &hash);
 	/* skb_record_rx_queue() stores queue + 1; 0: no queue was recorded. */
 	if (predicted == QUEUE_UNKNOWN || !skb->queue_mapping) {
 		count(SERVER_COUNTER_RSS_UNPREDICTED);
@@ -56,7 +56,7 @@ static __noinline void sample_established(struct __sk_buff *skb, const struct se
 {
 	__u32 hash = 0, predicted;
 
-	predicted = predicted_queue_of(segment, &hash);
+	predicted = predict_segment_queue(segment, &hash);
 	if (predicted == QUEUE_UNKNOWN || !skb->queue_mapping)
 		return;
 	count(predicted == skb->queue_mapping - 1 ? SERVER_COUNTER_RSS_ESTABLISHED_MATCHED

@@ -43,7 +43,8 @@ static __always_inline __u32 queue_of_input(__u8 *input, __u32 length, __u32 *ha
 }
 
 /* Returns queue_of_input() of an IPv4 connection. `ports`: the start of the client's TCP header. */
-static __always_inline __u32 predicted_queue(__u32 source_address, __u32 destination_address, __u32 ports, __u32 *hash)
+static __always_inline __u32 predict_queue_ipv4(__u32 source_address, __u32 destination_address, __u32 ports,
+						__u32 *hash)
 {
 	__u32 words[3] = {source_address, destination_address, ports};
 
@@ -53,7 +54,7 @@ static __always_inline __u32 predicted_queue(__u32 source_address, __u32 destina
 _Static_assert(sizeof(struct flow_key) == RSS_INPUT_IPV6_BYTES, "a flow of IPv6 is the input");
 
 /* Returns queue_of_input() of an IPv6 connection. */
-static __noinline __u32 predicted_queue_ipv6(const struct flow_key *flow, __u32 *hash)
+static __noinline __u32 predict_queue_ipv6(const struct flow_key *flow, __u32 *hash)
 {
 	struct flow_key input = *flow;
 

@@ -64,7 +64,7 @@ static __always_inline __u32 ports_of(const struct flow_key *flow)
 	return flow->client_port | (__u32)flow->vip_port << 16;
 }
 
-static __always_inline void map_address(__u32 mapped[4], __u32 address)
+static __always_inline void map_ipv4_to_ipv6(__u32 mapped[4], __u32 address)
 {
 	mapped[0] = 0;
 	mapped[1] = 0;
@@ -99,8 +99,8 @@ static __always_inline enum segment_location locate_ipv4(struct __sk_buff *skb, 
 		return LOCATED_OTHER;
 	segment->family = ADDRESS_FAMILY_IPV4;
 	segment->tcp_offset = ETH_HLEN + ip_length;
-	map_address(segment->flow.client_address, direction == FROM_CLIENT ? ip->saddr : ip->daddr);
-	map_address(segment->flow.vip_address, direction == FROM_CLIENT ? ip->daddr : ip->saddr);
+	map_ipv4_to_ipv6(segment->flow.client_address, direction == FROM_CLIENT ? ip->saddr : ip->daddr);
+	map_ipv4_to_ipv6(segment->flow.vip_address, direction == FROM_CLIENT ? ip->daddr : ip->saddr);
 	segment->previous_server = bpf_ntohs(ip->id);
 
 	tcp = data + segment->tcp_offset;
@@ -121,7 +121,7 @@ static __always_inline __u32 tcp_offset_ipv6(struct __sk_buff *skb, __u32 next)
 
 	for (int i = 0; i < MAX_EXTENSION_HEADERS && is_extension_header(next); i++) {
 		if (at > TCP_OFFSET_MASK || bpf_skb_load_bytes(skb, at, &header, sizeof(header)) ||
-		    (next == NEXT_FRAGMENT && fragment_of(&header)))
+		    (next == NEXT_FRAGMENT && fragment_field(&header)))
 			return 0;
 		at += extension_header_length(next, &header);
 		next = header.next;
@@ -155,7 +155,7 @@ static __noinline enum segment_location locate_ipv6(struct __sk_buff *skb, struc
 static __always_inline void read_timestamp(struct segment *segment, __u32 offset, const void *option)
 {
 	segment->timestamp_offset = sizeof(struct tcphdr) + offset + 2;
-	segment->tsval = ((const struct timestamp_words *)(option + 2))->value;
+	segment->tsval = ((const struct timestamp_words *)(option + 2))->tsval;
 	segment->tsecr = ((const struct timestamp_words *)(option + 2))->tsecr;
 }
 
@@ -231,8 +231,8 @@ static __always_inline enum segment_location locate_timestamp_pulled(struct __sk
 }
 
 /* Replaces one 32-bit word of the timestamp option and updates the checksum: both, or the packet is dropped. */
-static __always_inline int rewrite(struct __sk_buff *skb, const struct segment *segment, __u32 option_offset,
-				   __be32 old, __be32 new)
+static __always_inline int rewrite_timestamp_word(struct __sk_buff *skb, const struct segment *segment,
+						  __u32 option_offset, __be32 old, __be32 new)
 {
 	__u32 checksum_offset = segment->tcp_offset + __builtin_offsetof(struct tcphdr, check);
 

@@ -123,7 +123,7 @@ static __always_inline __u64 flow_hash(const struct cookie_key *key, const struc
 }
 
 /* Returns the number of the segment's service, or NO_SERVICE, and the word by which it was found. */
-static __always_inline __u32 service_of(const struct segment *segment, __u64 *word)
+static __always_inline __u32 find_segment_service(const struct segment *segment, __u64 *word)
 {
 	const struct flow_key *flow = &segment->flow;
 	struct service_key_ipv6 key;
@@ -132,8 +132,8 @@ static __always_inline __u32 service_of(const struct segment *segment, __u64 *wo
 		*word = service_tail_ipv4(flow->vip_address[3], flow->vip_port, IPPROTO_TCP);
 		return find_service(&state.directories, *word);
 	}
-	key = service_key_ipv6(flow->vip_address, flow->vip_port, IPPROTO_TCP);
-	*word = key.word;
+	key = make_service_key_ipv6(flow->vip_address, flow->vip_port, IPPROTO_TCP);
+	*word = key.hashed_word;
 	return find_service_ipv6(&state.directories, &key);
 }
 
@@ -143,7 +143,7 @@ static __always_inline __u32 service_of(const struct segment *segment, __u64 *wo
  * Returns the index of the fleet's key that stamps the server's own TSval `milliseconds` (section 2). `current` and
  * `switch_ms` are one word, which the agent writes by one store.
  */
-static __always_inline __u32 stamping_key(__u32 milliseconds)
+static __always_inline __u32 stamping_key_index(__u32 milliseconds)
 {
 	__u64 both = *(const volatile switch_word *)&state.keys.current;
 	__u32 current = both, switch_ms = both >> 32;
@@ -159,13 +159,13 @@ static __always_inline __u32 stamping_key(__u32 milliseconds)
  * Returns `cookie`, kind and id or index, with its time part. Never 0: a client would read that as "no TSecr" (RFC
  * 7323, Sect. 3.2).
  */
-static __always_inline __u32 stamp(const struct segment *segment, __u32 cookie, struct time_part time)
+static __always_inline __u32 stamp_tsval(const struct segment *segment, __u32 cookie, struct time_part time)
 {
-	__u32 index = stamping_key(time.original);
+	__u32 index = stamping_key_index(time.original_tsval);
 	__u64 hash = flow_hash(&state.keys.key[index], segment);
 	__u64 time_hash = flow_hash(&state.time_key, segment);
 	__u32 low = hide(hash, cookie & COOKIE_HIDDEN_MASK, COOKIE_HIDDEN_BITS) | index * COOKIE_KEY_BIT;
-	__u32 stamped = (time.sent + cookie_time_mask(time_hash)) << COOKIE_TIME_SHIFT | low;
+	__u32 stamped = (time.sent + cookie_time_addend(time_hash)) << COOKIE_TIME_SHIFT | low;
 
 	return stamped ? stamped : 1u << COOKIE_TIME_SHIFT;
 }
@@ -201,7 +201,7 @@ int server_egress(struct __sk_buff *skb)
 
 	if (locate_pulled(skb, &segment, FROM_SERVER) != LOCATED_TCP)
 		return TC_ACT_UNSPEC;
-	number = service_of(&segment, &word);
+	number = find_segment_service(&segment, &word);
 	if (number >= SERVICE_ADDRESS_ONLY)
 		return TC_ACT_UNSPEC;
 	if (segment.syn)
@@ -230,7 +230,7 @@ int server_egress(struct __sk_buff *skb)
 		}
 		last_tsecr = socket->rx_opt.rcv_tsecr;
 		watch_connection(&segment, socket);
-	} else if (!is_plain_clock(milliseconds)) {
+	} else if (!is_monotonic_clock(milliseconds)) {
 		count(segment.syn && forwarded ? SERVER_COUNTER_EGRESS_FOREIGN_CLOCK
 					       : SERVER_COUNTER_EGRESS_OTHER_CLOCK);
 		return TC_ACT_UNSPEC;
@@ -242,9 +242,9 @@ int server_egress(struct __sk_buff *skb)
 	}
 	count(SERVER_COUNTER_STAMPED);
 	time = select_time(&segment, milliseconds, last_tsecr);
-	cookie = cookie_to_send(&segment, number, socket, time.original, forwarded);
-	return rewrite(skb, &segment, segment.timestamp_offset, segment.tsval,
-		       bpf_htonl(stamp(&segment, cookie, time)));
+	cookie = cookie_to_send(&segment, number, socket, time.original_tsval, forwarded);
+	return rewrite_timestamp_word(skb, &segment, segment.timestamp_offset, segment.tsval,
+				      bpf_htonl(stamp_tsval(&segment, cookie, time)));
 }
 
 /* ---- ingress --------------------------------------------------------------------------------------------------- */
@@ -254,12 +254,12 @@ static __always_inline bool is_stamped_here(struct __sk_buff *skb, const struct 
 					    __u32 cookie)
 {
 	if (cookie & COOKIE_KIND_BIT)
-		return number & SERVER_NUMBER_STATEFUL && may_be_stamped(skb, segment);
+		return number & SERVER_NUMBER_STATEFUL && may_have_stamped_index(skb, segment);
 	return cookie == (number & SERVER_NUMBER_ID_MASK);
 }
 
-static __always_inline int restore(struct __sk_buff *skb, const struct segment *segment, __u32 number,
-				   bool is_broadcast)
+static __always_inline int restore_tsecr(struct __sk_buff *skb, const struct segment *segment, __u32 number,
+					 bool is_broadcast)
 {
 	__u32 tsecr = bpf_ntohl(segment->tsecr);
 	__u64 hash = flow_hash(&state.keys.key[cookie_key_index(tsecr)], segment);
@@ -274,8 +274,9 @@ static __always_inline int restore(struct __sk_buff *skb, const struct segment *
 		give_up_index(skb, segment, cookie & COOKIE_ID_MASK);
 	time_hash = flow_hash(&state.time_key, segment);
 	count(SERVER_COUNTER_RESTORED);
-	return rewrite(skb, segment, segment->timestamp_offset + sizeof(segment->tsval), segment->tsecr,
-		       bpf_htonl(restored_tsval(segment, (tsecr >> COOKIE_TIME_SHIFT) - cookie_time_mask(time_hash))));
+	return rewrite_timestamp_word(
+		skb, segment, segment->timestamp_offset + sizeof(segment->tsval), segment->tsecr,
+		bpf_htonl(restore_tsval(segment, (tsecr >> COOKIE_TIME_SHIFT) - cookie_time_addend(time_hash))));
 }
 
 /* Processes TCP for a service. */
@@ -299,7 +300,7 @@ static __always_inline int accept_segment(struct __sk_buff *skb, struct segment 
 		count(SERVER_COUNTER_INGRESS_WITHOUT_TSECR);
 		return segment->syn && number & SERVER_NUMBER_STATEFUL ? learn_index(skb, segment) : TC_ACT_UNSPEC;
 	}
-	return restore(skb, segment, number, is_broadcast);
+	return restore_tsecr(skb, segment, number, is_broadcast);
 }
 
 /* Drops a broadcast ICMP error about a connection of another server. Other packets that are not TCP pass. */
@@ -321,7 +322,7 @@ int server_ingress(struct __sk_buff *skb)
 		return is_broadcast ? filter_broadcast_icmp(skb) : TC_ACT_UNSPEC;
 	if (sample_every_syn && segment.syn && !segment.ack)
 		sample_rss(skb, &segment);
-	number = service_of(&segment, &word);
+	number = find_segment_service(&segment, &word);
 	if (number >= SERVICE_ADDRESS_ONLY || skb->pkt_type == PACKET_OTHERHOST)
 		return TC_ACT_UNSPEC;
 	if (is_broadcast) {

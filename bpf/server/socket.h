@@ -94,8 +94,8 @@ static __noinline bool has_socket(struct __sk_buff *skb, const struct segment *s
  * Returns whether the segment completes a handshake that the listening socket answered with a SYN cookie, so that the
  * connection has no socket yet.
  */
-static __always_inline bool ends_cookie_handshake(struct __sk_buff *skb, struct bpf_sock *listener,
-						  const struct segment *segment)
+static __always_inline bool completes_syn_cookie_handshake(struct __sk_buff *skb, struct bpf_sock *listener,
+							   const struct segment *segment)
 {
 	void *data = (void *)(long)skb->data, *data_end = (void *)(long)skb->data_end;
 	struct tcphdr *tcp = data + (segment->tcp_offset & TCP_OFFSET_MASK);
@@ -118,7 +118,7 @@ static __noinline bool has_connection(struct __sk_buff *skb, const struct segmen
 
 	if (!sk)
 		return false;
-	here = sk->state != SOCKET_LISTEN || ends_cookie_handshake(skb, sk, segment);
+	here = sk->state != SOCKET_LISTEN || completes_syn_cookie_handshake(skb, sk, segment);
 	bpf_sk_release(sk);
 	return here;
 }

@@ -52,7 +52,7 @@ static __always_inline __u32 queue_of_ipv4(struct sk_reuseport_md *ctx, __u32 po
 	if (bpf_skb_load_bytes_relative(ctx, __builtin_offsetof(struct iphdr, saddr), &addresses, sizeof(addresses),
 					BPF_HDR_START_NET))
 		return QUEUE_UNKNOWN;
-	return predicted_queue(addresses.source, addresses.destination, ports, &hash);
+	return predict_queue_ipv4(addresses.source, addresses.destination, ports, &hash);
 }
 
 static __always_inline __u32 queue_of_ipv6(struct sk_reuseport_md *ctx, __u32 ports)
@@ -64,10 +64,10 @@ static __always_inline __u32 queue_of_ipv6(struct sk_reuseport_md *ctx, __u32 po
 	if (bpf_skb_load_bytes_relative(ctx, __builtin_offsetof(struct ipv6_header, source), &flow,
 					sizeof(flow.client_address) + sizeof(flow.vip_address), BPF_HDR_START_NET))
 		return QUEUE_UNKNOWN;
-	return predicted_queue_ipv6(&flow, &hash);
+	return predict_queue_ipv6(&flow, &hash);
 }
 
-static __always_inline __u32 queue_of(struct sk_reuseport_md *ctx)
+static __always_inline __u32 predict_packet_queue(struct sk_reuseport_md *ctx)
 {
 	void *data = ctx->data;
 	void *data_end = ctx->data_end;
@@ -83,7 +83,7 @@ SEC("sk_reuseport")
 int steer(struct sk_reuseport_md *ctx)
 {
 	enum steer_counter outcome = STEER_COUNTER_NO_WORKER;
-	__u32 queue = queue_of(ctx);
+	__u32 queue = predict_packet_queue(ctx);
 
 	if (queue < MAX_STEERED_QUEUES) {
 		__u32 slot = steer_state.socket_of_queue[queue];

@@ -14,13 +14,13 @@
 /* 0: none. Fixed at load time. */
 const volatile __u16 vlan;
 
-#define FROM_TRUNK 0x7c1
+#define MARK_FROM_TRUNK 0x7c1
 #define ID_MASK 0xfff
 
 SEC("tc")
 int from_trunk(struct __sk_buff *skb)
 {
-	skb->mark = FROM_TRUNK;
+	skb->mark = MARK_FROM_TRUNK;
 	return TC_ACT_UNSPEC;
 }
 
@@ -37,7 +37,7 @@ int to_host(struct __sk_buff *skb)
 {
 	__u32 id = skb->vlan_present ? skb->vlan_tci & ID_MASK : 0;
 
-	if (skb->mark == FROM_TRUNK && id != vlan)
+	if (skb->mark == MARK_FROM_TRUNK && id != vlan)
 		return TC_ACT_SHOT;
 	if (skb->vlan_present && bpf_skb_vlan_pop(skb))
 		return TC_ACT_SHOT;

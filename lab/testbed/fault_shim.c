@@ -50,7 +50,7 @@ __attribute__((constructor)) static void open_faults(void)
 		faults = page;
 }
 
-static int is_refused(int file)
+static int must_fail_with_enospc(int file)
 {
 	struct stat status;
 	return faults && faults->disk_full && !fstat(file, &status) && S_ISREG(status.st_mode);
@@ -58,7 +58,7 @@ static int is_refused(int file)
 
 ssize_t pwrite64(int file, const void *bytes, size_t count, off64_t position)
 {
-	if (is_refused(file)) {
+	if (must_fail_with_enospc(file)) {
 		errno = ENOSPC;
 		return -1;
 	}
@@ -67,7 +67,7 @@ ssize_t pwrite64(int file, const void *bytes, size_t count, off64_t position)
 
 int ftruncate64(int file, off64_t length)
 {
-	if (is_refused(file)) {
+	if (must_fail_with_enospc(file)) {
 		errno = ENOSPC;
 		return -1;
 	}

@@ -60,7 +60,7 @@ static __always_inline __u32 established_shift(struct __sk_buff *skb, const stru
 	return flags & TCP_SYN ? 0 : rss->established_shift;
 }
 
-static __always_inline int to_queue(struct __sk_buff *skb, __u32 queue)
+static __always_inline int set_receive_queue(struct __sk_buff *skb, __u32 queue)
 {
 	skb->queue_mapping = queue + 2;
 	return TC_ACT_OK;
@@ -72,8 +72,8 @@ static __always_inline bool has_ports(__u8 protocol)
 }
 
 /* Sets hash and queue of a frame. Without ports the last bytes of `input` are 0, which add nothing to the hash. */
-static __always_inline int receive(struct __sk_buff *skb, const struct emulated_rss *rss, __u8 *input, __u32 length,
-				   __u32 shift)
+static __always_inline int assign_receive_queue(struct __sk_buff *skb, const struct emulated_rss *rss, __u8 *input,
+						__u32 length, __u32 shift)
 {
 	__u32 hash, entry;
 
@@ -81,7 +81,7 @@ static __always_inline int receive(struct __sk_buff *skb, const struct emulated_
 	hash = toeplitz_of_input(rss->mapping.byte, input, length);
 	entry = (hash + shift) & (rss->mapping.entry_count - 1) & (MAX_INDIRECTION_ENTRIES - 1);
 	bpf_set_hash(skb, hash);
-	return to_queue(skb, rss->mapping.queue[entry]);
+	return set_receive_queue(skb, rss->mapping.queue[entry]);
 }
 
 static __always_inline int receive_ipv4(struct __sk_buff *skb, const struct emulated_rss *rss)
@@ -91,13 +91,14 @@ static __always_inline int receive_ipv4(struct __sk_buff *skb, const struct emul
 	struct iphdr ip;
 
 	if (bpf_skb_load_bytes(skb, ETH_HLEN, &ip, sizeof(ip)))
-		return to_queue(skb, 0);
+		return set_receive_queue(skb, 0);
 	transport = ETH_HLEN + ip.ihl * 4;
 	__builtin_memcpy(input, &ip.saddr, RSS_INPUT_IPV4_ADDRESS_BYTES);
 	if (has_ports(ip.protocol) && !(ip.frag_off & bpf_htons(IPV4_FRAGMENT_BITS)) &&
 	    bpf_skb_load_bytes(skb, transport, input + RSS_INPUT_IPV4_ADDRESS_BYTES, RSS_INPUT_PORT_BYTES))
-		return to_queue(skb, 0);
-	return receive(skb, rss, input, sizeof(input), established_shift(skb, rss, ip.protocol, transport));
+		return set_receive_queue(skb, 0);
+	return assign_receive_queue(skb, rss, input, sizeof(input),
+				    established_shift(skb, rss, ip.protocol, transport));
 }
 
 /* Behind extension headers NICs differ: here such a frame counts as one without ports. */
@@ -109,13 +110,13 @@ static __always_inline int receive_ipv6(struct __sk_buff *skb, const struct emul
 
 	if (bpf_skb_load_bytes(skb, IPV6_FIELD_OFFSET(next_header), &next, sizeof(next)) ||
 	    bpf_skb_load_bytes(skb, IPV6_FIELD_OFFSET(source), input, RSS_INPUT_IPV6_BYTES - RSS_INPUT_PORT_BYTES))
-		return to_queue(skb, 0);
+		return set_receive_queue(skb, 0);
 	if (has_ports(next) &&
 	    bpf_skb_load_bytes(skb, IPV6_TRANSPORT_OFFSET, input + RSS_INPUT_IPV6_BYTES - RSS_INPUT_PORT_BYTES,
 			       RSS_INPUT_PORT_BYTES))
-		return to_queue(skb, 0);
+		return set_receive_queue(skb, 0);
 	shift = established_shift(skb, rss, next, IPV6_TRANSPORT_OFFSET);
-	return receive(skb, rss, input, sizeof(input), shift);
+	return assign_receive_queue(skb, rss, input, sizeof(input), shift);
 }
 
 SEC("tc")
@@ -126,10 +127,10 @@ int rss_emulation(struct __sk_buff *skb)
 
 	rss = bpf_map_lookup_elem(&registers, &zero);
 	if (!rss || !rss->mapping.entry_count)
-		return to_queue(skb, 0);
+		return set_receive_queue(skb, 0);
 	if (skb->protocol == bpf_htons(ETH_P_IP))
 		return receive_ipv4(skb, rss);
-	return skb->protocol == bpf_htons(ETH_P_IPV6) ? receive_ipv6(skb, rss) : to_queue(skb, 0);
+	return skb->protocol == bpf_htons(ETH_P_IPV6) ? receive_ipv6(skb, rss) : set_receive_queue(skb, 0);
 }
 
 char LICENSE[] SEC("license") = "Dual MIT/GPL";

@@ -19,11 +19,11 @@ use coreward_intf as intf;
 use coreward_model::FourTuple;
 use coreward_model::key_activation;
 use coreward_model::load::CoreReadings;
-use coreward_model::rss::Rss;
+use coreward_model::rss::RssConfig;
 use coreward_model::tuple::Protocol;
 use coreward_wire::{
     AgentConfiguration, RefusedService, Report, ReportDetails, ReportedRss, SocketAnswer, SocketQuery, StampedService,
-    limited_report, v1,
+    limit_report_size, v1,
 };
 
 use crate::config::{self, Config};
@@ -42,7 +42,7 @@ use crate::rss::rss_verifier::{RssVerifier, Verdict};
 use crate::rss::testbed::TestbedRss;
 use crate::rss_conflicts::RssConflicts;
 use crate::saved_settings::SettingsStore;
-use crate::stall::{Counts, StallDetector};
+use crate::stall::{HandshakeCounters, StallDetector};
 use crate::steering::{self, Steering};
 use crate::unstamped_syn_acks::{self, UnstampedSynAcks};
 use crate::{connections, dispatch, timestamps};
@@ -62,15 +62,15 @@ pub struct Agent {
     saved_settings: SettingsStore,
     programs: ServerPrograms,
     rss: RssManager,
-    verifier: RssVerifier,
+    syn_verifier: RssVerifier,
     /// Verifier of established packets, which a flow director moves to other queues.
     established_verifier: RssVerifier,
     input_search: TransformSearch,
-    load: Box<dyn LoadSource>,
+    load_source: Box<dyn LoadSource>,
     steering: Steering,
     daisy_chain: DaisyChain,
     decapsulator: Decapsulator,
-    stalls: StallDetector,
+    stall_detector: StallDetector,
     unstamped_syn_acks: UnstampedSynAcks,
     cpu_of_queue: Vec<usize>,
     configuration: Option<AgentConfiguration>,
@@ -130,17 +130,17 @@ impl Agent {
             steering: Steering::new(config.steer, &config.pin_directory),
             daisy_chain: DaisyChain::new(&config.interface),
             decapsulator: Decapsulator::start(&config, interface_index)?,
-            stalls: StallDetector::from(stall_counters(&programs)),
+            stall_detector: StallDetector::from(stall_counters(&programs)),
             unstamped_syn_acks: UnstampedSynAcks::from(programs.counter(intf::SERVER_COUNTER_EGRESS_FOREIGN_CLOCK)),
             rss: RssManager::new(rss_device(&config, &nic)),
             nic,
             config,
             saved_settings: memory,
             programs,
-            verifier: RssVerifier::default(),
+            syn_verifier: RssVerifier::default(),
             established_verifier: RssVerifier::default(),
             input_search: TransformSearch::default(),
-            load,
+            load_source: load,
             cpu_of_queue: vec![],
             configuration: None,
             refused_updates: Vec::new(),
@@ -164,7 +164,7 @@ impl Agent {
     }
 
     /// Returns key, input transform and table of the NIC; `None`: unknown.
-    pub fn rss(&self) -> Option<&Rss> {
+    pub fn rss(&self) -> Option<&RssConfig> {
         self.rss.known_rss()
     }
 
@@ -223,7 +223,7 @@ impl Agent {
             |service: &&StampedService| configuration.services.iter().all(|other| other.address != service.address);
         let kept: Vec<StampedService> = before.filter(is_refused).filter(is_free).cloned().collect();
         configuration.services.extend(kept);
-        self.refused_updates = refused.iter().map(|service| service.message(generation)).collect();
+        self.refused_updates = refused.iter().map(|service| service.to_refused_update(generation)).collect();
         if let Err(error) = self.try_configure(&configuration) {
             self.refuse_all(generation, format!("{error:#}"));
             tracing::warn!(
@@ -290,7 +290,7 @@ impl Agent {
             self.on_rss_changed();
         }
         self.cpu_of_queue = queues::cpus_of_queues(&self.nic, self.rss.receive_queues());
-        self.load.refresh(&self.cpu_of_queue);
+        self.load_source.refresh(&self.cpu_of_queue);
         self.refresh_times();
         self.daisy_chain.apply_changes(&mut self.programs);
         let rss_warning = self.verify_rss();
@@ -302,7 +302,7 @@ impl Agent {
         }
         self.warnings.extend(self.daisy_chain.warning());
         self.warnings.extend(self.decapsulator.warning());
-        self.warnings.extend(self.stalls.observe(stall_counters(&self.programs)).map(str::to_owned));
+        self.warnings.extend(self.stall_detector.observe(stall_counters(&self.programs)).map(str::to_owned));
         let foreign = self.programs.counter(intf::SERVER_COUNTER_EGRESS_FOREIGN_CLOCK);
         self.warnings.extend(self.unstamped_syn_acks.observe(foreign, Instant::now()));
         let services = self.configuration.iter().flat_map(|configuration| &configuration.services);
@@ -311,7 +311,7 @@ impl Agent {
         self.warnings.extend(self.rss.problem().map(str::to_owned));
         self.warnings.extend(rss_warning);
         self.warnings.extend(self.connection_counter.warning());
-        self.warnings.extend(self.load.warnings());
+        self.warnings.extend(self.load_source.warnings());
         self.warnings.extend(self.steering.update(&self.cpu_of_queue));
         self.warnings.extend(self.dispatcher.iter().flat_map(dispatch::warnings));
         if self.conflicts_checked_at.is_none_or(|at| at.elapsed() > CONFLICT_CHECK_INTERVAL) {
@@ -334,7 +334,7 @@ impl Agent {
     fn on_rss_changed(&mut self) {
         self.programs.set_rss(self.rss.known_rss(), self.rss.generation() as u32);
         let (matched, mismatched) = self.rss_counters();
-        self.verifier.restart(matched, mismatched);
+        self.syn_verifier.restart(matched, mismatched);
         let (matched, mismatched) = self.established_counters();
         self.established_verifier.restart(matched, mismatched);
         self.input_search.restart(self.programs.newest_sample());
@@ -348,7 +348,7 @@ impl Agent {
     fn verify_rss(&mut self) -> Option<String> {
         let (matched, mismatched) = self.rss_counters();
         let known = self.rss.known_rss()?;
-        let verdict = self.verifier.observe(&known.indirection_table, matched, mismatched);
+        let verdict = self.syn_verifier.observe(&known.indirection_table, matched, mismatched);
         if verdict == Verdict::NotInForce {
             let samples = self.programs.samples(self.input_search.last_sample());
             if let Some(input) = self.input_search.observe(known, &samples) {
@@ -385,7 +385,7 @@ impl Agent {
 
     /// Returns the queried connections that still have a socket on this server: all, if the service's sockets are not
     /// visible. Fails when the service is not of TCP, or the kernel does not answer.
-    pub fn answer(&self, query: &SocketQuery) -> anyhow::Result<SocketAnswer> {
+    pub fn answer_socket_query(&self, query: &SocketQuery) -> anyhow::Result<SocketAnswer> {
         ensure!(query.service.protocol == Protocol::Tcp, "sockets of {}: expected a service of TCP", query.service);
         let tuple = |client: &SocketAddr| FourTuple::new(*client, query.service.socket);
         let tuples: Vec<FourTuple> = query.clients.iter().map(tuple).collect::<Result<_, _>>()?;
@@ -412,7 +412,7 @@ impl Agent {
     pub fn report(&mut self, sent: &ReportState, more_warnings: &[String]) -> Option<v1::Report> {
         self.core_busy_ns.clear();
         let measured_ns = monotonic_ns();
-        let problem = self.load.read(&mut self.core_busy_ns).err().map(|error| format!("{error:#}"));
+        let problem = self.load_source.read(&mut self.core_busy_ns).err().map(|error| format!("{error:#}"));
         if problem != self.load_problem {
             match &problem {
                 Some(text) => {
@@ -460,7 +460,7 @@ impl Agent {
             configuration_generation: self.confirmed_generation(),
             details,
         };
-        Some(limited_report(report.into()))
+        Some(limit_report_size(report.into()))
     }
 
     /// Applies `[dispatch]` of the changed `file`; other changes need a restart. Fails when the kernel rejects
@@ -474,7 +474,9 @@ impl Agent {
             );
         }
         match (&self.dispatcher, &config.dispatch) {
-            (Some(dispatcher), Some(options)) if dispatcher.is_running() => dispatcher.replace(options.clone())?,
+            (Some(dispatcher), Some(options)) if dispatcher.is_running() => {
+                dispatcher.replace_config(options.clone())?
+            }
             (_, Some(options)) => self.dispatcher = Some(Dispatcher::start(options)?),
             (_, None) => self.end_dispatch()?,
         }
@@ -527,9 +529,9 @@ fn stamps_new_connections(configuration: &AgentConfiguration) -> bool {
     configuration.services.iter().any(|service| service.mode.stamps_new_connections())
 }
 
-fn stall_counters(programs: &ServerPrograms) -> Counts {
+fn stall_counters(programs: &ServerPrograms) -> HandshakeCounters {
     let counters = programs.counters();
-    Counts {
+    HandshakeCounters {
         handshakes: counters[intf::SERVER_COUNTER_HANDSHAKE as usize],
         stalled_handshakes: counters[intf::SERVER_COUNTER_HANDSHAKE_STALLED as usize],
         stalled_connections: counters[intf::SERVER_COUNTER_CONNECTION_STALLED as usize],

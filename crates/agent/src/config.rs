@@ -3,7 +3,7 @@
 use std::net::{IpAddr, SocketAddr};
 use std::path::PathBuf;
 
-use coreward_config::{AbsolutePath, Interface, Name, config_enum, config_file, config_struct, string_enum};
+use coreward_config::{AbsolutePath, InterfaceName, Name, config_enum, config_file, config_struct, string_enum};
 use coreward_daemon::Controllers;
 
 config_struct! {
@@ -15,7 +15,7 @@ config_struct! {
         /// Addresses of the controllers: one, or a list.
         pub controllers as "controller": Controllers,
         /// Ethernet device that receives and sends the services' packets.
-        pub interface: String as Interface,
+        pub interface: String as InterfaceName,
         /// Directory of the data plane in a BPF file system, created if missing; one per agent.
         pub pin_directory: PathBuf as AbsolutePath,
         /// Whether the agent sets the fleet's RSS key and a balanced indirection table, or only reads the NIC's.

@@ -12,9 +12,9 @@ use coreward_model::tuple::Protocol;
 use coreward_wire::{AgentConfiguration, CountedConnections};
 
 /// Interval of counts, from start to start.
-const INTERVAL: Duration = Duration::from_secs(5);
+const COUNT_INTERVAL: Duration = Duration::from_secs(5);
 /// Interval of counts while a server drains.
-const INTERVAL_DRAINING: Duration = Duration::from_secs(1);
+const DRAINING_COUNT_INTERVAL: Duration = Duration::from_secs(1);
 /// Pause as a multiple of the last count's duration: counting takes at most a twentieth of one CPU.
 const PAUSE_FACTOR: u32 = 20;
 
@@ -31,7 +31,7 @@ struct CountResult {
     started_at: Instant,
     duration: Duration,
     configuration_generation: u64,
-    services: BTreeMap<String, u32>,
+    counts_by_service: BTreeMap<String, u32>,
 }
 
 impl ConnectionCounter {
@@ -48,7 +48,7 @@ impl ConnectionCounter {
     }
 
     fn is_due(&self, draining: bool) -> bool {
-        let interval = if draining { INTERVAL_DRAINING } else { INTERVAL };
+        let interval = if draining { DRAINING_COUNT_INTERVAL } else { COUNT_INTERVAL };
         self.last_run.is_none_or(|(began, took)| began.elapsed() >= interval.max(took * PAUSE_FACTOR))
     }
 
@@ -61,7 +61,12 @@ impl ConnectionCounter {
             of_tcp.map(|service| (service.name.clone(), service.address.socket)).unzip();
         let count = move || {
             let services = names.into_iter().zip(connection_counts(&addresses)?).collect();
-            Ok(CountResult { started_at: began, duration: began.elapsed(), configuration_generation, services })
+            Ok(CountResult {
+                started_at: began,
+                duration: began.elapsed(),
+                configuration_generation,
+                counts_by_service: services,
+            })
         };
         match std::thread::Builder::new().name("counting".to_owned()).spawn(count) {
             Ok(thread) => self.running = Some(thread),
@@ -96,7 +101,7 @@ impl ConnectionCounter {
         self.newest_result.as_ref().map(|counted| CountedConnections {
             elapsed: counted.started_at.elapsed(),
             configuration_generation: counted.configuration_generation,
-            services: counted.services.clone(),
+            services: counted.counts_by_service.clone(),
         })
     }
 

@@ -4,8 +4,8 @@
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use coreward_daemon::Connection;
-use coreward_daemon::metrics_endpoint::Scrapes;
+use coreward_daemon::ControllerConnection;
+use coreward_daemon::metrics_endpoint::ScrapeReceiver;
 use coreward_dataplane::pins::PinLock;
 use coreward_metrics::snapshot::Snapshot;
 use coreward_rpc::v1::control_client::ControlClient;
@@ -35,7 +35,7 @@ pub fn run(config: &Path) -> anyhow::Result<()> {
     let mut agent = Agent::start(config)?;
     tokio::runtime::Builder::new_current_thread().enable_all().build()?.block_on(async {
         let hangup = signal(SignalKind::hangup())?;
-        let scrapes = Scrapes::listen(agent.metrics_address())?;
+        let scrapes = ScrapeReceiver::listen(agent.metrics_address())?;
         let tasks = BackgroundTasks {
             maintenance: start_interval(POLL_INTERVAL),
             reload: Some((hangup, config_file.to_owned())),
@@ -53,14 +53,17 @@ pub fn run(config: &Path) -> anyhow::Result<()> {
 pub fn serve(agent: &mut Agent) -> LocalBoxFuture<'_, anyhow::Result<std::convert::Infallible>> {
     Box::pin(async {
         let connection = connection(agent)?;
-        let tasks =
-            BackgroundTasks { maintenance: start_interval(POLL_INTERVAL), reload: None, scrapes: Scrapes::default() };
+        let tasks = BackgroundTasks {
+            maintenance: start_interval(POLL_INTERVAL),
+            reload: None,
+            scrapes: ScrapeReceiver::default(),
+        };
         Ok(run_sessions(agent, connection, tasks).await)
     })
 }
 
-fn connection(agent: &Agent) -> anyhow::Result<Connection> {
-    Connection::new(agent.controllers().clone(), agent.tls(), &[Role::Controller, Role::Rack])
+fn connection(agent: &Agent) -> anyhow::Result<ControllerConnection> {
+    ControllerConnection::new(agent.controllers().clone(), agent.tls(), &[Role::Controller, Role::Rack])
 }
 
 /// Periodic tasks, which run with and without a controller.
@@ -68,7 +71,7 @@ struct BackgroundTasks {
     maintenance: Interval,
     /// SIGHUP, and the file that it reloads.
     reload: Option<(Signal, PathBuf)>,
-    scrapes: Scrapes,
+    scrapes: ScrapeReceiver,
 }
 
 enum Task {
@@ -97,7 +100,12 @@ impl BackgroundTasks {
     }
 
     /// Runs the periodic tasks until `other` completes.
-    async fn run_while<T>(&mut self, agent: &mut Agent, connection: &Connection, other: impl Future<Output = T>) -> T {
+    async fn run_while<T>(
+        &mut self,
+        agent: &mut Agent,
+        connection: &ControllerConnection,
+        other: impl Future<Output = T>,
+    ) -> T {
         tokio::pin!(other);
         loop {
             tokio::select! {
@@ -109,7 +117,7 @@ impl BackgroundTasks {
 }
 
 impl Task {
-    fn perform(self, agent: &mut Agent, connection: &Connection) {
+    fn perform(self, agent: &mut Agent, connection: &ControllerConnection) {
         let path = match self {
             Self::Maintain => return agent.maintain(),
             Self::Scrape(scrape) => {
@@ -154,7 +162,7 @@ fn start_interval(period: Duration) -> Interval {
 
 async fn run_sessions(
     agent: &mut Agent,
-    mut connection: Connection,
+    mut connection: ControllerConnection,
     mut tasks: BackgroundTasks,
 ) -> std::convert::Infallible {
     loop {
@@ -165,7 +173,7 @@ async fn run_sessions(
 }
 
 async fn run_session(
-    connection: &mut Connection,
+    connection: &mut ControllerConnection,
     agent: &mut Agent,
     tasks: &mut BackgroundTasks,
 ) -> anyhow::Result<()> {
@@ -239,7 +247,8 @@ async fn run_session(
 }
 
 fn answer(agent: &Agent, query: &v1::SocketQuery) -> Option<v1::SocketAnswer> {
-    let answer = SocketQuery::try_from(query).map_err(anyhow::Error::from).and_then(|query| agent.answer(&query));
+    let answer =
+        SocketQuery::try_from(query).map_err(anyhow::Error::from).and_then(|query| agent.answer_socket_query(&query));
     match answer {
         Ok(answer) => Some(answer.into()),
         Err(error) => {

@@ -7,7 +7,7 @@ use std::sync::mpsc::Receiver;
 
 use anyhow::Context as _;
 use coreward_dataplane::mac::MacAddress;
-use coreward_dataplane::neighbour::{Change, Resolver};
+use coreward_dataplane::neighbour::{MacChange, Resolver};
 use coreward_dataplane::server::ServerPrograms;
 use coreward_model::ServerId;
 use coreward_wire::PreviousServer;
@@ -16,37 +16,42 @@ use coreward_wire::PreviousServer;
 pub struct DaisyChain {
     interface: String,
     /// Resolver of MAC addresses, started for the first server.
-    resolver: Option<(Resolver, Receiver<Change>)>,
-    ids: BTreeMap<IpAddr, Vec<ServerId>>,
+    resolver: Option<(Resolver, Receiver<MacChange>)>,
+    server_ids_by_address: BTreeMap<IpAddr, Vec<ServerId>>,
     mac_addresses: HashMap<IpAddr, MacAddress>,
 }
 
 impl DaisyChain {
     /// Returns a list without servers, whose addresses will be resolved at `interface`.
     pub fn new(interface: &str) -> Self {
-        Self { interface: interface.to_owned(), resolver: None, ids: BTreeMap::new(), mac_addresses: HashMap::new() }
+        Self {
+            interface: interface.to_owned(),
+            resolver: None,
+            server_ids_by_address: BTreeMap::new(),
+            mac_addresses: HashMap::new(),
+        }
     }
 
     /// Sets the servers. MAC addresses from an earlier process stay until ARP finds others. Fails when packet sockets
     /// are not allowed.
     pub fn set(&mut self, servers: &[PreviousServer], programs: &mut ServerPrograms) -> anyhow::Result<()> {
-        self.ids.clear();
+        self.server_ids_by_address.clear();
         for server in servers {
-            self.ids.entry(server.address).or_default().push(server.id);
+            self.server_ids_by_address.entry(server.address).or_default().push(server.id);
         }
-        self.mac_addresses.retain(|address, _| self.ids.contains_key(address));
-        let needed: BTreeSet<ServerId> = self.ids.values().flatten().copied().collect();
+        self.mac_addresses.retain(|address, _| self.server_ids_by_address.contains_key(address));
+        let needed: BTreeSet<ServerId> = self.server_ids_by_address.values().flatten().copied().collect();
         let all = (0..ServerId::COUNT as u64).filter_map(|id| ServerId::try_from(id).ok());
         all.filter(|id| !needed.contains(id)).for_each(|id| programs.set_server_mac(id, None));
         for (address, mac) in &self.mac_addresses {
-            self.ids[address].iter().for_each(|id| programs.set_server_mac(*id, Some(*mac)));
+            self.server_ids_by_address[address].iter().for_each(|id| programs.set_server_mac(*id, Some(*mac)));
         }
-        if self.resolver.is_none() && !self.ids.is_empty() {
+        if self.resolver.is_none() && !self.server_ids_by_address.is_empty() {
             self.resolver =
                 Some(Resolver::start(&self.interface).context("cannot resolve MAC addresses of other servers")?);
         }
         if let Some((resolver, _)) = &self.resolver {
-            resolver.set_addresses(self.ids.keys().copied().collect());
+            resolver.set_addresses(self.server_ids_by_address.keys().copied().collect());
         }
         Ok(())
     }
@@ -54,8 +59,8 @@ impl DaisyChain {
     /// Applies new results of ARP.
     pub fn apply_changes(&mut self, programs: &mut ServerPrograms) {
         let Some((_, changes)) = &self.resolver else { return };
-        for Change { address, mac } in changes.try_iter() {
-            let Some(ids) = self.ids.get(&address) else { continue };
+        for MacChange { address, mac } in changes.try_iter() {
+            let Some(ids) = self.server_ids_by_address.get(&address) else { continue };
             ids.iter().for_each(|id| programs.set_server_mac(*id, mac));
             match mac {
                 Some(mac) => self.mac_addresses.insert(address, mac),
@@ -66,7 +71,7 @@ impl DaisyChain {
 
     /// Returns a warning about unresolved servers, for `coreward status`.
     pub fn warning(&self) -> Option<String> {
-        let missing = self.ids.keys().filter(|address| !self.mac_addresses.contains_key(address));
+        let missing = self.server_ids_by_address.keys().filter(|address| !self.mac_addresses.contains_key(address));
         let missing: Vec<String> = missing.map(IpAddr::to_string).collect();
         (!missing.is_empty()).then(|| {
             format!("no MAC address of {}: packets of older connections there are not forwarded", missing.join(", "))

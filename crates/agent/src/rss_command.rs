@@ -9,7 +9,7 @@ use coreward_dataplane::server::ServerPrograms;
 use coreward_dataplane::tc::{self, Direction};
 use coreward_dataplane::vlan_device;
 use coreward_intf as intf;
-use coreward_model::rss::{IndirectionTable, InputTransform, Rss, RssKey};
+use coreward_model::rss::{IndirectionTable, InputTransform, RssConfig, RssKey};
 use coreward_model::tuple::address_from_words;
 use serde::Serialize;
 
@@ -112,7 +112,7 @@ pub fn run(args: &RssArgs) -> anyhow::Result<bool> {
         tc::attach_until_drop(programs.program(Direction::Ingress).as_fd(), interface_index, Direction::Ingress)?;
     // The command sees every SYN after this line.
     print(args.json, &nic)?;
-    watch(args, &programs, &rss)
+    watch_syns(args, &programs, &rss)
 }
 
 fn set(args: &RssArgs, device: &mut EthtoolRss) -> anyhow::Result<()> {
@@ -127,7 +127,7 @@ fn set(args: &RssArgs, device: &mut EthtoolRss) -> anyhow::Result<()> {
     Ok(device.write(&settings)?)
 }
 
-fn watch(args: &RssArgs, programs: &ServerPrograms, rss: &Rss) -> anyhow::Result<bool> {
+fn watch_syns(args: &RssArgs, programs: &ServerPrograms, rss: &RssConfig) -> anyhow::Result<bool> {
     let end = Instant::now() + Duration::from_secs(args.seconds);
     let (mut last, mut search, mut input) = (0, TransformSearch::default(), None);
     loop {

@@ -7,7 +7,7 @@ const TOLERATED_FRACTION: f64 = 0.01;
 
 /// Counters of server.bpf.c, absolute.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct Counts {
+pub struct HandshakeCounters {
     /// Stamped SYN-ACKs that were sent for the first time.
     pub handshakes: u64,
     /// Stamped SYN-ACKs that were sent for the fourth time.
@@ -20,18 +20,18 @@ pub struct Counts {
 #[derive(Debug, Default)]
 pub struct StallDetector {
     /// Counters at the start of the window.
-    window_start: Counts,
+    window_start: HandshakeCounters,
     warning: Option<String>,
 }
 
 impl StallDetector {
     /// Returns a detector that ignores the counts of an earlier process.
-    pub fn from(counts: Counts) -> Self {
+    pub fn from(counts: HandshakeCounters) -> Self {
         Self { window_start: counts, warning: None }
     }
 
     /// Returns the result of the last complete window, as text for `coreward status`.
-    pub fn observe(&mut self, counts: Counts) -> Option<&str> {
+    pub fn observe(&mut self, counts: HandshakeCounters) -> Option<&str> {
         let handshakes = counts.handshakes.saturating_sub(self.window_start.handshakes);
         if handshakes >= HANDSHAKES_PER_VERDICT {
             let shaking = counts.stalled_handshakes.saturating_sub(self.window_start.stalled_handshakes);
@@ -56,7 +56,7 @@ mod tests {
 
     #[test]
     fn stall_warning_needs_more_than_one_percent() {
-        let counts = |handshakes, stalled_handshakes, stalled_connections| Counts {
+        let counts = |handshakes, stalled_handshakes, stalled_connections| HandshakeCounters {
             handshakes,
             stalled_handshakes,
             stalled_connections,

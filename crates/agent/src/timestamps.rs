@@ -7,17 +7,17 @@ use anyhow::Context as _;
 
 use crate::saved_settings::SettingsStore;
 
-const SYSCTL: &str = "/proc/sys/net/ipv4/tcp_timestamps";
+const TCP_TIMESTAMPS_PATH: &str = "/proc/sys/net/ipv4/tcp_timestamps";
 const WITHOUT_OFFSETS: &str = "2";
 /// Value of the sysctl for a random offset per connection: such connections are not stamped.
 const WITH_OFFSETS: &str = "1";
 
 fn read() -> anyhow::Result<String> {
-    Ok(fs::read_to_string(SYSCTL).context(SYSCTL)?.trim().to_owned())
+    Ok(fs::read_to_string(TCP_TIMESTAMPS_PATH).context(TCP_TIMESTAMPS_PATH)?.trim().to_owned())
 }
 
-fn write(value: &str) -> anyhow::Result<()> {
-    fs::write(SYSCTL, value).with_context(|| format!("{SYSCTL}: writing {value}"))
+fn write_sysctl(value: &str) -> anyhow::Result<()> {
+    fs::write(TCP_TIMESTAMPS_PATH, value).with_context(|| format!("{TCP_TIMESTAMPS_PATH}: writing {value}"))
 }
 
 /// Returns the required value of the sysctl. New connections are not stamped while their service is handed over to
@@ -34,7 +34,7 @@ pub fn manage(stamp_new: bool, memory: &mut SettingsStore) -> anyhow::Result<()>
         if memory.get().tcp_timestamps.is_none() {
             memory.change(|settings| settings.tcp_timestamps = Some(found.clone()))?;
         }
-        write(required)?;
+        write_sysctl(required)?;
         tracing::info!(
             event = "sysctl-set",
             before = found,
@@ -47,7 +47,7 @@ pub fn manage(stamp_new: bool, memory: &mut SettingsStore) -> anyhow::Result<()>
 
 pub fn restore(memory: &mut SettingsStore) -> anyhow::Result<()> {
     if let Some(original) = memory.get().tcp_timestamps.clone() {
-        write(&original)?;
+        write_sysctl(&original)?;
         tracing::info!(event = "sysctl-restored", value = original, "the agent has restored net.ipv4.tcp_timestamps");
         memory.change(|settings| settings.tcp_timestamps = None)?;
     }

@@ -43,7 +43,7 @@ impl UnstampedSynAcks {
 pub fn limitation(service: &StampedService) -> Option<String> {
     let mode = service.mode;
     let limitation = match mode.consistency {
-        _ if mode.transfer.is_some() => "connections at the other load balancer break (migration)",
+        _ if mode.migration.is_some() => "connections at the other load balancer break (migration)",
         Consistency::Beamer => "connections break when their bucket changes hands (`consistency = \"beamer\"`)",
         _ if mode.has_cookies() && mode.timestamps == Timestamps::Off => {
             "connections without a flow-table entry break when their bucket changes hands (`timestamps = \"off\"`)"

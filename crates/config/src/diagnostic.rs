@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 use crate::{Source, Span};
 
 /// Limit of mistakes that are shown; further mistakes are counted.
-pub(crate) const DISPLAY_LIMIT: usize = 100;
+pub(crate) const MAX_SHOWN_DIAGNOSTICS: usize = 100;
 
 /// Mistake in a file, or a file that cannot be read.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -37,10 +37,10 @@ pub struct Location {
 }
 
 /// Limit of names and values that are shown in full and compared with valid names, in characters.
-const MAX_SHOWN_LENGTH: usize = 1000;
+const MAX_SHOWN_CHARS: usize = 1000;
 
 fn truncate_text(text: String) -> String {
-    match text.char_indices().nth(MAX_SHOWN_LENGTH) {
+    match text.char_indices().nth(MAX_SHOWN_CHARS) {
         Some((end, _)) => format!("{}...", &text[..end]),
         None => text,
     }
@@ -130,12 +130,12 @@ impl fmt::Display for Diagnostics {
 impl std::error::Error for Diagnostics {}
 
 impl Diagnostics {
-    /// Returns mistakes at locations of a file that has no others. Messages have the form that [`Source::error`]
-    /// expects.
+    /// Returns mistakes at locations of a file that has no others. Messages have the form that
+    /// [`Source::diagnostic_at`] expects.
     pub fn at(source: &Source, mut wrong: Vec<(Span, String)>) -> Self {
-        let more = wrong.len().saturating_sub(DISPLAY_LIMIT);
-        wrong.truncate(DISPLAY_LIMIT);
-        Self { list: source.errors_at(&wrong), omitted_count: more }
+        let more = wrong.len().saturating_sub(MAX_SHOWN_DIAGNOSTICS);
+        wrong.truncate(MAX_SHOWN_DIAGNOSTICS);
+        Self { list: source.diagnostics_at(&wrong), omitted_count: more }
     }
 }
 
@@ -149,8 +149,8 @@ impl From<Diagnostic> for Diagnostics {
 const MIN_SIMILARITY: f64 = 0.75;
 
 /// Returns the `known` name that is most similar to `given`, if any is similar enough.
-pub fn nearest<'a>(given: &str, known: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
-    if given.len() > MAX_SHOWN_LENGTH {
+pub fn find_nearest_name<'a>(given: &str, known: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
+    if given.len() > MAX_SHOWN_CHARS {
         return None;
     }
     let given = given.to_lowercase();

@@ -38,14 +38,14 @@ pub trait FromToml: Sized {
 
 /// Required value with its location. If the value is wrong or missing, the table that contains it can still be checked.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Field<T> {
+pub struct LocatedValue<T> {
     /// Value; `None` after a mistake.
     pub value: Option<T>,
     /// Location in the file.
     pub span: Span,
 }
 
-impl<T: FromToml> FromToml for Field<T> {
+impl<T: FromToml> FromToml for LocatedValue<T> {
     fn read(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
         Some(Self { value: T::read(value, reader), span: value.span() })
     }

@@ -10,18 +10,18 @@ use crate::{FromToml, Reader, parse_text};
 
 /// Name of a network device that Linux accepts (dev_valid_name() of net/core/dev.c).
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Interface(pub String);
+pub struct InterfaceName(pub String);
 
 /// Limit in bytes (IFNAMSIZ without the terminating zero byte).
 const MAX_INTERFACE_NAME_BYTES: usize = 15;
 
-impl From<Interface> for String {
-    fn from(interface: Interface) -> Self {
+impl From<InterfaceName> for String {
+    fn from(interface: InterfaceName) -> Self {
         interface.0
     }
 }
 
-impl FromToml for Interface {
+impl FromToml for InterfaceName {
     fn read(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
         parse_text(value, reader, |name| {
             let has_length = (1..=MAX_INTERFACE_NAME_BYTES).contains(&name.len());

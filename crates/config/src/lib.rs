@@ -22,13 +22,13 @@ mod source;
 mod tests;
 mod time;
 
-pub use diagnostic::{Diagnostic, Diagnostics, nearest};
-pub use from_toml::{Field, FromToml, Name, Number, choice_schema, parse_choice, parse_text};
-pub use host::{AbsolutePath, Interface};
+pub use diagnostic::{Diagnostic, Diagnostics, find_nearest_name};
+pub use from_toml::{FromToml, LocatedValue, Name, Number, choice_schema, parse_choice, parse_text};
+pub use host::{AbsolutePath, InterfaceName};
 pub use reader::{Reader, TableReader};
 pub use secret::{Secret, SecretText, read_secret, reject_foreign_secrets};
 pub use source::Source;
-pub use time::{BoundedDuration, HOUR, MICROSECOND, MILLISECOND, MINUTE, SECOND, format_time};
+pub use time::{BoundedDuration, HOUR_NS, MICROSECOND_NS, MILLISECOND_NS, MINUTE_NS, SECOND_NS, format_time};
 pub use toml::Spanned;
 #[doc(hidden)]
 pub use {serde_json, toml};

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use toml::Spanned;
 use toml::de::{DeTable, DeValue};
 
-use crate::diagnostic::{DISPLAY_LIMIT, nearest};
+use crate::diagnostic::{MAX_SHOWN_DIAGNOSTICS, find_nearest_name};
 use crate::source::{Parsed, key_at, one_line};
 use crate::{Diagnostic, Diagnostics, FromToml, Source, Span};
 
@@ -18,7 +18,7 @@ pub struct Reader<'a> {
     keys: Vec<String>,
     pending_diagnostics: Vec<PendingDiagnostic>,
     omitted_count: usize,
-    syntax: Syntax,
+    syntax: SyntaxErrors,
 }
 
 /// Mistake whose line is not computed yet.
@@ -32,7 +32,7 @@ struct PendingDiagnostic {
 
 /// Effect of syntax errors on later checks.
 #[derive(Default)]
-struct Syntax {
+struct SyntaxErrors {
     has_error: bool,
     lines: BTreeSet<usize>,
     /// Line of the first syntax error after which tables may be incomplete.
@@ -50,7 +50,7 @@ impl<'a> Reader<'a> {
             keys: Vec::new(),
             pending_diagnostics: Vec::new(),
             omitted_count: more,
-            syntax: Syntax::default(),
+            syntax: SyntaxErrors::default(),
         };
         for error in &errors {
             reader.record_syntax_error(error);
@@ -67,7 +67,7 @@ impl<'a> Reader<'a> {
 
     fn record_syntax_error(&mut self, error: &toml::de::Error) {
         let span = error.span().unwrap_or_default();
-        let line = self.source.line(&span);
+        let line = self.source.line_number(&span);
         self.syntax.has_error = true;
         self.syntax.lines.insert(line);
         if self.source.line_text(line).trim_start().starts_with('[') {
@@ -118,19 +118,19 @@ impl<'a> Reader<'a> {
         given: &str,
         known: impl IntoIterator<Item = &'n str>,
     ) {
-        self.push(span, message, || nearest(given, known).map(str::to_owned));
+        self.push(span, message, || find_nearest_name(given, known).map(str::to_owned));
     }
 
     fn push(&mut self, span: Span, message: impl Display, nearest: impl FnOnce() -> Option<String>) {
         if self.syntax.has_error {
-            let line = self.source.line(&span);
+            let line = self.source.line_number(&span);
             if self.syntax.lines.contains(&line) || self.syntax.unreliable_from_line.is_some_and(|first| first <= line)
             {
                 return;
             }
         }
         // A file may have a million mistakes: only the shown ones get a text.
-        if self.pending_diagnostics.len() >= DISPLAY_LIMIT {
+        if self.pending_diagnostics.len() >= MAX_SHOWN_DIAGNOSTICS {
             self.omitted_count += 1;
             return;
         }
@@ -171,8 +171,8 @@ impl<'a> Reader<'a> {
     }
 
     /// Returns the line of `span`, counted from 1.
-    pub fn line(&self, span: &Span) -> usize {
-        self.source.line(span)
+    pub fn line_number(&self, span: &Span) -> usize {
+        self.source.line_number(span)
     }
 
     /// Returns the file's name and text.

@@ -11,7 +11,7 @@ use toml::Spanned;
 use toml::de::{DeTable, DeValue};
 use toml_parser::parser::{RecursionGuard, ValidateWhitespace, parse_document};
 
-use crate::diagnostic::{DISPLAY_LIMIT, Location};
+use crate::diagnostic::{Location, MAX_SHOWN_DIAGNOSTICS};
 use crate::{Diagnostic, Diagnostics, FromToml, Reader, Span};
 
 /// Limit of a file in bytes, equal to the API's limit of a fleet's document.
@@ -42,7 +42,7 @@ const FIRST_PART_BYTES: usize = 64 << 10;
 
 /// Returns the values of a text, or of the first part with more errors than are shown. An error (a duplicate key, too)
 /// costs a hundred times its size.
-fn first_values(text: &str) -> (Spanned<DeTable<'_>>, Vec<toml::de::Error>) {
+fn parse_until_error_limit(text: &str) -> (Spanned<DeTable<'_>>, Vec<toml::de::Error>) {
     let mut size = FIRST_PART_BYTES;
     loop {
         let part = text.get(..size).and_then(|part| Some(&part[..=part.rfind('\n')?]));
@@ -52,7 +52,7 @@ fn first_values(text: &str) -> (Spanned<DeTable<'_>>, Vec<toml::de::Error>) {
         }
         if let Some(part) = part {
             let (table, errors) = DeTable::parse_recoverable(part);
-            if errors.len() > DISPLAY_LIMIT {
+            if errors.len() > MAX_SHOWN_DIAGNOSTICS {
                 return (table, errors);
             }
         }
@@ -113,7 +113,7 @@ impl Source {
     /// Reads a serde struct; fails at the first mistake.
     pub fn parse<T: DeserializeOwned>(&self) -> Result<T, Diagnostic> {
         toml::from_str(&self.text)
-            .map_err(|error| self.error(error.span().unwrap_or_default(), &one_line(error.message())))
+            .map_err(|error| self.diagnostic_at(error.span().unwrap_or_default(), &one_line(error.message())))
     }
 
     /// Parses the text up to the first errors. Each byte may be a syntax error, which costs a hundred times
@@ -126,14 +126,14 @@ impl Source {
         let mut guard = RecursionGuard::new(&mut whitespace, MAX_DEPTH);
         parse_document(&source.lex().into_vec(), &mut guard, &mut |error: toml_parser::ParseError| {
             count += 1;
-            if count == DISPLAY_LIMIT + 1 {
+            if count == MAX_SHOWN_DIAGNOSTICS + 1 {
                 first_too_many = error.unexpected().map_or(self.text.len(), |span| span.start());
             }
         });
         let end = (0..=first_too_many).rev().find(|at| self.text.is_char_boundary(*at)).unwrap_or_default();
-        let (table, mut errors) = first_values(&self.text[..end]);
+        let (table, mut errors) = parse_until_error_limit(&self.text[..end]);
         let found = errors.len().max(count);
-        errors.truncate(DISPLAY_LIMIT);
+        errors.truncate(MAX_SHOWN_DIAGNOSTICS);
         Parsed { table, omitted_count: found - errors.len(), errors }
     }
 
@@ -152,12 +152,12 @@ impl Source {
     }
 
     /// Returns a mistake at a location (bytes, from [`Spanned::span`]).
-    pub fn error(&self, span: Span, message: &str) -> Diagnostic {
-        self.errors_at(&[(span, message.to_owned())]).remove(0)
+    pub fn diagnostic_at(&self, span: Span, message: &str) -> Diagnostic {
+        self.diagnostics_at(&[(span, message.to_owned())]).remove(0)
     }
 
     /// Returns mistakes at several locations.
-    pub(crate) fn errors_at(&self, wrong: &[(Span, String)]) -> Vec<Diagnostic> {
+    pub(crate) fn diagnostics_at(&self, wrong: &[(Span, String)]) -> Vec<Diagnostic> {
         let table = self.parse_toml().table;
         let mistake = |(span, message): &(Span, String)| {
             Diagnostic::new(&self.path, self.location(span), key_at(table.get_ref(), span), message)
@@ -184,7 +184,7 @@ impl Source {
     }
 
     /// Returns the line of `span`, counted from 1.
-    pub fn line(&self, span: &Span) -> usize {
+    pub fn line_number(&self, span: &Span) -> usize {
         self.line_index(span.start) + 1
     }
 }

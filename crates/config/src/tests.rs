@@ -10,8 +10,8 @@ use serde_json::json;
 
 use crate::secret::read_secret_of;
 use crate::{
-    BoundedDuration, Diagnostics, Field, MILLISECOND, Name, Number, SECOND, Secret, Source, Spanned, config_enum,
-    config_struct, schema,
+    BoundedDuration, Diagnostics, LocatedValue, MILLISECOND_NS, Name, Number, SECOND_NS, Secret, Source, Spanned,
+    config_enum, config_struct, schema,
 };
 
 config_struct! {
@@ -19,9 +19,9 @@ config_struct! {
     #[derive(Debug)]
     struct Daemon {
         /// Name of the part.
-        name: Field<Name>,
+        name: LocatedValue<Name>,
         /// How often it looks.
-        interval: Option<BoundedDuration<{ 10 * MILLISECOND }, { SECOND }>>,
+        interval: Option<BoundedDuration<{ 10 * MILLISECOND_NS }, { SECOND_NS }>>,
         /// How many.
         count: Number<1, 9> = Number(3),
         /// Position of the part.
@@ -40,7 +40,7 @@ config_struct! {
     #[derive(Debug)]
     struct Service {
         /// Its address.
-        listen: Field<SocketAddr>,
+        listen: LocatedValue<SocketAddr>,
     }
 }
 
@@ -215,7 +215,7 @@ fn binary_and_oversized_files_are_rejected() {
 fn device_names_and_absolute_paths_are_checked() {
     crate::config_struct! {
         struct Host {
-            interface: crate::Interface,
+            interface: crate::InterfaceName,
             pins: crate::AbsolutePath,
         }
     }

@@ -9,15 +9,15 @@ use toml::de::DeValue;
 use crate::{FromToml, Reader};
 
 /// One microsecond in nanoseconds, the unit of the bounds of a [`BoundedDuration`].
-pub const MICROSECOND: u64 = 1_000;
+pub const MICROSECOND_NS: u64 = 1_000;
 /// One millisecond in nanoseconds.
-pub const MILLISECOND: u64 = 1_000_000;
+pub const MILLISECOND_NS: u64 = 1_000_000;
 /// One second in nanoseconds.
-pub const SECOND: u64 = 1_000_000_000;
+pub const SECOND_NS: u64 = 1_000_000_000;
 /// One minute in nanoseconds.
-pub const MINUTE: u64 = 60 * SECOND;
+pub const MINUTE_NS: u64 = 60 * SECOND_NS;
 /// One hour in nanoseconds.
-pub const HOUR: u64 = 60 * MINUTE;
+pub const HOUR_NS: u64 = 60 * MINUTE_NS;
 
 /// Time from `MIN` to `MAX` nanoseconds.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -30,7 +30,7 @@ impl<const MIN: u64, const MAX: u64> From<BoundedDuration<MIN, MAX>> for Duratio
 }
 
 const TIME_UNITS: [(&str, u64); 6] =
-    [("h", HOUR), ("m", MINUTE), ("s", SECOND), ("ms", MILLISECOND), ("us", MICROSECOND), ("ns", 1)];
+    [("h", HOUR_NS), ("m", MINUTE_NS), ("s", SECOND_NS), ("ms", MILLISECOND_NS), ("us", MICROSECOND_NS), ("ns", 1)];
 
 /// Formats a time in the largest unit of which it is a whole number.
 pub fn format_time(time: Duration) -> String {
@@ -81,20 +81,20 @@ mod tests {
     fn printed_times_parse_again() {
         for (ns, text) in [
             (0, "0s"),
-            (100 * MILLISECOND, "100ms"),
-            (86_400 * SECOND, "24h"),
-            (90 * SECOND, "90s"),
+            (100 * MILLISECOND_NS, "100ms"),
+            (86_400 * SECOND_NS, "24h"),
+            (90 * SECOND_NS, "90s"),
             (12_500, "12500ns"),
         ] {
             let time = Duration::from_nanos(ns);
             assert_eq!(format_time(time), text);
-            assert_eq!(BoundedDuration::<0, { 48 * HOUR }>::parse(text), Ok(BoundedDuration(time)));
+            assert_eq!(BoundedDuration::<0, { 48 * HOUR_NS }>::parse(text), Ok(BoundedDuration(time)));
         }
     }
 
     #[test]
     fn bounds_are_inclusive() {
-        type Interval = BoundedDuration<{ 10 * MILLISECOND }, SECOND>;
+        type Interval = BoundedDuration<{ 10 * MILLISECOND_NS }, SECOND_NS>;
         assert_eq!(Interval::parse("1s"), Ok(BoundedDuration(Duration::from_secs(1))));
         assert_eq!(Interval::parse("0.01s"), Ok(BoundedDuration(Duration::from_millis(10))));
         assert_eq!(

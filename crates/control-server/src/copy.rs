@@ -17,11 +17,11 @@ use crate::server::leader_election;
 /// Copies the records from the store of the controller's file `from` to that of `to`. No controller may use either
 /// store meanwhile. Returns a summary. Fails if a file is invalid, a store is in use, the source is empty, or the
 /// destination is not empty and `replace` is false.
-pub fn copy(from: &Path, to: &Path, replace: bool) -> anyhow::Result<String> {
+pub fn copy_store(from: &Path, to: &Path, replace: bool) -> anyhow::Result<String> {
     let [source, target] = [from, to].map(|file| ControllerConfig::load(file).map(|config| config.store));
     let (source, target) = (source?, target?);
     ensure!(source != target, "{} and {} name the same store: expected two", from.display(), to.display());
-    let (source, mut target) = (OpenStore::open(&source)?, OpenStore::open(&target)?);
+    let (source, mut target) = (CopyStore::open(&source)?, CopyStore::open(&target)?);
     let mut records =
         source.store.load()?.with_context(|| format!("the store of {} has no records", from.display()))?;
     if let Some(before) = target.store.load()? {
@@ -40,19 +40,19 @@ pub fn copy(from: &Path, to: &Path, replace: bool) -> anyhow::Result<String> {
 }
 
 /// Store that is open for the copy only.
-struct OpenStore {
+struct CopyStore {
     store: Store,
     leadership: Option<(Arc<Cluster>, Arc<Leadership>)>,
 }
 
-impl OpenStore {
+impl CopyStore {
     fn open(place: &StoreLocation) -> anyhow::Result<Self> {
         match place {
             StoreLocation::Embedded(file) => {
                 Ok(Self { store: Store::Embedded(EmbeddedStore::open(file)?), leadership: None })
             }
             StoreLocation::Etcd(config) => {
-                let cluster = leader_election::cluster(config)?;
+                let cluster = leader_election::connect_cluster(config)?;
                 let leadership = cluster
                     .block_on(leader_election::candidate(config)?.campaign_once(cluster.clone()))
                     .context("a controller uses this store: expected all of them to be stopped")?;
@@ -64,7 +64,7 @@ impl OpenStore {
     }
 }
 
-impl Drop for OpenStore {
+impl Drop for CopyStore {
     fn drop(&mut self) {
         if let Some((cluster, leadership)) = &self.leadership
             && let Err(error) = cluster.block_on(leadership.resign())

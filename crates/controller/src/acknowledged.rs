@@ -8,7 +8,7 @@ use super::agent::Agent;
 use super::{Controller, Now};
 use coreward_fleet::fleet::AdminState;
 use coreward_metrics::metrics;
-use coreward_metrics::table::Kind::{Gauge, MaxGauge};
+use coreward_metrics::table::MetricKind::{Gauge, MaxGauge};
 use coreward_metrics::table::{Component, Family, family};
 
 metrics! {
@@ -24,8 +24,8 @@ metrics! {
 
 /// Limit of peers and rejections that are listed; further ones are only counted.
 const MAX_LISTED: usize = 100;
-const LB: &str = "lb";
-const AGENT: &str = "agent";
+const LB_PART: &str = "lb";
+const AGENT_PART: &str = "agent";
 
 fn waiting(part: &str, name: &str, configuration_generation: u64) -> Waiting {
     Waiting { part: part.to_owned(), name: name.to_owned(), configuration_generation }
@@ -45,7 +45,7 @@ impl Controller {
         };
         let all_refused: Vec<RefusedUpdate> = parts.iter().flat_map(of_part).collect();
         let lost = self.load_balancers.iter().filter(|(_, balancer)| !balancer.is_alive(now));
-        let lost = lost.map(|(name, balancer)| waiting(LB, name, balancer.confirmed_generation));
+        let lost = lost.map(|(name, balancer)| waiting(LB_PART, name, balancer.confirmed_generation));
         let (waiting_count, refused_count) = (lacking.len() as u64, all_refused.len() as u64);
         Acknowledgements {
             configuration_generation: newest,
@@ -63,13 +63,13 @@ impl Controller {
         let mut parts = Vec::new();
         for (name, balancer) in self.load_balancers.iter().filter(|(_, balancer)| balancer.is_alive(now)) {
             let list = balancer.state.as_ref().map_or(&[][..], |(state, _)| &state.refused);
-            parts.push((LB, name.as_str(), balancer.confirmed_generation, list));
+            parts.push((LB_PART, name.as_str(), balancer.confirmed_generation, list));
         }
         for (id, server) in self.fleet.servers.iter().filter(|(_, server)| server.admin_state != AdminState::Left) {
             let connected = |agent: &&Agent| agent.session.is_some();
             if let Some(agent) = self.agent(*id).filter(connected) {
                 let list = agent.newest_report.as_ref().map_or(&[][..], |newest| &newest.details.refused);
-                parts.push((AGENT, server.name.as_str(), agent.confirmed_generation, list));
+                parts.push((AGENT_PART, server.name.as_str(), agent.confirmed_generation, list));
             }
         }
         parts

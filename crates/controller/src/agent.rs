@@ -6,13 +6,13 @@ use std::time::Duration;
 
 use coreward_api::types::ReportState;
 use coreward_model::load::{Alpha, CoreLoads, LoadTracker};
-use coreward_model::rss::Rss;
+use coreward_model::rss::RssConfig;
 use coreward_wire::{CountedConnections, Report, ReportDetails, ReportError, ReportedRss, v1};
 
 use super::Now;
-use super::rejection::{CLOCK_TOLERANCE, REGISTRATIONS, REPORT_BURST, Rejection};
+use super::rejection::{CLOCK_TOLERANCE, REGISTRATION_QUOTA, REPORT_BURST, Rejection};
 use super::token_bucket::{Quota, TokenBucket};
-use super::traffic::Totals;
+use super::traffic::TrafficTotals;
 
 #[derive(Debug, Default)]
 pub struct Agent {
@@ -21,12 +21,12 @@ pub struct Agent {
     /// Newest configuration that an agent has confirmed. The server's programs keep their state after the agent's end.
     pub confirmed_generation: u64,
     /// Load balancers' traffic to the server when the newest report was accepted.
-    pub traffic_at_report: Totals,
+    pub traffic_at_report: TrafficTotals,
     pub rss: KnownRss,
     /// Time by which the newest report is ahead of the controller's wall clock, if above the tolerance.
     pub clock_ahead: Option<Duration>,
-    tracker: LoadTracker,
-    registrations: Option<TokenBucket>,
+    load_tracker: LoadTracker,
+    registration_bucket: Option<TokenBucket>,
     report_bucket: Option<TokenBucket>,
 }
 
@@ -35,7 +35,7 @@ pub struct LiveSession {
     /// Different for every session.
     pub number: u64,
     /// Time of the agent's last message (since the controller's start).
-    pub last_message: Duration,
+    pub last_message_at: Duration,
     /// Silence after which another agent may take over.
     pub time_to_live: Duration,
     pub version: String,
@@ -111,7 +111,7 @@ pub struct KnownRss {
 impl Agent {
     /// Returns the smoothed load of each core; `None`: unknown or expired.
     pub fn loads(&self, now: Now) -> Option<&CoreLoads> {
-        if self.is_fresh(now) { self.tracker.loads() } else { None }
+        if self.is_fresh(now) { self.load_tracker.loads() } else { None }
     }
 
     /// Returns whether the server's loads come from a rack. The agent's reports are then for display.
@@ -120,7 +120,7 @@ impl Agent {
     }
 
     pub fn core_count(&self) -> Option<usize> {
-        self.tracker.loads().map(|loads| loads.len())
+        self.load_tracker.loads().map(|loads| loads.len())
     }
 
     /// Returns whether the newest report is valid.
@@ -141,7 +141,7 @@ impl Agent {
         counted.map_or(newest.open_connections, |sum| u32::try_from(sum).unwrap_or(u32::MAX))
     }
 
-    pub fn rss(&self) -> Option<&Rss> {
+    pub fn rss(&self) -> Option<&RssConfig> {
         self.rss.reported.as_ref().and_then(|reported| reported.rss.as_ref())
     }
 
@@ -155,8 +155,10 @@ impl Agent {
     }
 
     /// Returns whether one more registration for this server is within the limit, and counts it.
-    pub fn allow_register(&mut self, now: Now) -> bool {
-        self.registrations.get_or_insert(REGISTRATIONS.from(now.monotonic)).take(REGISTRATIONS, now.monotonic)
+    pub fn take_registration_token(&mut self, now: Now) -> bool {
+        self.registration_bucket
+            .get_or_insert(REGISTRATION_QUOTA.from(now.monotonic))
+            .take(REGISTRATION_QUOTA, now.monotonic)
     }
 
     pub fn take_report_token(&mut self, interval: Duration, now: Now) -> bool {
@@ -173,11 +175,11 @@ impl Agent {
     /// Starts the session of a new agent, whose numbering of reports begins again.
     pub fn begin(&mut self, session: LiveSession) {
         self.session = Some(session);
-        self.tracker.start_stream();
+        self.load_tracker.start_stream();
     }
 
     /// Records a report. `generation`: generation of the configuration in force, the highest that can be confirmed.
-    pub fn report(
+    pub fn record_report(
         &mut self,
         report: Result<Report, ReportError>,
         alpha: Alpha,
@@ -190,7 +192,7 @@ impl Agent {
             }
         })?;
         if let Some(session) = &mut self.session {
-            session.last_message = now.monotonic;
+            session.last_message_at = now.monotonic;
             session.time_to_live = report.time_to_live;
         }
         if report.configuration_generation <= generation {
@@ -199,7 +201,7 @@ impl Agent {
         // Reports are ordered by their numbers and the server's monotonic clock; wall clocks may be wrong.
         let ahead = report.sent_at.saturating_sub(now.wall);
         self.clock_ahead = (ahead > CLOCK_TOLERANCE).then_some(ahead);
-        self.tracker.report(report.readings, alpha)?;
+        self.load_tracker.record_report(report.readings, alpha)?;
         self.rss.update(report.rss_generation, report.rss);
         let known = self.newest_report.take().map(|newest| newest.details);
         let details = report.details.map(|details| AgentDetails::from_report(details, now)).or(known);

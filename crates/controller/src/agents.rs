@@ -23,7 +23,7 @@ impl Agents {
         let by_name = std::mem::take(&mut self.by_name);
         self.by_id.clear();
         for (name, position) in by_name {
-            if let (Some(id), Some(agent)) = (fleet.id(&name), old[position].take()) {
+            if let (Some(id), Some(agent)) = (fleet.server_id(&name), old[position].take()) {
                 self.insert(name, id, agent);
             }
         }

@@ -4,7 +4,7 @@ use coreward_model::ServerId;
 
 /// Changes of a server since the newest table.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-struct Server {
+struct ServerChanges {
     /// Whether the server's load has changed: reported by its agent or rack, or counted by load balancers.
     has_new_load: bool,
     /// Whether more than the rack's summary has changed, so that the server must be read again.
@@ -15,7 +15,7 @@ struct Server {
 
 #[derive(Debug, Default)]
 pub struct DirtySet {
-    servers: Vec<Server>,
+    servers: Vec<ServerChanges>,
     /// Changed servers: few, because a table follows after a few reports.
     marked: Vec<ServerId>,
     /// Servers that had changed when the newest table was made.
@@ -23,15 +23,15 @@ pub struct DirtySet {
 }
 
 impl DirtySet {
-    fn server(&mut self, id: ServerId) -> &mut Server {
+    fn server(&mut self, id: ServerId) -> &mut ServerChanges {
         let position = usize::from(id.get());
         if position >= self.servers.len() {
-            self.servers.resize(position + 1, Server::default());
+            self.servers.resize(position + 1, ServerChanges::default());
         }
         &mut self.servers[position]
     }
 
-    fn get(&self, id: ServerId) -> Server {
+    fn get(&self, id: ServerId) -> ServerChanges {
         self.servers.get(usize::from(id.get())).copied().unwrap_or_default()
     }
 
@@ -65,7 +65,8 @@ impl DirtySet {
         std::mem::swap(&mut self.previously_marked, &mut self.marked);
         self.marked.clear();
         for id in &self.previously_marked {
-            self.servers[usize::from(id.get())] = Server { has_new_load: false, needs_refresh: false, generation };
+            self.servers[usize::from(id.get())] =
+                ServerChanges { has_new_load: false, needs_refresh: false, generation };
         }
     }
 
@@ -77,7 +78,7 @@ impl DirtySet {
     pub fn retain(&mut self, is_there: impl Fn(ServerId) -> bool) {
         for (position, server) in self.servers.iter_mut().enumerate() {
             if !ServerId::try_from(position as u64).is_ok_and(&is_there) {
-                *server = Server::default();
+                *server = ServerChanges::default();
             }
         }
         self.marked.retain(|id| is_there(*id));

@@ -26,7 +26,7 @@ impl Controller {
 
     /// Returns the server's drain and its remaining connections; `None`: no server has this name.
     pub fn drain_status(&self, server: &str, now: Now) -> Option<DrainStatus> {
-        let id = self.fleet.id(server)?;
+        let id = self.fleet.server_id(server)?;
         let (server, nobody) = (&self.fleet.servers[&id], Agent::default());
         let agent = self.agent(id).unwrap_or(&nobody);
         let state_reason = self.state_reason(id, server, now);

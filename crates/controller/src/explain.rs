@@ -10,8 +10,10 @@ use coreward_api::types::{ExplainedServer, Explanation};
 use coreward_model::connection_table::OwnerNumber;
 use coreward_model::cookie::FleetKeys;
 use coreward_model::forwarding::{Forwarding, flow_port};
-use coreward_model::placement::{Candidate, Member, PlacementState, PlacementTable, Rule, mix, two_draws};
-use coreward_model::policy::{Loads, Pool, PoolServer};
+use coreward_model::placement::{
+    Candidate, Member, PlacementRule, PlacementState, PlacementTable, mix_hash, two_draws,
+};
+use coreward_model::policy::{Pool, PoolServer, ServerLoads};
 use coreward_model::tuple::{FourTuple, MixedFamilies, ServiceAddress};
 use coreward_model::vlan::Vlan;
 use coreward_model::{ServerId, load};
@@ -42,7 +44,7 @@ pub struct ServiceView {
     /// Share of packets that load balancers decide by the cookie, with LB-side stamping.
     cookie_share: Option<f64>,
     /// Names of load balancers by the number of their connection table.
-    owners: Vec<(OwnerNumber, String)>,
+    owner_names: Vec<(OwnerNumber, String)>,
 }
 
 /// A server of a view.
@@ -70,7 +72,7 @@ impl Controller {
             names: HashMap::new(),
             cookie_keys: self.fleet.key_ring.keys,
             cookie_share: self.load_balancers.stamped_packets(&service.fleet().name).cookie_share(),
-            owners: self.fleet.load_balancers.iter().filter_map(owner).collect(),
+            owner_names: self.fleet.load_balancers.iter().filter_map(owner).collect(),
         })
     }
 
@@ -131,12 +133,12 @@ struct ConnectionCase<'a> {
 }
 
 /// Server that the packet goes to, if the controller can know it, and the reason in one sentence.
-type Verdict = (Option<ServerId>, String);
+type PacketVerdict = (Option<ServerId>, String);
 
 impl ConnectionCase<'_> {
-    fn choose(&self, packet: ExplainedPacket) -> Verdict {
+    fn choose(&self, packet: ExplainedPacket) -> PacketVerdict {
         match (packet, self.view.table.as_deref()) {
-            (ExplainedPacket::Established { tsecr: cookie, reset }, table) => {
+            (ExplainedPacket::Established { tsecr: cookie, is_reset: reset }, table) => {
                 self.established_verdict(table, cookie, reset)
             }
             (ExplainedPacket::NewConnection, Some(table)) => self.verdict(table),
@@ -176,7 +178,7 @@ impl ConnectionCase<'_> {
     fn server(&self, server: &PoolServer) -> ExplainedServer {
         let hash = server.rss.as_ref().map(|rss| rss.key.toeplitz(&self.tuple.bytes()));
         let core = server.rss.as_ref().zip(hash).map(|(rss, hash)| rss.indirection_table.queue(hash));
-        let cores = server.loads.as_ref().and_then(Loads::cores);
+        let cores = server.loads.as_ref().and_then(ServerLoads::cores);
         let load_of = |core: u16| cores.and_then(|loads| loads.get(usize::from(core))).copied();
         ExplainedServer {
             name: self.name(server.id).to_owned(),
@@ -190,20 +192,20 @@ impl ConnectionCase<'_> {
         }
     }
 
-    fn verdict(&self, table: &PlacementTable) -> Verdict {
+    fn verdict(&self, table: &PlacementTable) -> PacketVerdict {
         if table.members.is_empty() {
             let count = self.view.pool.servers().len();
             return (None, format!("none of the {count} servers takes new connections: the new connection is dropped"));
         }
         match table.rule {
-            Rule::Table => self.by_table(table),
-            Rule::LeastAssigned => self.by_assignments(table),
-            Rule::RoundRobin => self.verdict_by_round_robin(table),
-            Rule::PowerOfTwo => self.by_two_draws(table),
+            PlacementRule::Table => self.verdict_by_table(table),
+            PlacementRule::LeastAssigned => self.verdict_by_assignments(table),
+            PlacementRule::RoundRobin => self.verdict_by_round_robin(table),
+            PlacementRule::PowerOfTwo => self.verdict_by_two_draws(table),
         }
     }
 
-    fn by_table(&self, table: &PlacementTable) -> Verdict {
+    fn verdict_by_table(&self, table: &PlacementTable) -> PacketVerdict {
         let Some(chosen) = table.choose(&mut PlacementState::for_table(table), &self.tuple) else {
             return (None, "the table names no server for this bucket".to_owned());
         };
@@ -225,7 +227,7 @@ impl ConnectionCase<'_> {
         (Some(chosen), reason)
     }
 
-    fn by_assignments(&self, table: &PlacementTable) -> Verdict {
+    fn verdict_by_assignments(&self, table: &PlacementTable) -> PacketVerdict {
         let mut candidates = self.candidates(table);
         // A stable sort, so that the first of equal loads wins, as in the data plane.
         candidates.sort_by_key(|candidate| candidate.load);
@@ -255,7 +257,7 @@ impl ConnectionCase<'_> {
         (Some(first.server), reason)
     }
 
-    fn verdict_by_round_robin(&self, table: &PlacementTable) -> Verdict {
+    fn verdict_by_round_robin(&self, table: &PlacementTable) -> PacketVerdict {
         let mut turns: Vec<(ServerId, u32)> = Vec::new();
         for member in &table.members {
             match turns.iter_mut().find(|(server, _)| *server == member.server) {
@@ -279,9 +281,9 @@ impl ConnectionCase<'_> {
         (None, reason)
     }
 
-    fn by_two_draws(&self, table: &PlacementTable) -> Verdict {
+    fn verdict_by_two_draws(&self, table: &PlacementTable) -> PacketVerdict {
         let hash = table.groups.first().map_or(0, |key| key.toeplitz(&self.tuple.bytes()));
-        let (first, second) = two_draws(mix(hash), table.members.len() as u32);
+        let (first, second) = two_draws(mix_hash(hash), table.members.len() as u32);
         let drawn = [first, second].map(|position| table.members[position as usize]);
         let chosen = table.choose(&mut PlacementState::for_table(table), &self.tuple);
         let what = if self.view.service.policy == "pow2" { "mean load" } else { "compared" };
@@ -348,5 +350,5 @@ fn is_load_independent(table: &PlacementTable) -> bool {
 
 /// Converts a load of the data plane to a fraction of a core's capacity.
 fn load_fraction(fixed_point: u32) -> f64 {
-    f64::from(fixed_point) / f64::from(load::fixed_point(1.0))
+    f64::from(fixed_point) / f64::from(load::to_fixed_point(1.0))
 }

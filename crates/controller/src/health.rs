@@ -5,18 +5,18 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use coreward_model::ServerId;
-use coreward_model::health::{Check, HealthTracker, Probe, Verdict, majority_verdicts};
+use coreward_model::health::{HealthCheck, HealthTracker, HealthVerdict, Probe, majority_verdicts};
 
 use super::Now;
-use super::load_balancers::{LoadBalancers, START_GRACE, Target};
+use super::load_balancers::{HealthTarget, LoadBalancers, START_GRACE};
 use coreward_fleet::fleet::{Fleet, FleetService};
 use coreward_fleet::records::Membership;
 
 #[derive(Debug, Default)]
-pub struct Health {
+pub struct HealthState {
     /// Verdicts by target; a target without a verdict is up.
-    verdicts: BTreeMap<Target, Verdict>,
-    agents: BTreeMap<Target, AgentCheck>,
+    verdicts: BTreeMap<HealthTarget, HealthVerdict>,
+    agent_checks: BTreeMap<HealthTarget, AgentCheck>,
     /// Inputs of the newest verdicts: the generation of the configuration, and the versions of the load balancers'
     /// results.
     inputs: Option<(u64, Vec<(String, u64)>)>,
@@ -24,12 +24,12 @@ pub struct Health {
 
 #[derive(Debug)]
 struct AgentCheck {
-    check: Arc<Check>,
+    check: Arc<HealthCheck>,
     health_tracker: HealthTracker,
-    due: Duration,
+    due_at: Duration,
 }
 
-impl Health {
+impl HealthState {
     /// Updates the verdicts. `reports` returns whether a server's agent reports.
     pub fn update(
         &mut self,
@@ -47,7 +47,7 @@ impl Health {
         self.inputs = inputs;
         let checked = checked_by_load_balancers(fleet);
         let before = std::mem::take(&mut self.verdicts);
-        let was = |target: &Target| before.get(target).copied().unwrap_or(Verdict::Up);
+        let was = |target: &HealthTarget| before.get(target).copied().unwrap_or(HealthVerdict::Up);
         let now_said = majority_verdicts(&load_balancers.verdicts(now), was);
         for target in checked {
             let verdict = now_said.get(&target).copied().unwrap_or_else(|| was(&target));
@@ -58,32 +58,33 @@ impl Health {
     /// Performs checks by agents' reports, each at its own interval. After the controller's start, agents have time to
     /// return.
     fn check_agents(&mut self, fleet: &Fleet, now: Now, reports: impl Fn(ServerId) -> bool) {
-        let mut required: BTreeMap<Target, &Arc<Check>> = BTreeMap::new();
+        let mut required: BTreeMap<HealthTarget, &Arc<HealthCheck>> = BTreeMap::new();
         for service in &fleet.services {
             let Some(check) = service.check.as_ref().filter(|check| check.probe == Probe::Agent) else { continue };
             required.extend(present_servers(service).map(|id| ((service.index, id), check)));
         }
-        self.agents.retain(|target, asked| required.get(target).is_some_and(|check| **check == asked.check));
+        self.agent_checks.retain(|target, asked| required.get(target).is_some_and(|check| **check == asked.check));
         for (target, check) in required {
-            let asked = self.agents.entry(target).or_insert_with(|| AgentCheck {
+            let asked = self.agent_checks.entry(target).or_insert_with(|| AgentCheck {
                 check: check.clone(),
                 health_tracker: HealthTracker::default(),
-                due: now.monotonic.max(START_GRACE),
+                due_at: now.monotonic.max(START_GRACE),
             });
-            if now.monotonic >= asked.due {
+            if now.monotonic >= asked.due_at {
                 asked.health_tracker.record_result(reports(target.1), check.thresholds);
-                asked.due = now.monotonic + check.interval;
+                asked.due_at = now.monotonic + check.interval;
             }
         }
     }
 
-    pub fn is_down(&self, target: &Target) -> bool {
-        let by_agent = self.agents.get(target).and_then(|asked| asked.health_tracker.verdict()) == Some(Verdict::Down);
-        by_agent || self.verdicts.get(target) == Some(&Verdict::Down)
+    pub fn is_down(&self, target: &HealthTarget) -> bool {
+        let by_agent =
+            self.agent_checks.get(target).and_then(|asked| asked.health_tracker.verdict()) == Some(HealthVerdict::Down);
+        by_agent || self.verdicts.get(target) == Some(&HealthVerdict::Down)
     }
 }
 
-fn checked_by_load_balancers(fleet: &Fleet) -> BTreeSet<Target> {
+fn checked_by_load_balancers(fleet: &Fleet) -> BTreeSet<HealthTarget> {
     let by_them = |service: &&FleetService| service.check.as_ref().is_some_and(|check| check.probe != Probe::Agent);
     let services = fleet.services.iter().filter(by_them);
     services.flat_map(|service| present_servers(service).map(|id| (service.index, id))).collect()

@@ -6,7 +6,7 @@ use std::time::Duration;
 use coreward_api::types::ServerState;
 use coreward_config::Source;
 use coreward_model::ServerId;
-use coreward_model::health::Verdict;
+use coreward_model::health::HealthVerdict;
 use coreward_model::rss::seeded_rng;
 use coreward_wire::{CheckedServer, HealthMessage, LOAD_BALANCER_TIMEOUT, ServiceIndex, v1};
 
@@ -59,11 +59,11 @@ impl Harness {
     fn report_verdicts(&mut self, load_balancer: &str, verdicts: &str, now: Now) {
         let server = |(id, verdict): (usize, char)| {
             let verdict = match verdict {
-                'u' => Some(Verdict::Up),
-                'd' => Some(Verdict::Down),
+                'u' => Some(HealthVerdict::Up),
+                'd' => Some(HealthVerdict::Down),
                 _ => None,
             };
-            let error = if verdict == Some(Verdict::Down) { "connection refused" } else { "" };
+            let error = if verdict == Some(HealthVerdict::Down) { "connection refused" } else { "" };
             let checked = CheckedServer { verdict, error: error.to_owned(), ..Default::default() };
             (ServiceIndex::new(0).unwrap(), ServerId::try_from(id as u64).unwrap(), checked)
         };

@@ -32,7 +32,7 @@ impl Shard {
 /// One fingerprint for each shard, and one for the service.
 #[derive(Debug, Default)]
 pub struct InputFingerprints {
-    service: Option<u64>,
+    service_fingerprint: Option<u64>,
     shards: BTreeMap<Shard, u64>,
     last: Option<Shard>,
 }
@@ -44,7 +44,7 @@ impl InputFingerprints {
             let first = ServerId::try_from(first).ok()?;
             members.range(first..).next().map(|(id, _)| Shard::of(*id))
         };
-        if all || self.service.is_none() {
+        if all || self.service_fingerprint.is_none() {
             return std::iter::successors(from(0), |shard| from(shard.ids().end)).collect();
         }
         self.last = self.last.and_then(|last| from(last.ids().end)).or_else(|| from(0));
@@ -53,7 +53,7 @@ impl InputFingerprints {
 
     /// Stores new fingerprints and returns whether any has changed.
     pub fn update(&mut self, service: u64, shards: &[(Shard, u64)]) -> bool {
-        let mut is_new = self.service.replace(service) != Some(service);
+        let mut is_new = self.service_fingerprint.replace(service) != Some(service);
         for (shard, found) in shards {
             is_new |= self.shards.insert(*shard, *found) != Some(*found);
         }

@@ -75,7 +75,7 @@ use coreward_wire::{
 use agent::{Agent, LiveSession};
 use agents::Agents;
 use coreward_fleet::fleet::{Fleet, FleetService};
-use health::Health;
+use health::HealthState;
 use load_balancers::LoadBalancers;
 use racks::{RackRelay, Racks};
 use rejection::Rejection;
@@ -122,7 +122,7 @@ pub struct NewTable {
 
 pub struct ServiceIndexes {
     positions: HashMap<ServiceIndex, usize>,
-    services_of: HashMap<ServerId, Vec<usize>>,
+    positions_by_server: HashMap<ServerId, Vec<usize>>,
     services: Vec<FleetService>,
 }
 
@@ -135,14 +135,14 @@ impl ServiceIndexes {
                 services_of.entry(*id).or_default().push(position);
             }
         }
-        Self { positions: positions.collect(), services_of, services: fleet.services.clone() }
+        Self { positions: positions.collect(), positions_by_server: services_of, services: fleet.services.clone() }
     }
 }
 
 pub struct RetiredConfiguration {
     _fleet: Fleet,
     _services: HashMap<ServiceIndex, Service>,
-    _services_of: HashMap<ServerId, Vec<usize>>,
+    _positions_by_server: HashMap<ServerId, Vec<usize>>,
     _replaced: Vec<PreviousService>,
 }
 
@@ -153,7 +153,7 @@ pub struct Controller {
     rss_keys: RssKeys,
     services: Vec<Service>,
     pub load_balancers: LoadBalancers,
-    health: Health,
+    health: HealthState,
     racks: Racks,
     accepted_reports: u64,
     rejection_counts: BTreeMap<&'static str, u64>,
@@ -161,7 +161,7 @@ pub struct Controller {
     pub reports_ahead: u64,
     last_session: u64,
     positions: HashMap<ServiceIndex, usize>,
-    services_of: HashMap<ServerId, Vec<usize>>,
+    positions_by_server: HashMap<ServerId, Vec<usize>>,
     due_services: VecDeque<ServiceIndex>,
     pub table_acks: TableAcks,
     share_limiter: ShareLimiter,
@@ -174,14 +174,14 @@ impl Controller {
             agents: Agents::default(),
             rss_keys: RssKeys::default(),
             load_balancers: LoadBalancers::default(),
-            health: Health::default(),
+            health: HealthState::default(),
             racks: Racks::default(),
             accepted_reports: 0,
             rejection_counts: Rejection::REASONS.into_iter().map(|reason| (reason, 0)).collect(),
             reports_ahead: 0,
             last_session: 0,
             positions: HashMap::new(),
-            services_of: HashMap::new(),
+            positions_by_server: HashMap::new(),
             due_services: VecDeque::new(),
             table_acks: TableAcks::default(),
             share_limiter: ShareLimiter::default(),
@@ -208,7 +208,7 @@ impl Controller {
         let old = std::mem::take(&mut self.services);
         let mut by_index: HashMap<ServiceIndex, Service> =
             old.into_iter().map(|service| (service.fleet().index, service)).collect();
-        let ServiceIndexes { positions, services_of, services } = indexed;
+        let ServiceIndexes { positions, positions_by_server: services_of, services } = indexed;
         let mut replaced = Vec::new();
         self.services = services
             .into_iter()
@@ -227,9 +227,14 @@ impl Controller {
             .collect();
         let fleet = std::mem::replace(&mut self.fleet, fleet);
         self.positions = positions;
-        let services_of = std::mem::replace(&mut self.services_of, services_of);
-        self.services_changed();
-        RetiredConfiguration { _fleet: fleet, _services: by_index, _services_of: services_of, _replaced: replaced }
+        let services_of = std::mem::replace(&mut self.positions_by_server, services_of);
+        self.on_services_changed();
+        RetiredConfiguration {
+            _fleet: fleet,
+            _services: by_index,
+            _positions_by_server: services_of,
+            _replaced: replaced,
+        }
     }
 
     /// Registers an agent for its server. Fails if the server is unknown or has a live agent.
@@ -256,16 +261,16 @@ impl Controller {
         relay: Option<RackRelay>,
         now: Now,
     ) -> Result<Session, Rejection> {
-        let id = self.fleet.id(server).ok_or_else(|| Rejection::UnknownServer(server.to_owned()))?;
+        let id = self.fleet.server_id(server).ok_or_else(|| Rejection::UnknownServer(server.to_owned()))?;
         self.check_relay(id, relay.as_ref())?;
         let agent = self.agents.entry(server, id);
-        if !agent.allow_register(now) {
+        if !agent.take_registration_token(now) {
             return Err(Rejection::TooManyRegistrations(server.to_owned()));
         }
         if let Some(live) = &agent.session {
-            let silence = now.monotonic.saturating_sub(live.last_message);
+            let silence = now.monotonic.saturating_sub(live.last_message_at);
             if silence <= live.time_to_live {
-                return Err(Rejection::DuplicateSession { server: server.to_owned(), silence });
+                return Err(Rejection::DuplicateSession { server: server.to_owned(), since_last_message: silence });
             }
         }
         self.last_session += 1;
@@ -278,7 +283,7 @@ impl Controller {
         let rack = relay.as_ref().map(|relay| relay.name.clone());
         agent.begin(LiveSession {
             number: self.last_session,
-            last_message: now.monotonic,
+            last_message_at: now.monotonic,
             time_to_live,
             version,
             rack,
@@ -286,7 +291,7 @@ impl Controller {
         self.on_load_source_changed(id);
         let session = Session { server: server.into(), number: self.last_session, relay };
         if let Some(relay) = &session.relay {
-            self.racks.begin(relay, &session);
+            self.racks.begin_agent_session(relay, &session);
         }
         Ok(session)
     }
@@ -295,15 +300,15 @@ impl Controller {
     /// longer use its rack.
     pub fn agent_configuration(&self, session: &Session) -> Result<AgentConfiguration, Rejection> {
         let unknown = || Rejection::UnknownServer(session.server().to_owned());
-        let id = self.fleet.id(session.server()).ok_or_else(unknown)?;
+        let id = self.fleet.server_id(session.server()).ok_or_else(unknown)?;
         self.check_relay(id, session.relay.as_ref())?;
         let before = self.services.iter().filter_map(|service| service.predecessors(id));
-        Ok(self.fleet.for_agent(id, &before.flatten().copied().filter(|before| *before != id).collect()))
+        Ok(self.fleet.agent_configuration(id, &before.flatten().copied().filter(|before| *before != id).collect()))
     }
 
     /// Returns the configuration that every load balancer receives.
     pub fn fleet_configuration(&self, now: Now) -> FleetConfiguration {
-        self.fleet.for_load_balancers(|name| self.load_balancers.is_alive(name, now))
+        self.fleet.load_balancer_configuration(|name| self.load_balancers.is_alive(name, now))
     }
 
     pub fn live_load_balancers(&self, now: Now) -> BTreeSet<String> {
@@ -321,10 +326,10 @@ impl Controller {
         self.count(outcome)
     }
 
-    pub fn load_balancer_traffic_received(&mut self, session: u64, message: &TrafficMessage, now: Now) {
+    pub fn record_load_balancer_traffic(&mut self, session: u64, message: &TrafficMessage, now: Now) {
         let newly = self.load_balancers.record_traffic(session, message, self.fleet.alpha, now);
         self.share_limiter.add(&newly);
-        self.traffic_changed(now);
+        self.on_traffic_changed(now);
     }
 
     pub fn record_load_balancer_state(&mut self, session: u64, state: v1::LoadBalancerState, now: Now) {
@@ -378,17 +383,17 @@ impl Controller {
             return Err(Rejection::Superseded(server.to_owned()));
         }
         if !agent.take_report_token(self.fleet.report_interval, now) {
-            return Err(Rejection::TooOften(server.to_owned()));
+            return Err(Rejection::TooManyReports(server.to_owned()));
         }
         if let Ok(Report { rss: Some(ReportedRss { rss: Some(rss), .. }), .. }) = &mut report {
             rss.key = self.rss_keys.intern(rss.key.clone());
         }
         let sent = report.as_ref().ok().map(|report| report.sent_at);
-        agent.report(report, self.fleet.alpha, self.fleet.generation, now)?;
+        agent.record_report(report, self.fleet.alpha, self.fleet.generation, now)?;
         self.reports_ahead += u64::from(agent.clock_ahead.is_some());
-        if let Some(id) = self.fleet.id(server) {
+        if let Some(id) = self.fleet.server_id(server) {
             agent.traffic_at_report = self.load_balancers.totals(id);
-            self.load_changed(id, TableTrigger { received: now.monotonic, is_load: true, sent_at: sent });
+            self.on_load_changed(id, TableTrigger { received_at: now.monotonic, is_load: true, sent_at: sent });
         }
         Ok(())
     }
@@ -405,7 +410,7 @@ impl Controller {
 
     /// Counts a pause of the session's stream, because the agent exceeded its limit.
     pub fn count_delayed_message(&mut self, session: &Session) {
-        let _ = self.count::<()>(Err(Rejection::TooOften(session.server().to_owned())));
+        let _ = self.count::<()>(Err(Rejection::TooManyReports(session.server().to_owned())));
     }
 
     /// Counts an unsolicited message as a report.
@@ -426,17 +431,17 @@ impl Controller {
             && agent.session.as_ref().is_some_and(|live| live.number == session.number)
         {
             agent.session = None;
-            if let Some(id) = self.fleet.id(session.server()) {
+            if let Some(id) = self.fleet.server_id(session.server()) {
                 self.on_load_source_changed(id);
             }
         }
         if let Some(relay) = &session.relay {
-            self.racks.end(relay);
+            self.racks.end_agent_session(relay);
         }
     }
 
     /// Returns whether the loads of all servers that take new connections are known.
-    pub fn all_report(&self, now: Now) -> bool {
+    pub fn are_all_loads_known(&self, now: Now) -> bool {
         let relayed = self.racks.servers(now);
         let known =
             |id: ServerId| relayed.contains(&id) || self.agent(id).is_some_and(|agent| agent.loads(now).is_some());
@@ -465,7 +470,7 @@ impl Controller {
             self.services[position].mark_all_loads_changed();
             self.services[position].forget_servers();
         }
-        (0..self.services.len()).map(|position| self.place(position, now)).collect()
+        (0..self.services.len()).map(|position| self.make_table(position, now)).collect()
     }
 
     fn update_health(&mut self, now: Now) {

@@ -5,19 +5,19 @@ use std::time::Duration;
 
 use coreward_api::types::StampedService;
 use coreward_model::ServerId;
-use coreward_model::health::Verdict;
+use coreward_model::health::HealthVerdict;
 use coreward_model::load::Alpha;
 use coreward_model::policy::TrafficRates;
-use coreward_wire::sanitize::{readable_state, sanitize_str};
+use coreward_wire::sanitize::{sanitize_state, sanitize_str};
 use coreward_wire::{CheckedServer, HealthMessage, LOAD_BALANCER_TIMEOUT, ServiceIndex, TrafficMessage, v1};
 
 use super::Now;
-use super::rejection::{MAX_LOAD_BALANCERS, REGISTRATIONS, Rejection};
+use super::rejection::{MAX_LOAD_BALANCERS, REGISTRATION_QUOTA, Rejection};
 use super::token_bucket::TokenBucket;
-use super::traffic::{OpenedConnections, Totals, Traffic};
+use super::traffic::{OpenedConnections, Traffic, TrafficTotals};
 use coreward_fleet::fleet::Fleet;
 
-pub type Target = (ServiceIndex, ServerId);
+pub type HealthTarget = (ServiceIndex, ServerId);
 
 /// Time after which a server that no load balancer reaches gets no new connections. During shorter interruptions the
 /// data plane sends first packets to other servers.
@@ -54,7 +54,7 @@ pub struct LoadBalancer {
     traffic: Traffic,
     /// Results of health checks.
     health: ReportedHealth,
-    registrations: Option<TokenBucket>,
+    registration_bucket: Option<TokenBucket>,
 }
 
 /// Configuration that is newer than the store's.
@@ -62,14 +62,14 @@ pub struct LoadBalancer {
 struct NewerConfiguration {
     generation: u64,
     /// Generation of the document in the store when the stream began.
-    document: u64,
+    document_generation: u64,
 }
 
 /// Results of a load balancer's checks.
 #[derive(Debug, Default)]
 struct ReportedHealth {
-    check_results: BTreeMap<Target, CheckedServer>,
-    verdicts: BTreeMap<Target, Verdict>,
+    check_results: BTreeMap<HealthTarget, CheckedServer>,
+    verdicts: BTreeMap<HealthTarget, HealthVerdict>,
     /// Time of the last message (since the controller's start).
     received_at: Duration,
     verdict_version: u64,
@@ -80,7 +80,7 @@ struct ReportedHealth {
 struct LiveSession {
     number: u64,
     /// Time of its last message (since the controller's start).
-    last_message: Duration,
+    last_message_at: Duration,
 }
 
 impl LoadBalancers {
@@ -99,17 +99,21 @@ impl LoadBalancers {
             return Err(Rejection::TooManyLoadBalancers(sanitize_str(name)));
         }
         let balancer = self.by_name.entry(name.to_owned()).or_default();
-        if !balancer.registrations.get_or_insert(REGISTRATIONS.from(now.monotonic)).take(REGISTRATIONS, now.monotonic) {
+        if !balancer
+            .registration_bucket
+            .get_or_insert(REGISTRATION_QUOTA.from(now.monotonic))
+            .take(REGISTRATION_QUOTA, now.monotonic)
+        {
             return Err(Rejection::TooManyRegistrations(name.to_owned()));
         }
         if let Some(live) = &balancer.session {
-            let silence = now.monotonic.saturating_sub(live.last_message);
+            let silence = now.monotonic.saturating_sub(live.last_message_at);
             if silence <= LOAD_BALANCER_TIMEOUT {
-                return Err(Rejection::DuplicateLoadBalancer { name: name.to_owned(), silence });
+                return Err(Rejection::DuplicateLoadBalancer { name: name.to_owned(), since_last_message: silence });
             }
         }
         self.last_session += 1;
-        balancer.session = Some(LiveSession { number: self.last_session, last_message: now.monotonic });
+        balancer.session = Some(LiveSession { number: self.last_session, last_message_at: now.monotonic });
         balancer.state = None;
         balancer.unresolved_since.clear();
         balancer.health.take(HealthMessage::default(), now);
@@ -122,7 +126,7 @@ impl LoadBalancers {
         let (name, balancer) = self.by_name.iter_mut().find(|(_, balancer)| balancer.has_session(session))?;
         let is_ahead = generation > fleet.generation;
         balancer.newer_configuration =
-            is_ahead.then_some(NewerConfiguration { generation, document: fleet.document.generation });
+            is_ahead.then_some(NewerConfiguration { generation, document_generation: fleet.document.generation });
         is_ahead.then_some(name)
     }
 
@@ -130,7 +134,7 @@ impl LoadBalancers {
     /// `document`: generation of the stored document; a load balancer counts until a later document is applied.
     pub fn newer_configurations(&self, document: u64) -> impl Iterator<Item = (&str, u64)> {
         self.by_name.iter().filter_map(move |(name, balancer)| {
-            let ahead = balancer.newer_configuration.filter(|ahead| ahead.document == document)?;
+            let ahead = balancer.newer_configuration.filter(|ahead| ahead.document_generation == document)?;
             Some((name.as_str(), ahead.generation))
         })
     }
@@ -138,7 +142,7 @@ impl LoadBalancers {
     fn record_message(&mut self, session: u64, now: Now) -> Option<&mut LoadBalancer> {
         let of_session = |balancer: &&mut LoadBalancer| balancer.has_session(session);
         let balancer = self.by_name.values_mut().find(of_session)?;
-        balancer.session.as_mut()?.last_message = now.monotonic;
+        balancer.session.as_mut()?.last_message_at = now.monotonic;
         Some(balancer)
     }
 
@@ -146,7 +150,7 @@ impl LoadBalancers {
     /// confirmed.
     pub fn record_state(&mut self, session: u64, state: v1::LoadBalancerState, newest: u64, now: Now) {
         if let Some(balancer) = self.record_message(session, now) {
-            let state = readable_state(state);
+            let state = sanitize_state(state);
             let since = |server: &String| balancer.unresolved_since.get(server).copied().unwrap_or(now.monotonic);
             balancer.unresolved_since =
                 state.unresolved_servers.iter().map(|server| (server.clone(), since(server))).collect();
@@ -185,12 +189,12 @@ impl LoadBalancers {
         self.alive(now).map(|(name, balancer)| (name.clone(), balancer.health.verdict_version)).collect()
     }
 
-    pub fn verdicts(&self, now: Now) -> Vec<&BTreeMap<Target, Verdict>> {
+    pub fn verdicts(&self, now: Now) -> Vec<&BTreeMap<HealthTarget, HealthVerdict>> {
         self.alive(now).map(|(_, balancer)| &balancer.health.verdicts).collect()
     }
 
     /// Returns the verdict of each live load balancer on one server, and its age.
-    pub fn check_results(&self, target: Target, now: Now) -> Vec<(&str, &CheckedServer, Duration)> {
+    pub fn check_results(&self, target: HealthTarget, now: Now) -> Vec<(&str, &CheckedServer, Duration)> {
         let mut printed = Vec::new();
         for (name, LoadBalancer { health, .. }) in self.alive(now) {
             let age = now.monotonic.saturating_sub(health.received_at);
@@ -227,9 +231,9 @@ impl LoadBalancers {
         newly
     }
 
-    pub fn totals(&self, server: ServerId) -> Totals {
+    pub fn totals(&self, server: ServerId) -> TrafficTotals {
         let of = |(name, balancer): (&String, &LoadBalancer)| Some((name.clone(), balancer.traffic.total(server)?));
-        Totals(self.by_name.iter().filter_map(of).collect())
+        TrafficTotals(self.by_name.iter().filter_map(of).collect())
     }
 
     /// Returns the rates of all load balancers' traffic to the server; `None`: fewer than two messages.
@@ -302,10 +306,10 @@ impl LoadBalancers {
 
 impl ReportedHealth {
     fn take(&mut self, message: HealthMessage, now: Now) {
-        let checked: BTreeMap<Target, CheckedServer> =
+        let checked: BTreeMap<HealthTarget, CheckedServer> =
             message.servers.into_iter().map(|(service, server, checked)| ((service, server), checked)).collect();
         let judged = checked.iter().filter_map(|(target, checked)| Some((*target, checked.verdict?)));
-        let verdicts: BTreeMap<Target, Verdict> = judged.collect();
+        let verdicts: BTreeMap<HealthTarget, HealthVerdict> = judged.collect();
         self.verdict_version += u64::from(verdicts != self.verdicts);
         (self.check_results, self.verdicts, self.received_at) = (checked, verdicts, now.monotonic);
     }
@@ -323,7 +327,7 @@ impl LoadBalancer {
     /// Returns whether the load balancer sent a message recently. After a power failure its stream stays open until the
     /// keep-alive fails, and clients cannot wait so long.
     pub fn is_alive(&self, now: Now) -> bool {
-        let last = self.session.as_ref().map_or(self.ended_at, |live| live.last_message);
+        let last = self.session.as_ref().map_or(self.ended_at, |live| live.last_message_at);
         now.monotonic < START_GRACE.max(last + LOAD_BALANCER_TIMEOUT)
     }
 }

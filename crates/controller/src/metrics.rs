@@ -7,7 +7,7 @@ use coreward_metrics::component;
 use coreward_metrics::component::{CONFIGURATION_GENERATION, SERVER_WARNINGS, TABLE_GENERATION};
 use coreward_metrics::metrics;
 use coreward_metrics::snapshot::Snapshot;
-use coreward_metrics::table::Kind::{Counter, Gauge, MaxGauge};
+use coreward_metrics::table::MetricKind::{Counter, Gauge, MaxGauge};
 use coreward_metrics::table::{Component, Family, family};
 
 use super::{Controller, Now};
@@ -119,7 +119,7 @@ impl Controller {
     /// Adds the metrics that are not in the status.
     pub fn add_metrics(&self, page: &mut Snapshot, now: Now) {
         self.add_acknowledgements(page, now);
-        page.add(&STORE_BEHIND, [], self.store_is_behind().into());
+        page.add(&STORE_BEHIND, [], self.is_store_behind().into());
         page.add(&STORE_HAS_DOCUMENT, [], self.fleet.has_document().into());
         page.add(&SERVERS_LIMITED, [], self.share_limiter.limited_count() as f64);
         page.add(&REPORTS_AHEAD_TOTAL, [], self.reports_ahead as f64);
@@ -140,7 +140,7 @@ fn add_server(page: &mut Snapshot, server: &Server) {
     let name = server.name.as_str();
     if server.reports != ReportState::None && server.state != ServerState::Gone {
         page.add(&SERVER_REPORT_AGE_SECONDS, [name], seconds(server.report_age_ms));
-        page.add_numbered(&SERVER_CORE_LOAD_RATIO, name, server.core_load.iter().copied());
+        page.add_indexed_values(&SERVER_CORE_LOAD_RATIO, name, server.core_load.iter().copied());
     }
     page.add(&SERVER_OPEN_CONNECTIONS, [name], server.open_connections.into());
     if let Some(counted) = server.connections.as_ref().filter(|_| server.state != ServerState::Gone) {

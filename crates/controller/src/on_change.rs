@@ -37,16 +37,16 @@ pub struct DueTable {
 }
 
 impl Controller {
-    pub(super) fn services_changed(&mut self) {
+    pub(super) fn on_services_changed(&mut self) {
         self.racks.changes += 1;
         let (positions, services) = (&self.positions, &self.services);
         self.due_services
-            .retain(|index| positions.get(index).is_some_and(|position| services[*position].due.is_some()));
+            .retain(|index| positions.get(index).is_some_and(|position| services[*position].due_trigger.is_some()));
         self.table_acks.retain(|index| positions.contains_key(&index));
     }
 
-    pub(super) fn load_changed(&mut self, id: ServerId, trigger: TableTrigger) {
-        let Some(positions) = self.services_of.get(&id) else { return };
+    pub(super) fn on_load_changed(&mut self, id: ServerId, trigger: TableTrigger) {
+        let Some(positions) = self.positions_by_server.get(&id) else { return };
         for position in positions {
             let service = &mut self.services[*position];
             if !service.reads_loads() {
@@ -59,7 +59,7 @@ impl Controller {
 
     /// Marks a server whose agent connected or disconnected.
     pub(super) fn on_load_source_changed(&mut self, id: ServerId) {
-        for position in self.services_of.get(&id).into_iter().flatten() {
+        for position in self.positions_by_server.get(&id).into_iter().flatten() {
             self.services[*position].forget_servers();
         }
     }
@@ -71,12 +71,12 @@ impl Controller {
             return;
         }
         summary.servers.iter().for_each(|server| service.on_relayed_load(server.id));
-        let trigger = TableTrigger { received: now.monotonic, is_load: true, sent_at: None };
+        let trigger = TableTrigger { received_at: now.monotonic, is_load: true, sent_at: None };
         queue_table(&mut self.due_services, service, trigger, self.fleet.table_updates);
     }
 
-    pub(super) fn traffic_changed(&mut self, now: Now) {
-        let trigger = TableTrigger { received: now.monotonic, is_load: false, sent_at: None };
+    pub(super) fn on_traffic_changed(&mut self, now: Now) {
+        let trigger = TableTrigger { received_at: now.monotonic, is_load: false, sent_at: None };
         for service in self.services.iter_mut().filter(|service| service.reads_traffic()) {
             service.mark_all_loads_changed();
             queue_table(&mut self.due_services, service, trigger, self.fleet.table_updates);
@@ -133,7 +133,7 @@ impl Controller {
 
     /// Polls a shard of the service; `None` for a service without servers.
     fn poll_shard(&mut self, position: usize, shard: Option<Shard>, now: Now) {
-        let found = shard.map(|shard| (shard, self.server_inputs(position, shard, now)));
+        let found = shard.map(|shard| (shard, self.server_inputs_fingerprint(position, shard, now)));
         let inputs = self.inputs_fingerprint(position, now);
         let service = &mut self.services[position];
         if !service.update_fingerprints(inputs, found.as_slice()) {
@@ -141,7 +141,7 @@ impl Controller {
         }
         service.forget_servers();
         self.racks.changes += 1;
-        let trigger = TableTrigger { received: now.monotonic, is_load: false, sent_at: None };
+        let trigger = TableTrigger { received_at: now.monotonic, is_load: false, sent_at: None };
         queue_table(&mut self.due_services, service, trigger, self.fleet.table_updates);
     }
 
@@ -173,7 +173,7 @@ impl Controller {
         hasher.finish()
     }
 
-    fn server_inputs(&self, position: usize, shard: Shard, now: Now) -> u64 {
+    fn server_inputs_fingerprint(&self, position: usize, shard: Shard, now: Now) -> u64 {
         let service = &self.services[position];
         let fleet = service.fleet();
         let mut hasher = foldhash::fast::FixedState::default().build_hasher();
@@ -196,23 +196,23 @@ impl Controller {
     pub fn make_next_due_table(&mut self, now: Now) -> Option<DueTable> {
         loop {
             let position = *self.positions.get(&self.due_services.pop_front()?)?;
-            if let Some(trigger) = self.services[position].due {
-                let new = self.place(position, now);
+            if let Some(trigger) = self.services[position].due_trigger {
+                let new = self.make_table(position, now);
                 self.table_acks.record_build(new.service, new.table.generation, trigger);
                 return Some(DueTable { new_table: new, trigger });
             }
         }
     }
 
-    pub fn is_due(&self) -> bool {
+    pub fn has_due_table(&self) -> bool {
         !self.due_services.is_empty()
     }
 }
 
 /// Queues a service's table. The first trigger counts. Tables at the interval are never queued.
 fn queue_table(due: &mut VecDeque<ServiceIndex>, service: &mut Service, trigger: TableTrigger, tables: TableTiming) {
-    if tables == TableTiming::OnChange && service.due.is_none() {
-        service.due = Some(trigger);
+    if tables == TableTiming::OnChange && service.due_trigger.is_none() {
+        service.due_trigger = Some(trigger);
         due.push_back(service.fleet().index);
     }
 }

@@ -7,7 +7,7 @@ use std::ops::Bound;
 use coreward_model::ServerId;
 use coreward_model::consistency::Consistency;
 use coreward_model::load::CoreLoads;
-use coreward_model::policy::{Loads, Pool, PoolServer};
+use coreward_model::policy::{Pool, PoolServer, ServerLoads};
 use coreward_model::statistics::mean;
 use coreward_model::tuple::Protocol;
 
@@ -17,7 +17,7 @@ use super::{Controller, NewTable, Now};
 use coreward_fleet::fleet::FleetService;
 
 impl Controller {
-    pub(super) fn place(&mut self, position: usize, now: Now) -> NewTable {
+    pub(super) fn make_table(&mut self, position: usize, now: Now) -> NewTable {
         let pool = match self.services[position].take_cached_pool() {
             Some(known) => self.refreshed(position, known, now),
             None => {
@@ -26,9 +26,9 @@ impl Controller {
             }
         };
         let service = &mut self.services[position];
-        service.due = None;
+        service.due_trigger = None;
         let pool = service.with_interval(pool);
-        let table = service.place(&pool, now);
+        let table = service.make_table(&pool, now);
         service.cache_pool(pool);
         table
     }
@@ -80,7 +80,7 @@ impl Controller {
             if service.needs_refresh(id) {
                 pool.replace_server(self.pool_server(service, id, now));
             } else {
-                pool.set_fresh(id, service.is_fresh(id));
+                pool.set_has_new_load(id, service.is_fresh(id));
             }
         }
         self.with_context(service, pool, now)
@@ -123,7 +123,7 @@ impl Controller {
             rss: agent.and_then(Agent::rss).cloned(),
             open_connections: self.open_connections(id, agent),
             weight: server.weight,
-            ramp: self.ramp(service, id, now),
+            slow_start_fraction: self.ramp(service, id, now),
             capacity: server.capacity,
             traffic: self.load_balancers.rates(id),
             has_new_load: service.is_fresh(id),
@@ -153,11 +153,11 @@ pub(super) fn places_requests(service: &FleetService) -> bool {
 /// Returns the loads of a server's cores for the service. The server chooses the worker of a request that is placed on
 /// its own, so each core counts with the server's load. Flows stay on their core, so a policy can select a core with
 /// less load.
-fn loads_for(service: &FleetService, loads: &CoreLoads) -> Loads {
+fn loads_for(service: &FleetService, loads: &CoreLoads) -> ServerLoads {
     relayed_loads(places_requests(service), loads)
 }
 
 /// Like [`loads_for`], for a rack. `requests`: whether the service places each datagram on its own.
-pub fn relayed_loads(requests: bool, loads: &CoreLoads) -> Loads {
-    Loads::Local(if requests { vec![mean(loads).unwrap_or(0.0); loads.len()].into() } else { loads.clone() })
+pub fn relayed_loads(requests: bool, loads: &CoreLoads) -> ServerLoads {
+    ServerLoads::Local(if requests { vec![mean(loads).unwrap_or(0.0); loads.len()].into() } else { loads.clone() })
 }

@@ -136,13 +136,13 @@ fn open_connections_are_reported_plus_new_ones() {
     let mut harness = Harness::new(&["", ""], "policy = \"least\"\n");
     let lb1 = harness.controller.register_load_balancer("lb1", at(0)).unwrap();
     let lb2 = harness.controller.register_load_balancer("lb2", at(0)).unwrap();
-    harness.controller.load_balancer_traffic_received(lb1, &counts(&[(0, 1000, 900), (1, 500, 500)]), at(0));
-    harness.controller.load_balancer_traffic_received(lb2, &counts(&[(0, 10, 0)]), at(0));
+    harness.controller.record_load_balancer_traffic(lb1, &counts(&[(0, 1000, 900), (1, 500, 500)]), at(0));
+    harness.controller.record_load_balancer_traffic(lb2, &counts(&[(0, 10, 0)]), at(0));
     let session = harness.agent(0, 100, at(1));
     harness.agent(1, 7, at(1));
     assert_eq!(harness.open_connections(at(1)), [100, 7]);
-    harness.controller.load_balancer_traffic_received(lb1, &counts(&[(0, 1030, 910), (1, 500, 520)]), at(2));
-    harness.controller.load_balancer_traffic_received(lb2, &counts(&[(0, 15, 0)]), at(2));
+    harness.controller.record_load_balancer_traffic(lb1, &counts(&[(0, 1030, 910), (1, 500, 520)]), at(2));
+    harness.controller.record_load_balancer_traffic(lb2, &counts(&[(0, 15, 0)]), at(2));
     // More were closed than were open: a retransmitted FIN.
     assert_eq!(harness.open_connections(at(2)), [125, 0]);
     harness.report(&session, 2, 124, at(3));
@@ -159,7 +159,7 @@ fn opened_connections_are_the_load_balancers_counts() {
     let lb1 = harness.controller.register_load_balancer("lb1", at(0)).unwrap();
     let lb2 = harness.controller.register_load_balancer("lb2", at(0)).unwrap();
     let report_traffic = |harness: &mut Harness, session, printed: &[(u64, u64, u64)], now| {
-        harness.controller.load_balancer_traffic_received(session, &counts(printed), now);
+        harness.controller.record_load_balancer_traffic(session, &counts(printed), now);
     };
     report_traffic(&mut harness, lb1, &[(0, 1000, 0), (1, 500, 0)], at(1));
     assert_eq!(opened(&mut harness), None, "the new part is unknown");
@@ -217,7 +217,7 @@ fn previous_servers_of_buckets_are_sent_to_agents() {
     }
     // Another process continues from the records.
     let (name, history) = harness.controller.changed_histories().remove(0);
-    harness.records.services.get_mut(&name).unwrap().buckets = history;
+    harness.records.services.get_mut(&name).unwrap().bucket_history = history;
     harness.controller = Controller::new(Fleet::new(&config(&["", "", "state = \"draining\""], ""), &harness.records));
     assert_eq!(harness.make_table(at(2)).previous_consistent_servers, table.previous_consistent_servers);
     // No server forwards packets that do not go by the bucket.
@@ -266,29 +266,29 @@ fn servers_with_lb_stamping_need_no_agent() {
     let mut harness = Harness::new(&["", ""], "timestamps = \"lb\"\npolicy = \"rr\"\n");
     assert_eq!(harness.make_table(at(10)).members.len(), 2);
     let fleet = &harness.controller.fleet;
-    let reported = fleet.for_load_balancers(|_| true);
+    let reported = fleet.load_balancer_configuration(|_| true);
     let key = reported.services[0].time_key.expect("load balancers stamp");
     let server = ServerId::try_from(1).unwrap();
-    assert!(!fleet.is_stamping(server));
-    assert!(!fleet.for_agent(server, &BTreeSet::new()).services[0].mode.is_stamped());
+    assert!(!fleet.is_stamping_server(server));
+    assert!(!fleet.agent_configuration(server, &BTreeSet::new()).services[0].mode.is_stamped());
     assert!(harness.controller.keys(at(10)).waiting_for.is_empty());
 
     let (address, client) = (reported.services[0].address, "10.1.0.7:1024".parse().unwrap());
     let tuple = FourTuple::new(client, address.socket).unwrap();
-    let tsecr = lb_stamping::stamp(&reported.keys, &key, &tuple, server, 5);
-    let packet = ExplainedPacket::Established { tsecr: Some(tsecr), reset: false };
+    let tsecr = lb_stamping::stamp_tsval(&reported.keys, &key, &tuple, server, 5);
+    let packet = ExplainedPacket::Established { tsecr: Some(tsecr), is_reset: false };
     let explained = harness.controller.explain(address, client, packet, at(10)).unwrap();
     assert_eq!(explained.chosen_server.as_deref(), Some("s1"), "{}", explained.reason);
-    let reset = ExplainedPacket::Established { tsecr: None, reset: true };
+    let reset = ExplainedPacket::Established { tsecr: None, is_reset: true };
     let explained = harness.controller.explain(address, client, reset, at(10)).unwrap();
     assert!(explained.chosen_server.is_none() && explained.reason.contains("is dropped"), "{}", explained.reason);
 
     harness.records.key_ring.announce(true, 2, &mut seeded_rng(8, 0));
     harness.records.key_ring.switch(at(20).wall, 3);
     harness.configure(&["", ""], "timestamps = \"lb\"\npolicy = \"rr\"\n", at(20));
-    let rotated = harness.controller.fleet.for_load_balancers(|_| true);
+    let rotated = harness.controller.fleet.load_balancer_configuration(|_| true);
     assert_ne!(rotated.keys, reported.keys);
     assert_eq!(rotated.services[0].time_key, Some(key));
     harness.configure(&["", ""], "policy = \"rr\"\n", at(30));
-    assert_eq!(harness.controller.fleet.for_load_balancers(|_| true).services[0].time_key, None);
+    assert_eq!(harness.controller.fleet.load_balancer_configuration(|_| true).services[0].time_key, None);
 }

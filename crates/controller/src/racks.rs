@@ -24,7 +24,7 @@ use super::{Controller, Now, Session};
 const WHOLE_REPORTS_PER_SECOND: usize = 2_000;
 
 /// Number of report intervals for which a rack's summaries are valid, the default for agents' reports.
-const VALID_INTERVALS: u32 = 3;
+const SUMMARY_VALID_INTERVALS: u32 = 3;
 
 /// Connected racks, and valid summaries of disconnected ones.
 #[derive(Debug, Default)]
@@ -38,8 +38,8 @@ pub struct Racks {
 /// Version of a rack's configuration.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RackConfigVersion {
-    of_all: u64,
-    own: u64,
+    all_racks_version: u64,
+    own_version: u64,
     detail_interval: Duration,
 }
 
@@ -49,7 +49,7 @@ struct Rack {
     session: Option<u64>,
     version: String,
     /// Time of the rack's last message (since the controller's start).
-    last_message: Duration,
+    last_message_at: Duration,
     agents: BTreeMap<u64, Session>,
     /// Number of the last change of the rack's agents. One number for all racks would send every change to all racks:
     /// with hundreds of racks, a quarter of a CPU.
@@ -78,7 +78,7 @@ impl Rack {
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RackRelay {
-    pub rack: u64,
+    pub rack_session: u64,
     pub name: Arc<str>,
     /// Number of the agent's stream at the rack.
     pub stream: u64,
@@ -127,15 +127,15 @@ impl Racks {
         relayed
     }
 
-    pub fn begin(&mut self, relay: &RackRelay, session: &Session) {
-        if let Some(rack) = self.by_session(relay.rack) {
+    pub fn begin_agent_session(&mut self, relay: &RackRelay, session: &Session) {
+        if let Some(rack) = self.by_session(relay.rack_session) {
             rack.changes += 1;
             rack.agents.insert(relay.stream, session.clone());
         }
     }
 
-    pub fn end(&mut self, relay: &RackRelay) {
-        if let Some(rack) = self.by_session(relay.rack) {
+    pub fn end_agent_session(&mut self, relay: &RackRelay) {
+        if let Some(rack) = self.by_session(relay.rack_session) {
             rack.changes += 1;
             rack.agents.remove(&relay.stream);
         }
@@ -168,7 +168,7 @@ impl Controller {
             RackStatus {
                 name: name.clone(),
                 version: rack.version.clone(),
-                age_ms: now.monotonic.saturating_sub(rack.last_message).as_millis() as u32,
+                age_ms: now.monotonic.saturating_sub(rack.last_message_at).as_millis() as u32,
                 servers,
                 permitted_servers: permitted_servers.count_of_rack(name),
             }
@@ -200,9 +200,9 @@ impl Controller {
         self.count(known)?;
         let racks = &mut self.racks;
         if let Some(live) = racks.by_name.get(name).filter(|rack| rack.session.is_some()) {
-            let silence = now.monotonic.saturating_sub(live.last_message);
+            let silence = now.monotonic.saturating_sub(live.last_message_at);
             if silence <= LOAD_BALANCER_TIMEOUT {
-                let refused = Rejection::DuplicateRack { name: name.to_owned(), silence };
+                let refused = Rejection::DuplicateRack { name: name.to_owned(), since_last_message: silence };
                 return self.count(Err(refused));
             }
         }
@@ -213,7 +213,7 @@ impl Controller {
         let rack = Rack {
             session: Some(racks.last_session),
             version: version.to_owned(),
-            last_message: now.monotonic,
+            last_message_at: now.monotonic,
             agents: BTreeMap::new(),
             changes: 0,
             summaries,
@@ -223,7 +223,7 @@ impl Controller {
     }
 
     /// Ends a rack's session. Its summaries remain valid until they expire.
-    pub fn rack_disconnected(&mut self, session: u64) {
+    pub fn disconnect_rack(&mut self, session: u64) {
         if let Some(rack) = self.racks.by_session(session) {
             rack.session = None;
             rack.agents.clear();
@@ -231,9 +231,9 @@ impl Controller {
     }
 
     /// Records that a rack has sent a message.
-    pub fn rack_message_received(&mut self, session: u64, now: Now) {
+    pub fn record_rack_message(&mut self, session: u64, now: Now) {
         if let Some(rack) = self.racks.by_session(session) {
-            rack.last_message = now.monotonic;
+            rack.last_message_at = now.monotonic;
         }
     }
 
@@ -263,7 +263,7 @@ impl Controller {
             }
             summaries.insert(service, Arc::new(summary));
         }
-        let fresh_until = now.monotonic + VALID_INTERVALS * self.fleet.report_interval;
+        let fresh_until = now.monotonic + SUMMARY_VALID_INTERVALS * self.fleet.report_interval;
         if let Some(rack) = self.racks.by_session(session) {
             rack.summaries.retain(|_, relayed| relayed.is_valid(now));
             let relayed = |(service, summary): (&ServiceIndex, &Arc<RackSummary>)| {
@@ -277,9 +277,13 @@ impl Controller {
         Ok(())
     }
 
-    pub fn rack_changes(&self, session: u64) -> RackConfigVersion {
+    pub fn rack_config_version(&self, session: u64) -> RackConfigVersion {
         let own = self.racks.connected(session).map_or(0, |(_, rack)| rack.changes);
-        RackConfigVersion { of_all: self.racks.changes, own, detail_interval: self.racks.detail_interval() }
+        RackConfigVersion {
+            all_racks_version: self.racks.changes,
+            own_version: own,
+            detail_interval: self.racks.detail_interval(),
+        }
     }
 
     /// Returns a rack's configuration; `None`: the rack is disconnected. Fails if the fleet's document lists only other
@@ -305,7 +309,7 @@ impl Controller {
     /// Returns the streams of a rack's agents, and their servers, without servers that have a newer agent.
     fn agent_streams<'a>(&'a self, rack: &'a Rack) -> impl Iterator<Item = (u64, ServerId)> + 'a {
         rack.agents.iter().filter_map(|(stream, session)| {
-            let id = self.fleet.id(session.server())?;
+            let id = self.fleet.server_id(session.server())?;
             (self.agent_session(id) == Some(session.number())).then_some((*stream, id))
         })
     }
@@ -320,7 +324,7 @@ impl Controller {
         RackService {
             index: fleet.index,
             policy: fleet.policy.to_owned(),
-            buckets: fleet.buckets,
+            bucket_count: fleet.buckets,
             places_requests: places_requests(fleet),
             members: servers.iter().filter(|server| fleet.members.contains_key(&server.id)).map(member).collect(),
         }

@@ -52,7 +52,7 @@ impl Harness {
 
     /// Connects the server's first agent behind the rack; each has a stream of its own.
     fn connect_agent_via(&mut self, rack: u64, name: &str, server: &str, stream: u64) -> Result<Session, Rejection> {
-        let behind = RackRelay { rack, name: name.into(), stream };
+        let behind = RackRelay { rack_session: rack, name: name.into(), stream };
         self.controller.connect_via_rack(server, "test", Some(behind), at(0))
     }
 
@@ -131,7 +131,7 @@ fn agent_reconnect_moves_it_out_of_old_rack() {
     harness.connect_agent_via(rack, "r1", "s1", 2).unwrap();
     // The rack has not noticed that its agent is gone.
     let other = harness.rack("r2");
-    let changes = |harness: &Harness| [rack, other].map(|rack| harness.controller.rack_changes(rack));
+    let changes = |harness: &Harness| [rack, other].map(|rack| harness.controller.rack_config_version(rack));
     let (later, before) = (at(10_000), changes(&harness));
     harness.controller.register("s0", "test", later).unwrap();
     assert_ne!(changes(&harness)[0], before[0], "the rack gets an update");

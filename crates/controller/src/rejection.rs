@@ -11,7 +11,7 @@ use super::token_bucket::Quota;
 pub const CLOCK_TOLERANCE: Duration = Duration::from_secs(1);
 
 /// Limit of registrations under one name, for a daemon that restarts again and again.
-pub const REGISTRATIONS: Quota = Quota { interval: Duration::from_secs(1), burst: 30 };
+pub const REGISTRATION_QUOTA: Quota = Quota { interval: Duration::from_secs(1), burst: 30 };
 /// Burst of reports: after an interruption of the network they arrive together.
 pub const REPORT_BURST: u32 = 64;
 pub const MAX_LOAD_BALANCERS: usize = 1024;
@@ -23,31 +23,31 @@ pub enum Rejection {
     UnknownServer(String),
     #[error(
         "server {server:?} has an agent already, last message {} ms ago: expected one agent per server",
-        silence.as_millis()
+        since_last_message.as_millis()
     )]
     DuplicateSession {
         server: String,
         /// Time since the last message from the connected agent.
-        silence: Duration,
+        since_last_message: Duration,
     },
     /// Two load balancers have one name, and thus one owner number.
     #[error(
         "load balancer {name:?} is connected already, last message {} ms ago: expected a unique name",
-        silence.as_millis()
+        since_last_message.as_millis()
     )]
     DuplicateLoadBalancer {
         name: String,
         /// Time since the other one's last message.
-        silence: Duration,
+        since_last_message: Duration,
     },
     #[error(
         "rack {name:?} is connected already, last message {} ms ago: expected a unique name",
-        silence.as_millis()
+        since_last_message.as_millis()
     )]
     DuplicateRack {
         name: String,
         /// Time since the other one's last message.
-        silence: Duration,
+        since_last_message: Duration,
     },
     /// The fleet's document does not list this rack.
     #[error("rack {0:?} is not one of the fleet's: expected one that `racks` names in the fleet's document")]
@@ -72,7 +72,7 @@ pub enum Rejection {
     Superseded(String),
     /// The agent exceeded twice the rate of the report interval.
     #[error("server {0:?} reports more often than twice per report interval: expected its configuration's interval")]
-    TooOften(String),
+    TooManyReports(String),
     #[error("{0:?} registered too often: expected once per second")]
     TooManyRegistrations(String),
     /// The limit of names on record is reached.
@@ -125,7 +125,7 @@ impl Rejection {
             Rejection::Readings(ReadingsRejection::ImpossibleLoad { .. }) => "impossible_load",
             Rejection::Malformed(ReportError::TimeToLive(_)) => "time_to_live",
             Rejection::Malformed(ReportError::TooLarge { .. }) => "too_large",
-            Rejection::TooOften(_) => "too_often",
+            Rejection::TooManyReports(_) => "too_often",
             Rejection::TooManyRegistrations(_) => "too_many_registrations",
             Rejection::TooManyLoadBalancers(_) => "too_many_load_balancers",
         }

@@ -21,7 +21,7 @@ pub enum RotationError {
         age.as_secs(),
         expected.as_secs()
     )]
-    TooYoung { age: Duration, expected: Duration },
+    KeyTooYoung { age: Duration, expected: Duration },
     /// Some peers may not have the keys in force, or may stamp with the other key.
     #[error(
         "{} not confirmed configuration {generation}, which brought the keys in force: expected all to (--force \
@@ -82,7 +82,7 @@ impl Controller {
             KeyPhase::Steady => {
                 let age = now.record.saturating_sub(ring.current_since);
                 let due = self.fleet.key_rotation.is_some_and(|interval| age >= interval);
-                if due { self.may_announce(false, now).map(Some) } else { Ok(None) }
+                if due { self.announce_step(false, now).map(Some) } else { Ok(None) }
             }
         }
     }
@@ -92,7 +92,7 @@ impl Controller {
     pub fn requested_key_step(&self, force: bool, now: Now) -> Result<KeyStep, RotationError> {
         let ring = &self.fleet.key_ring;
         if ring.phase == KeyPhase::Steady {
-            return self.may_announce(force, now);
+            return self.announce_step(force, now);
         }
         let who = self.unconfirmed_peers(force, now);
         if who.is_empty() {
@@ -105,12 +105,12 @@ impl Controller {
         Err(RotationError::UnderWay { peers: who, generation: ring.generation })
     }
 
-    fn may_announce(&self, force: bool, now: Now) -> Result<KeyStep, RotationError> {
+    fn announce_step(&self, force: bool, now: Now) -> Result<KeyStep, RotationError> {
         let ring = &self.fleet.key_ring;
         let age = now.record.saturating_sub(ring.current_since);
         let expected = self.fleet.max_connection_lifetime;
         if age < expected && !force {
-            return Err(RotationError::TooYoung { age, expected });
+            return Err(RotationError::KeyTooYoung { age, expected });
         }
         let who = self.unconfirmed_peers(force, now);
         if who.is_empty() {
@@ -142,7 +142,7 @@ impl Controller {
     fn unconfirmed_agent(&self, id: ServerId, server: &FleetServer, connected_only: bool, now: Now) -> Option<String> {
         let agent = self.agent(id);
         if agent.map_or(0, |agent| agent.confirmed_generation) >= self.fleet.key_ring.generation
-            || !self.fleet.is_stamping(id)
+            || !self.fleet.is_stamping_server(id)
         {
             return None;
         }

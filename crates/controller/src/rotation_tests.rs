@@ -373,7 +373,7 @@ fn young_key_is_not_rotated_without_force() {
     harness.settle();
     harness.now += Duration::from_secs(100);
     let refused = harness.controller.requested_key_step(false, harness.now()).unwrap_err();
-    assert!(matches!(refused, RotationError::TooYoung { expected: RETIRE_AFTER, .. }));
+    assert!(matches!(refused, RotationError::KeyTooYoung { expected: RETIRE_AFTER, .. }));
     assert_eq!(
         refused.to_string(),
         "the key in force is 100 s old: expected at least 1000 s (`max_connection_lifetime`), as connections that have \

@@ -4,14 +4,14 @@ use std::ops::Bound;
 use std::time::Duration;
 
 use coreward_api::types::{CheckedBy, ServerState, ServiceMember};
-use coreward_model::health::{Probe, Verdict};
+use coreward_model::health::{HealthVerdict, Probe};
 use coreward_model::{ServerId, ServiceAddress};
 
 use super::service::{Eligibility, ServerStatus, Service};
 use super::{Controller, Now};
 use coreward_fleet::fleet::{AdminState, FleetServer, FleetService};
 
-const BY_COMMAND: &str = "by `coreward drain`";
+const DRAIN_COMMAND_REASON: &str = "by `coreward drain`";
 
 pub(super) struct StateReason {
     pub state: ServerState,
@@ -53,7 +53,7 @@ impl Controller {
         let checks = self.load_balancers.check_results((service.fleet().index, id), now);
         let checks = checks.into_iter().map(|(load_balancer, checked, age)| CheckedBy {
             load_balancer: load_balancer.to_owned(),
-            up: checked.verdict.map(|verdict| verdict == Verdict::Up),
+            up: checked.verdict.map(|verdict| verdict == HealthVerdict::Up),
             since_ms: (checked.verdict_duration + age).as_millis() as u64,
             error: (!checked.error.is_empty()).then(|| checked.error.clone()),
             latency_us: u32::try_from(checked.latency.as_micros()).unwrap_or(u32::MAX),
@@ -71,7 +71,8 @@ impl Controller {
 
     /// Returns the server's best state among its services, and the services in which it is down.
     pub(super) fn state_reason(&self, id: ServerId, server: &FleetServer, now: Now) -> StateReason {
-        let statuses = self.services_of.get(&id).into_iter().flatten().map(|position| &self.services[*position]);
+        let statuses =
+            self.positions_by_server.get(&id).into_iter().flatten().map(|position| &self.services[*position]);
         let statuses: Vec<(&str, StateReason)> =
             statuses.map(|service| (service.fleet().name.as_str(), self.state_reason_in(service, id, now))).collect();
         let down_in = |best: ServerState| {
@@ -88,7 +89,7 @@ impl Controller {
             }
             None => match server.admin_state {
                 AdminState::Active if server.drain.is_some() => {
-                    StateReason::since(ServerState::Draining, BY_COMMAND.to_owned(), None, now)
+                    StateReason::since(ServerState::Draining, DRAIN_COMMAND_REASON.to_owned(), None, now)
                 }
                 AdminState::Active => StateReason::since(ServerState::Active, "in no service".to_owned(), None, now),
                 AdminState::Draining => {
@@ -123,7 +124,7 @@ impl Controller {
     fn drain_reason(&self, service: &FleetService, id: ServerId) -> String {
         let server = &self.fleet.servers[&id];
         if server.is_drained_in(&service.name) {
-            return BY_COMMAND.to_owned();
+            return DRAIN_COMMAND_REASON.to_owned();
         }
         match server.admin_state {
             AdminState::Draining => "by the fleet's document".to_owned(),
@@ -141,7 +142,8 @@ impl Controller {
     /// Returns the origin and reason of a server's down state; `None`: the server is not down.
     fn found_down_by(&self, service: &FleetService, id: ServerId, now: Now) -> Option<String> {
         let checked = self.load_balancers.check_results((service.index, id), now);
-        let down: Vec<_> = checked.iter().filter(|(_, checked, _)| checked.verdict == Some(Verdict::Down)).collect();
+        let down: Vec<_> =
+            checked.iter().filter(|(_, checked, _)| checked.verdict == Some(HealthVerdict::Down)).collect();
         let (name, first, _) = down.first()?;
         let error = if first.error.is_empty() { "well again for a moment" } else { first.error.as_str() };
         match (down.len(), checked.len()) {

@@ -9,7 +9,7 @@ use coreward_model::ServerId;
 use coreward_model::bucket_history::BucketHistory;
 use coreward_model::consistency::Consistency;
 use coreward_model::health::WhenAllDown;
-use coreward_model::placement::{Core, PlacementTable, Rule};
+use coreward_model::placement::{PlacementRule, PlacementTable, ServerCore};
 use coreward_model::policy::{Policy, Pool};
 use coreward_model::tuple::Protocol;
 
@@ -62,7 +62,7 @@ pub struct Service {
     newest_table: Option<(Arc<PlacementTable>, Duration)>,
     statuses: BTreeMap<ServerId, ServerStatus>,
     /// Whether servers that are down take new connections, because no server is up.
-    failing_open: bool,
+    is_failing_open: bool,
     /// Whether a table has been made. Servers of the first table have no slow start.
     has_table: bool,
     history: BucketHistory,
@@ -72,7 +72,7 @@ pub struct Service {
     /// earlier servers.
     predecessors: BTreeMap<ServerId, BTreeSet<ServerId>>,
     predecessor_changes: u64,
-    pub due: Option<TableTrigger>,
+    pub due_trigger: Option<TableTrigger>,
     /// Servers with changes since the newest table.
     dirty: DirtySet,
     /// Pool of the newest table; `None`: all servers must be read again.
@@ -94,7 +94,7 @@ pub struct PreviousService {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TableTrigger {
     /// Time of arrival (since the controller's start).
-    pub received: Duration,
+    pub received_at: Duration,
     /// Whether loads of a server or a rack have changed; false: a polled input has changed.
     pub is_load: bool,
     /// Time of sending by the sender's wall clock (since 1970); `None`: unknown.
@@ -108,13 +108,13 @@ impl Service {
             generation: 0,
             newest_table: None,
             statuses: BTreeMap::new(),
-            failing_open: false,
+            is_failing_open: false,
             has_table: false,
             history: fleet.bucket_history.clone(),
             history_changed: false,
             predecessors: fleet.bucket_history.predecessors(),
             predecessor_changes: 0,
-            due: None,
+            due_trigger: None,
             dirty: DirtySet::default(),
             pool: None,
             opened_in_interval: None,
@@ -155,7 +155,7 @@ impl Service {
         let moment = self.has_table.then_some(now.monotonic);
         let mut before = std::mem::take(&mut self.statuses);
         let none_is_eligible = eligibilities.iter().all(|(_, eligibility)| *eligibility != Eligibility::Eligible);
-        self.failing_open = none_is_eligible
+        self.is_failing_open = none_is_eligible
             && self.fleet.when_all_down == WhenAllDown::FailOpen
             && eligibilities.iter().any(|(_, eligibility)| *eligibility == Eligibility::Unhealthy);
         self.statuses = eligibilities
@@ -188,7 +188,7 @@ impl Service {
     }
 
     pub fn is_failing_open(&self) -> bool {
-        self.failing_open
+        self.is_failing_open
     }
 
     /// Returns whether the server takes new connections; `None` until the next table is made.
@@ -199,7 +199,7 @@ impl Service {
     fn admits(&self, eligibility: Eligibility) -> bool {
         match eligibility {
             Eligibility::Eligible => true,
-            Eligibility::Unhealthy => self.failing_open,
+            Eligibility::Unhealthy => self.is_failing_open,
             Eligibility::Unreachable | Eligibility::Drained | Eligibility::Left => false,
         }
     }
@@ -309,7 +309,7 @@ impl Service {
         self.fingerprints.next(&self.fleet.members, all)
     }
 
-    pub fn place(&mut self, pool: &Pool, now: Now) -> NewTable {
+    pub fn make_table(&mut self, pool: &Pool, now: Now) -> NewTable {
         self.generation += 1;
         let mut table = self.policy.compute_table(pool, self.fleet.buckets, self.generation);
         if self.history.update(&table.consistent_servers) {
@@ -336,10 +336,10 @@ impl Service {
     /// Records the servers in a new table and returns its [`PlacementTable::core_slot_ages`].
     fn slot_ages(&mut self, table: &PlacementTable) -> Vec<u32> {
         self.dirty.mark_in_table(table.generation);
-        if table.rule != Rule::LeastAssigned {
+        if table.rule != PlacementRule::LeastAssigned {
             return Vec::new();
         }
-        let newest = |core: &Core| self.dirty.generation(core.server).unwrap_or(table.generation);
+        let newest = |core: &ServerCore| self.dirty.generation(core.server).unwrap_or(table.generation);
         let ages: Vec<u32> = table.core_slots.iter().map(|core| (table.generation - newest(core)) as u32).collect();
         if ages.iter().all(|age| *age == 0) { Vec::new() } else { ages }
     }

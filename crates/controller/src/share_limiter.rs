@@ -117,7 +117,7 @@ impl Controller {
     /// Excludes servers whose allowance is spent from services whose policy reads loads, if other servers remain.
     fn exclude_spent(&mut self, limited: &HashSet<ServerId>, now: Now) {
         let mut excluded = HashSet::new();
-        let of_server = |id: &ServerId| self.services_of.get(id).into_iter().flatten().copied();
+        let of_server = |id: &ServerId| self.positions_by_server.get(id).into_iter().flatten().copied();
         let positions: HashSet<usize> = limited.iter().flat_map(of_server).collect();
         for position in positions.into_iter().filter(|position| self.services[*position].reads_loads()) {
             let index = self.services[position].fleet().index;

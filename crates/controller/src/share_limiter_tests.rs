@@ -16,8 +16,8 @@ use coreward_fleet::records::Records;
 const SERVER_COUNT: usize = 10;
 const CORE_COUNT: usize = 4;
 /// New connections in 100 ms, all together, and the intervals that each lives.
-const PER_INTERVAL: u64 = 20;
-const LIFE: usize = 50;
+const CONNECTIONS_PER_INTERVAL: u64 = 20;
+const LIFETIME_INTERVALS: usize = 50;
 /// Work of a connection at its core: half of the cores' time, all together.
 const BUSY_NS: u64 = 2_000_000;
 const IMPOSTOR: usize = 0;
@@ -94,7 +94,7 @@ impl Harness {
         let index = self.controller.fleet().services[0].index;
         let mut assigned = PlacementState::for_table(&table);
         let mut new = Vec::new();
-        for _ in 0..PER_INTERVAL {
+        for _ in 0..CONNECTIONS_PER_INTERVAL {
             self.random = self.random.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
             let hash = self.random >> 25;
             let own_hash = |key: &RssKey| self.own_key.as_ref().filter(|(own, _)| own == key).map(|(_, hash)| *hash);
@@ -104,7 +104,7 @@ impl Harness {
             new.push((server, hash as usize % CORE_COUNT));
         }
         self.open.push_back(new);
-        if self.open.len() > LIFE {
+        if self.open.len() > LIFETIME_INTERVALS {
             self.open.pop_front();
         }
         let counts = self.opened.iter().enumerate();
@@ -114,7 +114,7 @@ impl Harness {
         let servers = servers.collect();
         let opened = [(index, self.opened.iter().sum())].into();
         let message = TrafficMessage { servers, opened_connections: opened };
-        self.controller.load_balancer_traffic_received(self.balancer, &message, at(interval));
+        self.controller.record_load_balancer_traffic(self.balancer, &message, at(interval));
     }
 
     /// Returns the false server's part of the connections of a minute, after a minute.

@@ -12,7 +12,7 @@ use coreward_api::types::{
 use coreward_intf as intf;
 use coreward_model::ServerId;
 use coreward_model::policy::{Capacity, Pool, PoolServer, RssGroup, rss_groups, rss_key_count};
-use coreward_model::rss::{Rss, RssKey};
+use coreward_model::rss::{RssConfig, RssKey};
 
 use super::agent::{Agent, ConnectionCount};
 use super::drains::counted_connections;
@@ -342,7 +342,7 @@ impl Controller {
 }
 
 /// Returns a warning if there are more receive queues than cores, whose loads would count as average.
-fn queues_without_cores(rss: &Rss, cores: usize) -> Option<String> {
+fn queues_without_cores(rss: &RssConfig, cores: usize) -> Option<String> {
     let highest = usize::from(*rss.indirection_table.queues().iter().max()?);
     (highest >= cores).then(|| format!("its indirection table names receive queue {highest}, but {cores} cores report"))
 }

@@ -21,7 +21,7 @@ pub struct TableAcks {
     /// Durations from the receipt of a report to the confirmation of its table by each load balancer.
     pub latency_since_receipt: LatencyHistogram,
     /// Durations from the sending of a report, by the agent's wall clock, to the confirmation of its table.
-    pub since_sent: LatencyHistogram,
+    pub latency_since_sent: LatencyHistogram,
 }
 
 impl TableAcks {
@@ -43,10 +43,10 @@ impl TableAcks {
         let first = made.partition_point(|(made, _)| *made <= before);
         for (_, trigger) in made.range(first..).take_while(|(made, _)| *made <= generation) {
             if trigger.is_load {
-                self.latency_since_receipt.observe(now.monotonic.saturating_sub(trigger.received));
+                self.latency_since_receipt.observe(now.monotonic.saturating_sub(trigger.received_at));
             }
             if let Some(sent) = trigger.sent_at {
-                self.since_sent.observe(now.wall.saturating_sub(sent));
+                self.latency_since_sent.observe(now.wall.saturating_sub(sent));
             }
         }
     }

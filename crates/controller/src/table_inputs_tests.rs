@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use coreward_config::Source;
 use coreward_model::ServerId;
-use coreward_model::health::{Verdict, WhenAllDown};
+use coreward_model::health::{HealthVerdict, WhenAllDown};
 use coreward_model::policy::{Pool, PoolServer};
 use coreward_model::rss::seeded_rng;
 use coreward_wire::{CheckedServer, HealthMessage, TrafficMessage, v1};
@@ -135,7 +135,7 @@ impl Harness {
                 let indexes: Vec<_> = self.controller.services.iter().map(|service| service.fleet().index).collect();
                 let servers = indexes.into_iter().flat_map(|index| (0..SERVER_COUNT).map(move |n| (index, n)));
                 let checked = |verdict| CheckedServer { verdict: Some(verdict), ..Default::default() };
-                let verdict = |n: usize| checked(if down[n] { Verdict::Down } else { Verdict::Up });
+                let verdict = |n: usize| checked(if down[n] { HealthVerdict::Down } else { HealthVerdict::Up });
                 let servers = servers.map(|(index, n)| (index, id(n), verdict(n))).collect();
                 self.controller.load_balancers.record_health(session, HealthMessage { servers }, now);
             }
@@ -148,7 +148,7 @@ impl Harness {
             Change::Traffic { server, opened } => {
                 let Some(session) = self.load_balancer(now) else { return };
                 self.traffic.servers.entry(id(*server)).or_default().opened += opened;
-                self.controller.load_balancer_traffic_received(session, &self.traffic, now);
+                self.controller.record_load_balancer_traffic(session, &self.traffic, now);
             }
             Change::LoseLoadBalancer => {
                 if let Some(session) = self.load_balancer.take() {

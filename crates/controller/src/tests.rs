@@ -7,7 +7,7 @@ use coreward_config::Source;
 use coreward_model::cookie::{self, Cookie, CookieKey};
 use coreward_model::load::CoreReadings;
 use coreward_model::placement::PlacementState;
-use coreward_model::rss::{IndirectionTable, Rss, RssKey, seeded_rng};
+use coreward_model::rss::{IndirectionTable, RssConfig, RssKey, seeded_rng};
 use coreward_model::{FourTuple, ServiceAddress};
 use coreward_wire::{ReportDetails, ReportedRss, WireError, v1};
 use proptest::prelude::*;
@@ -96,7 +96,7 @@ fn client(port: u16) -> std::net::SocketAddr {
 /// Core = bucket mod number of cores, on every server.
 pub(super) fn plain_rss(entries: u32, cores: u32) -> ReportedRss {
     let queues: Vec<u32> = (0..entries).map(|entry| entry % cores).collect();
-    let rss = Rss { key: RssKey::microsoft(), indirection_table: IndirectionTable::new(&queues).unwrap() };
+    let rss = RssConfig { key: RssKey::microsoft(), indirection_table: IndirectionTable::new(&queues).unwrap() };
     ReportedRss { source: "ethtool".into(), rss: Some(rss) }
 }
 
@@ -151,16 +151,16 @@ fn tables_follow_loads() {
     harness.controller.report(&sessions[2], Ok(report(3, at(200), &[150_000_000; 4])), at(200)).unwrap();
     let table = harness.make_table(at(200));
     assert_eq!(table.candidates_of(0, 2)[0].server.get(), 2);
-    assert_eq!(table.candidates_of(0, 2)[0].load, coreward_model::load::fixed_point(0.75));
+    assert_eq!(table.candidates_of(0, 2)[0].load, coreward_model::load::to_fixed_point(0.75));
     assert_eq!(table.generation, 3);
 }
 
 #[test]
 fn stale_server_is_neutral() {
     let mut harness = Harness::new(&ACTIVE, "crossrss");
-    assert!(!harness.controller.all_report(at(0)));
+    assert!(!harness.controller.are_all_loads_known(at(0)));
     let sessions = harness.report_loads(&[&[0.0; 4], &[0.5; 4], &[1.0; 4]]);
-    assert!(harness.controller.all_report(at(400)) && !harness.controller.all_report(at(401)));
+    assert!(harness.controller.are_all_loads_known(at(400)) && !harness.controller.are_all_loads_known(at(401)));
     assert_eq!(buckets_by_server(&harness.make_table(at(100))), BTreeMap::from([(0, 128)]));
     assert_eq!(harness.status_of("s0", at(400)).reports, ReportState::Fresh);
     // s1 and s2 continue to report, s0 stops: after its time to live it counts as the mean of the others, 0.75.
@@ -356,7 +356,7 @@ fn status_lists_rss_groups_and_servers_outside_them() {
         let session = harness.controller.register(&format!("s{n}"), "test", at(0)).unwrap();
         let key = RssKey::new(&[n.saturating_sub(1); 40]).unwrap();
         let queues: Vec<u32> = (0..256).map(|entry| entry % 4).collect();
-        let rss = Rss { key, indirection_table: IndirectionTable::new(&queues).unwrap() };
+        let rss = RssConfig { key, indirection_table: IndirectionTable::new(&queues).unwrap() };
         let reported = ReportedRss { source: "ethtool".into(), rss: Some(rss) };
         let report = Report { rss: Some(reported), ..report(1, at(0), &[0; 2]) };
         harness.controller.report(&session, Ok(report), at(0)).unwrap();
@@ -415,7 +415,7 @@ fn explanations_name_the_decision_and_its_reason() {
     harness.report_loads(&loads);
     let table = harness.make_table(at(100));
     let more =
-        (coreward_model::load::fixed_point(0.5) - coreward_model::load::fixed_point(0.1)) / table.assignment_cost;
+        (coreward_model::load::to_fixed_point(0.5) - coreward_model::load::to_fixed_point(0.1)) / table.assignment_cost;
     assert_eq!(
         harness.explain(port, at(100)).reason,
         format!(
@@ -532,22 +532,22 @@ fn established_packets_are_explained_by_their_cookie() {
     harness.make_table(at(0));
     let keys = harness.controller.fleet().key_ring.keys;
     let tuple = FourTuple::new(client(7), web().socket).unwrap();
-    let established = |cookie| ExplainedPacket::Established { tsecr: Some(cookie), reset: false };
+    let established = |cookie| ExplainedPacket::Established { tsecr: Some(cookie), is_reset: false };
     let time_key = CookieKey { k0: 1, k1: 2 };
     for name in ["s0", "s1"] {
-        let id = harness.controller.fleet().id(name).unwrap();
-        let tsecr = cookie::stamp(&keys, &time_key, &tuple, Cookie::Server(id), 12_345);
+        let id = harness.controller.fleet().server_id(name).unwrap();
+        let tsecr = cookie::stamp_tsval(&keys, &time_key, &tuple, Cookie::Server(id), 12_345);
         let reply = harness.explain_packet(7, established(tsecr), at(0));
         assert_eq!(reply.chosen_server.as_deref(), Some(name));
         assert_eq!(reply.reason, format!("its cookie, made with key 0, names server id {}, {name}", id.get()));
         // The same TSecr from another port is another server's, or none's.
         assert_ne!(harness.explain_packet(8, established(tsecr), at(0)).chosen_server.as_deref(), Some(name));
     }
-    let entry = cookie::stamp(&keys, &time_key, &tuple, Cookie::TableIndex(17), 12_345);
+    let entry = cookie::stamp_tsval(&keys, &time_key, &tuple, Cookie::TableIndex(17), 12_345);
     let reason = harness.explain_packet(7, established(entry), at(0)).reason;
     assert!(reason.contains("an entry of a connection table, which this service does not have"), "{reason}");
 
-    let bare = |reset| ExplainedPacket::Established { tsecr: None, reset };
+    let bare = |reset| ExplainedPacket::Established { tsecr: None, is_reset: reset };
     let reply = harness.explain_packet(7, bare(false), at(0));
     assert_eq!(reply.chosen_server.as_deref(), Some("s0"), "the only one that takes connections has all buckets");
     assert!(reply.reason.starts_with("without a cookie it follows the load balancer's flow table, or"));

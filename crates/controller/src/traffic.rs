@@ -12,7 +12,7 @@ use coreward_wire::{ServerTraffic, ServiceIndex, TrafficMessage};
 use super::Now;
 
 #[derive(Debug, Default, Clone, Copy)]
-struct Opened {
+struct OpenedCounts {
     /// Connections since the load balancer's maps were created.
     total: u64,
     /// Connections since the last query; `None`: only one message so far.
@@ -29,7 +29,7 @@ pub struct Traffic {
     last_message_at: Option<Duration>,
     /// Sums over all services, since the load balancer's maps were created.
     totals: ByServer<ServerTraffic>,
-    opened: HashMap<ServiceIndex, Opened>,
+    opened: HashMap<ServiceIndex, OpenedCounts>,
     rates: ByServer<TrafficRates>,
 }
 
@@ -75,11 +75,11 @@ impl Traffic {
         let follow = |(service, total): (&ServiceIndex, &u64)| {
             let (service, total) = (*service, *total);
             // A lower count than before comes from new maps, or a server has left.
-            let more = |before: &Opened| {
+            let more = |before: &OpenedCounts| {
                 before.since_last_query.unwrap_or(0).saturating_add(total.saturating_sub(before.total))
             };
             let newly = self.opened.get(&service).map(more);
-            (service, Opened { total, since_last_query: newly })
+            (service, OpenedCounts { total, since_last_query: newly })
         };
         self.opened = message.opened_connections.iter().map(follow).collect();
     }
@@ -119,12 +119,12 @@ impl Traffic {
 }
 
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Totals(pub BTreeMap<String, ServerTraffic>);
+pub struct TrafficTotals(pub BTreeMap<String, ServerTraffic>);
 
-impl Totals {
+impl TrafficTotals {
     /// Returns the increase of open connections since `then`, by load balancers' counts. A load balancer with new or
     /// restarted counts adds nothing, because the report may already include its connections.
-    pub fn opened_since(&self, then: &Totals) -> i64 {
+    pub fn opened_since(&self, then: &TrafficTotals) -> i64 {
         let of = |(name, now): (&String, &ServerTraffic)| {
             let then = then.0.get(name)?;
             let opened = now.opened.checked_sub(then.opened)?;
@@ -179,7 +179,7 @@ mod tests {
             let of = |(name, opened, closed): &(&str, u64, u64)| {
                 ((*name).to_owned(), ServerTraffic { opened: *opened, closed: *closed, ..Default::default() })
             };
-            Totals(counts.iter().map(of).collect())
+            TrafficTotals(counts.iter().map(of).collect())
         };
         let then = totals(&[("lb1", 100, 90), ("lb2", 50, 50)]);
         let now = totals(&[("lb1", 110, 93), ("lb2", 51, 55), ("lb3", 1000, 0)]);

@@ -37,7 +37,7 @@ impl Controller {
         warnings
     }
 
-    pub fn store_is_behind(&self) -> bool {
+    pub fn is_store_behind(&self) -> bool {
         self.load_balancers.newer_configurations(self.fleet.document.generation).next().is_some()
     }
 }

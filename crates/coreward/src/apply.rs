@@ -49,7 +49,7 @@ fn confirm_and_apply(proposed: ProposedFleet, format: Format, (dry_run, yes): (b
     let only_looked = dry_run || proposed.is_in_force();
     // JSON output is one object, the result.
     if only_looked || format == Format::Text {
-        print(&proposed.difference(format.into())?)?;
+        print(&proposed.format_changes(format.into())?)?;
     }
     if only_looked {
         return Ok(!dry_run);
@@ -69,7 +69,7 @@ fn wait_until_in_force(client: &Client, timeout: Duration) -> anyhow::Result<()>
         if is_in_force(&seen) {
             return Ok(());
         }
-        if is_final(&seen) || Instant::now() >= limit {
+        if is_wait_over(&seen) || Instant::now() >= limit {
             anyhow::bail!("{}", describe_pending(&seen));
         }
         std::thread::sleep(POLL_INTERVAL);
@@ -82,7 +82,7 @@ fn is_in_force(seen: &Acknowledgements) -> bool {
 
 /// Returns whether further waiting is useless: a daemon rejects this configuration, or all connected ones have
 /// answered.
-fn is_final(seen: &Acknowledgements) -> bool {
+fn is_wait_over(seen: &Acknowledgements) -> bool {
     let newest = seen.configuration_generation;
     let refuses_it = |refused: &RefusedUpdate| refused.kind == "configuration" && refused.generation == newest;
     seen.waiting_count == 0 || seen.refused.iter().any(refuses_it)
@@ -152,16 +152,16 @@ mod tests {
 
     #[test]
     fn refusal_of_this_configuration_ends_the_wait() {
-        assert!(is_final(&acknowledgements_of(1, &[5], &[])));
-        assert!(!is_final(&acknowledgements_of(1, &[4], &[])), "the refusal of an older one");
-        assert!(!is_final(&acknowledgements_of(1, &[], &[])));
+        assert!(is_wait_over(&acknowledgements_of(1, &[5], &[])));
+        assert!(!is_wait_over(&acknowledgements_of(1, &[4], &[])), "the refusal of an older one");
+        assert!(!is_wait_over(&acknowledgements_of(1, &[], &[])));
         assert!(is_in_force(&acknowledgements_of(0, &[], &[])));
     }
 
     #[test]
     fn stopped_load_balancer_is_named() {
         let stopped = acknowledgements_of(0, &[], &["lb2"]);
-        assert!(!is_in_force(&stopped) && is_final(&stopped));
+        assert!(!is_in_force(&stopped) && is_wait_over(&stopped));
         assert!(describe_pending(&stopped).contains("  lb lb2: is not connected"), "{}", describe_pending(&stopped));
     }
 }

@@ -19,18 +19,18 @@ pub struct CheckArgs {
     files: Vec<PathBuf>,
     /// Kind of the files [default: the one that fits best]
     #[arg(long, value_enum)]
-    kind: Option<Kind>,
+    kind: Option<FileKind>,
     /// Format of the output
     #[arg(long, value_enum, default_value_t = Format::Text)]
     format: Format,
     /// Print the JSON schema of a kind of file, for editors
     #[arg(long, value_name = "KIND", value_enum, conflicts_with_all = ["files", "kind"])]
-    schema: Option<Kind>,
+    schema: Option<FileKind>,
 }
 
 /// A kind of file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
-pub enum Kind {
+pub enum FileKind {
     /// File of `coreward controller`
     Controller,
     /// The fleet document: servers and services
@@ -74,18 +74,18 @@ pub fn run(args: &CheckArgs) -> anyhow::Result<()> {
 struct CheckedFile<'a> {
     file: &'a Path,
     /// Kind of the file; `None`: unknown.
-    kind: Option<Kind>,
+    kind: Option<FileKind>,
     mistakes: Option<Diagnostics>,
 }
 
 impl<'a> CheckedFile<'a> {
     /// Reads the file once, because it may be a pipe.
-    fn new(file: &'a Path, kind: Option<Kind>) -> Self {
+    fn new(file: &'a Path, kind: Option<FileKind>) -> Self {
         let source = match Source::read(file) {
             Ok(source) => source,
             Err(mistake) => return Self { file, kind, mistakes: Some(mistake.into()) },
         };
-        let kind = kind.map_or_else(|| Kind::of(&source), Ok);
+        let kind = kind.map_or_else(|| FileKind::of(&source), Ok);
         let mistakes = kind.clone().and_then(|kind| kind.check_with_fleet_file(&source)).err();
         Self { file, kind: kind.ok(), mistakes }
     }
@@ -101,7 +101,7 @@ impl<'a> CheckedFile<'a> {
     fn text(&self) -> String {
         match &self.mistakes {
             Some(mistakes) => mistakes.to_string(),
-            None => format!("{}: ok ({})", self.file.display(), self.kind.map_or("", Kind::name)),
+            None => format!("{}: ok ({})", self.file.display(), self.kind.map_or("", FileKind::name)),
         }
     }
 
@@ -109,14 +109,14 @@ impl<'a> CheckedFile<'a> {
         let list = self.mistakes.as_ref().map(|mistakes| mistakes.list.iter().map(|mistake| mistake.json()));
         json!({
             "file": self.file,
-            "kind": self.kind.map(Kind::name),
+            "kind": self.kind.map(FileKind::name),
             "mistakes": list.into_iter().flatten().collect::<Vec<_>>(),
             "more": self.mistakes.as_ref().map_or(0, |mistakes| mistakes.omitted_count),
         })
     }
 }
 
-impl Kind {
+impl FileKind {
     fn name(self) -> &'static str {
         match self {
             Self::Controller => "controller",
@@ -149,8 +149,8 @@ impl Kind {
             Self::Fleet => schema::<FleetFile>("the fleet of coreward"),
             Self::Lb => schema::<coreward_lb::config::Config>("coreward lb"),
             Self::Agent => schema::<coreward_agent::config::Config>("coreward agent"),
-            Self::Dispatch => schema::<coreward_dispatch::config::Table>("coreward dispatch"),
-            Self::Orchestrate => schema::<coreward_orchestrator::config::Table>("coreward orchestrate"),
+            Self::Dispatch => schema::<coreward_dispatch::config::UncheckedConfig>("coreward dispatch"),
+            Self::Orchestrate => schema::<coreward_orchestrator::config::UncheckedConfig>("coreward orchestrate"),
             Self::Rack => schema::<coreward_rack::config::Config>("coreward rack"),
         }
     }
@@ -201,7 +201,7 @@ impl Kind {
 fn check_etcd_files(controller: &Source) -> Result<(), Diagnostics> {
     let StoreLocation::Etcd(etcd) = ControllerConfig::parse(controller)?.store else { return Ok(()) };
     let wrong = |error| Diagnostic::for_file(controller.path(), &format!("[etcd.tls]: {error:#}")).into();
-    leader_election::cluster(&etcd).map(drop).map_err(wrong)
+    leader_election::connect_cluster(&etcd).map(drop).map_err(wrong)
 }
 
 /// Returns the path of the fleet's file in a controller's file, even if other keys are wrong.
@@ -218,7 +218,7 @@ mod tests {
 
     /// Returns every TOML block of the pages that describe files, with its first line. A block that begins with
     /// `[[dispatch` continues the agent's above it.
-    fn documented() -> Vec<(String, String)> {
+    fn documented_examples() -> Vec<(String, String)> {
         let pages = [
             ("config.md", include_str!("../../../docs/config.md")),
             ("deployment.md", include_str!("../../../docs/deployment.md")),
@@ -241,8 +241,8 @@ mod tests {
         blocks
     }
 
-    fn kind_of(text: &str) -> Result<Kind, Diagnostics> {
-        Kind::of(&Source::from_text("some.toml", text))
+    fn kind_of(text: &str) -> Result<FileKind, Diagnostics> {
+        FileKind::of(&Source::from_text("some.toml", text))
     }
 
     fn accepts(schema: &Value, text: &str) -> bool {
@@ -254,22 +254,22 @@ mod tests {
     #[test]
     fn documents_in_the_manual_are_valid() {
         let mut seen = Vec::new();
-        for (page_line, text) in documented() {
-            let kind = kind_of(&text).unwrap_or_else(|mistakes| panic!("{page_line}: {mistakes}"));
-            let outcome = kind.check(&Source::from_text(&page_line, &text));
+        for (page_line, toml_text) in documented_examples() {
+            let kind = kind_of(&toml_text).unwrap_or_else(|mistakes| panic!("{page_line}: {mistakes}"));
+            let outcome = kind.check(&Source::from_text(&page_line, &toml_text));
             let wrong = outcome.err().map_or_else(Vec::new, |mistakes| mistakes.list);
             // The certificates are the reader's.
             let is_elsewhere = |mistake: &Diagnostic| {
                 mistake.key.starts_with("tls.") && mistake.problem.contains("No such file or directory")
             };
             assert!(wrong.iter().all(is_elsewhere), "{page_line}: {wrong:?}");
-            assert!(accepts(&kind.schema(), &text), "{page_line} as {}", kind.name());
-            let unknown = format!("colour = \"red\"\n{text}");
+            assert!(accepts(&kind.schema(), &toml_text), "{page_line} as {}", kind.name());
+            let unknown = format!("colour = \"red\"\n{toml_text}");
             assert!(kind.check(&Source::from_text(&page_line, &unknown)).is_err(), "{page_line}");
             assert!(!accepts(&kind.schema(), &unknown), "{page_line} as {}", kind.name());
             seen.push(kind.name());
         }
-        for kind in Kind::value_variants() {
+        for kind in FileKind::value_variants() {
             assert!(seen.contains(&kind.name()), "no document of {} in {seen:?}", kind.name());
         }
     }
@@ -278,7 +278,8 @@ mod tests {
     fn etcd_files_are_checked() {
         let text = "listen = \"127.0.0.1:7400\"\n[etcd]\nendpoints = [\"https://127.0.0.1:2379\"]\n\
                     [etcd.tls]\nca = \"/nonexistent/ca.crt\"\n";
-        let mistakes = Kind::Controller.check_with_fleet_file(&Source::from_text("controller.toml", text)).unwrap_err();
+        let mistakes =
+            FileKind::Controller.check_with_fleet_file(&Source::from_text("controller.toml", text)).unwrap_err();
         let text = mistakes.to_string();
         assert!(
             text.starts_with("controller.toml: [etcd.tls]: /nonexistent/ca.crt: expected a readable file"),
@@ -289,10 +290,10 @@ mod tests {
     #[test]
     fn nested_unknown_key_is_rejected_by_the_schema() {
         let cases = [
-            (Kind::Fleet, "[[server]]\nname = \"s1\"\naddress = \"10.0.0.1\"\n", "colour = 1\n"),
-            (Kind::Dispatch, "[[service]]\nlisten = \"0.0.0.0:53\"\n", "other = { colour = 1 }\n"),
+            (FileKind::Fleet, "[[server]]\nname = \"s1\"\naddress = \"10.0.0.1\"\n", "colour = 1\n"),
+            (FileKind::Dispatch, "[[service]]\nlisten = \"0.0.0.0:53\"\n", "other = { colour = 1 }\n"),
             (
-                Kind::Lb,
+                FileKind::Lb,
                 "name = \"a\"\ncontroller = \"[::1]:1\"\ninterface = \"e\"\npin_directory = \"/p\"\n",
                 "connection_timers = { idle_s = 1 }\n",
             ),
@@ -308,13 +309,16 @@ mod tests {
     #[test]
     fn file_kind_is_recognised_despite_mistakes() {
         for (text, kind) in [
-            ("name = \"lb1\"\ncontroler = \"10.1.0.1:7400\"\ninterface = \"eth0\"\npin_directory = \"/p\"\n", Kind::Lb),
-            ("server = \"s1\"\ncontroller = \"10.1.0.1:7400\"\ninterface = 5\nmanage_rss = true\n", Kind::Agent),
-            ("listen = \"10.1.0.1\"\nstore = \"s\"\n", Kind::Controller),
-            ("[[service]]\nname = \"web\"\nvip = \"10.0.0.1\"\n", Kind::Fleet),
+            (
+                "name = \"lb1\"\ncontroler = \"10.1.0.1:7400\"\ninterface = \"eth0\"\npin_directory = \"/p\"\n",
+                FileKind::Lb,
+            ),
+            ("server = \"s1\"\ncontroller = \"10.1.0.1:7400\"\ninterface = 5\nmanage_rss = true\n", FileKind::Agent),
+            ("listen = \"10.1.0.1\"\nstore = \"s\"\n", FileKind::Controller),
+            ("[[service]]\nname = \"web\"\nvip = \"10.0.0.1\"\n", FileKind::Fleet),
             // Many mistakes, each of which the controller's file has not, as it knows where these tables have gone.
-            ("[[server]]\nweight = -1\nid = 9\n[[server]]\nnam = 1\n[[service]]\nvip = 1\nx = 1\n", Kind::Fleet),
-            ("name = \"\"\ncontroller = []\ninterface = \"\"\npin_directory = \"\"\nxdp_mode = 1\n", Kind::Lb),
+            ("[[server]]\nweight = -1\nid = 9\n[[server]]\nnam = 1\n[[service]]\nvip = 1\nx = 1\n", FileKind::Fleet),
+            ("name = \"\"\ncontroller = []\ninterface = \"\"\npin_directory = \"\"\nxdp_mode = 1\n", FileKind::Lb),
         ] {
             assert_eq!(kind_of(text).unwrap(), kind, "{text}");
         }
@@ -324,12 +328,13 @@ mod tests {
 
     #[test]
     fn file_name_decides_when_keys_do_not() {
-        let of =
-            |name: &str, text: &str| Kind::of(&Source::from_text(name, text)).map_err(|mistakes| mistakes.to_string());
-        assert_eq!(of("etc/lb2.toml", "metrics = 1\n"), Ok(Kind::Lb));
-        assert_eq!(of("etc/rack.toml", ""), Ok(Kind::Rack));
+        let of = |name: &str, text: &str| {
+            FileKind::of(&Source::from_text(name, text)).map_err(|mistakes| mistakes.to_string())
+        };
+        assert_eq!(of("etc/lb2.toml", "metrics = 1\n"), Ok(FileKind::Lb));
+        assert_eq!(of("etc/rack.toml", ""), Ok(FileKind::Rack));
         // The keys do here.
-        assert_eq!(of("lb.toml", "server = \"s1\"\nmanage_rss = true\n"), Ok(Kind::Agent));
+        assert_eq!(of("lb.toml", "server = \"s1\"\nmanage_rss = true\n"), Ok(FileKind::Agent));
         // Without valid TOML there are no keys: the error is the syntax.
         let neither = of("some.toml", "= 5\n").unwrap_err();
         assert!(neither.contains("some.toml: fits several kinds") && neither.contains("some.toml:1:1: "), "{neither}");
@@ -345,7 +350,7 @@ mod tests {
         let writer = std::thread::spawn(move || std::fs::write(writer, "[[server]]\nname = \"s1\"\n").unwrap());
         let checked = CheckedFile::new(&pipe, None);
         writer.join().unwrap();
-        assert_eq!((checked.kind, checked.mistake_count()), (Some(Kind::Fleet), 1), "{}", checked.text());
+        assert_eq!((checked.kind, checked.mistake_count()), (Some(FileKind::Fleet), 1), "{}", checked.text());
     }
 
     /// A controller's file is checked with the fleet's that it names, also when both are wrong.
@@ -355,7 +360,7 @@ mod tests {
         let [controller, fleet] = ["controller.toml", "fleet.toml"].map(|name| directory.path().join(name));
         std::fs::write(&controller, "listen = 5\nstore = \"s\"\nfleet = \"fleet.toml\"\n").unwrap();
         std::fs::write(&fleet, "load_ewma_alpha = 2\n[[server]]\nname = \"s1\"\n").unwrap();
-        let check = || Kind::Controller.check_with_fleet_file(&Source::read(&controller).unwrap());
+        let check = || FileKind::Controller.check_with_fleet_file(&Source::read(&controller).unwrap());
         let mistakes = check().unwrap_err();
         let files: Vec<&Path> = mistakes.list.iter().map(|mistake| &*mistake.file).collect();
         assert_eq!(files, [&controller, &fleet, &fleet]);

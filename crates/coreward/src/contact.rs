@@ -2,16 +2,16 @@
 
 use std::path::PathBuf;
 
-use coreward_control_server::config::DEFAULT_API;
+use coreward_control_server::config::DEFAULT_API_ADDRESS;
 use coreward_http::client::{Client, ControllerUrl, Credential};
 use coreward_tls::CredentialFiles;
-use coreward_tls::verify::Host;
+use coreward_tls::verify::ExpectedHost;
 
 /// File of the operator's token in packages.
 const DEFAULT_TOKEN_FILE: &str = "/var/lib/coreward/operator.token";
 
 #[derive(clap::Args, Clone)]
-pub struct ContactArgs {
+pub struct ControllerArgs {
     /// The controller's API: ADDRESS:PORT on this host, or https://HOST:PORT. Several controllers are separated by
     /// commas; the command uses the leader
     #[arg(
@@ -19,7 +19,7 @@ pub struct ContactArgs {
         value_name = "ADDRESS:PORT",
         env = "COREWARD_CONTROLLER",
         value_delimiter = ',',
-        default_values_t = [ControllerUrl::from(DEFAULT_API)]
+        default_values_t = [ControllerUrl::from(DEFAULT_API_ADDRESS)]
     )]
     controller: Vec<ControllerUrl>,
     /// File with the token of an operator or a viewer, from the controller's `token_directory`
@@ -40,7 +40,7 @@ pub struct ContactArgs {
     key: Option<PathBuf>,
 }
 
-impl ContactArgs {
+impl ControllerArgs {
     /// Returns the client. Fails if a file cannot be read, or is invalid.
     pub fn client(&self) -> anyhow::Result<Client> {
         let files = |((ca, certificate), key)| CredentialFiles { ca, certificate, key };
@@ -48,8 +48,8 @@ impl ContactArgs {
         let token = || Credential::Token { file: self.token_file.clone(), ca: self.ca.clone() };
         let proof = certificate.map_or_else(token, Credential::Certificate);
         let host = match self.controller_name.as_slice() {
-            [] => Host::Requested,
-            names => Host::OneOf(names.to_vec()),
+            [] => ExpectedHost::Requested,
+            names => ExpectedHost::OneOf(names.to_vec()),
         };
         Client::with_controllers(self.controller.clone(), &proof, host)
     }

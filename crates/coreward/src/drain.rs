@@ -44,14 +44,14 @@ pub struct UndrainArgs {
     query: QueryArgs,
 }
 
-fn runtime() -> std::io::Result<tokio::runtime::Runtime> {
+fn build_runtime() -> std::io::Result<tokio::runtime::Runtime> {
     tokio::runtime::Builder::new_current_thread().enable_all().build()
 }
 
 /// Drains the server, and waits if requested. Fails on a rejection or at the timeout.
 pub fn drain(args: &DrainArgs) -> anyhow::Result<()> {
     let client = args.query.contact.client()?;
-    runtime()?.block_on(async {
+    build_runtime()?.block_on(async {
         let request = DrainServer { services: args.service.clone(), force: args.force };
         let status = client.drain(&args.server, &request).await?;
         // JSON output is one object, the final state.
@@ -82,7 +82,7 @@ pub fn drain(args: &DrainArgs) -> anyhow::Result<()> {
 /// Ends the drain. Fails when the controller rejects it.
 pub fn undrain(args: &UndrainArgs) -> anyhow::Result<()> {
     let client = args.query.contact.client()?;
-    print(&format_status(&runtime()?.block_on(client.undrain(&args.server))?, args.query.format)?)
+    print(&format_status(&build_runtime()?.block_on(client.undrain(&args.server))?, args.query.format)?)
 }
 
 /// Result of the wait.
@@ -118,7 +118,7 @@ async fn wait_until_drained(
         };
         match answer {
             Ok(newest) => (status, away) = (newest, false),
-            Err(error) if is_final(&error) => return Err(error),
+            Err(error) if is_permanent_error(&error) => return Err(error),
             Err(error) => {
                 if !std::mem::replace(&mut away, true) && is_text {
                     print(&format!("the drain is on record, what remains is not known: {error:#}"))?;
@@ -139,7 +139,7 @@ async fn wait_until_drained(
 }
 
 /// Returns whether the error is a final answer of the controller.
-fn is_final(error: &anyhow::Error) -> bool {
+fn is_permanent_error(error: &anyhow::Error) -> bool {
     error.downcast_ref::<Problem>().is_some_and(|problem| matches!(problem.status, 400..=407 | 422))
 }
 
@@ -244,9 +244,9 @@ mod tests {
     #[test]
     fn rejected_request_is_not_retried() {
         use coreward_http::ProblemKind;
-        let of = |kind| is_final(&Problem::new(kind, "").into());
+        let of = |kind| is_permanent_error(&Problem::new(kind, "").into());
         assert!(of(ProblemKind::NotFound) && of(ProblemKind::Forbidden));
         assert!(!of(ProblemKind::NotLeading) && !of(ProblemKind::Internal) && !of(ProblemKind::TooManyRequests));
-        assert!(!is_final(&anyhow!("no controller answers")));
+        assert!(!is_permanent_error(&anyhow!("no controller answers")));
     }
 }

@@ -29,7 +29,7 @@ use coreward_orchestrator::command::{self as orchestrate, OrchestrateArgs};
 use coreward_render as show;
 use coreward_tls::command::{self as certs, CertsArgs};
 
-use contact::ContactArgs;
+use contact::ControllerArgs;
 
 #[derive(clap::Parser)]
 #[command(name = "coreward", version, about)]
@@ -141,7 +141,7 @@ enum AgentCommand {
 #[derive(clap::Args)]
 struct QueryArgs {
     #[command(flatten)]
-    contact: ContactArgs,
+    contact: ControllerArgs,
     /// Format of the output
     #[arg(long, value_enum, default_value_t = Format::Text)]
     format: Format,
@@ -280,28 +280,28 @@ impl Command {
 
 fn run(command: Command) -> anyhow::Result<()> {
     if command.is_daemon() {
-        coreward_daemon::hold_signals()?;
+        coreward_daemon::block_signals()?;
         coreward_config::reject_foreign_secrets();
     }
     match command {
         Command::Controller(args) => {
-            drop_capabilities::confine(Component::Controller)?;
+            drop_capabilities::drop_other_capabilities(Component::Controller)?;
             coreward_control_server::server::run(&args.config)
         }
         Command::Lb(args) => lb(args),
         Command::Agent(args) => agent(args),
         Command::Rack(args) => {
-            drop_capabilities::confine(Component::Rack)?;
+            drop_capabilities::drop_other_capabilities(Component::Rack)?;
             coreward_rack::daemon::run(&args.config)
         }
         Command::Dispatch(args) => {
             capabilities::require("coreward dispatch")?;
-            drop_capabilities::confine(Component::Dispatch)?;
+            drop_capabilities::drop_other_capabilities(Component::Dispatch)?;
             dispatch::run(&args)?.map_or(Ok(()), |text| print(&text))
         }
         Command::Orchestrate(args) => {
             let prepared = orchestrate::prepare(&args)?;
-            drop_capabilities::confine(Component::Orchestrate)?;
+            drop_capabilities::drop_other_capabilities(Component::Orchestrate)?;
             print(&orchestrate::run(prepared)?)
         }
         Command::Status(StatusArgs { query, rss_keys }) => {
@@ -318,7 +318,7 @@ fn run(command: Command) -> anyhow::Result<()> {
         Command::Undrain(args) => drain::undrain(&args),
         Command::Top(args) => top::run(&args),
         Command::Store(StoreArgs { command: StoreCommand::Copy { from, to, replace } }) => {
-            print(&coreward_control_server::copy::copy(&from, &to, replace)?)
+            print(&coreward_control_server::copy::copy_store(&from, &to, replace)?)
         }
         Command::Explain(args) => print(&explain(&args)?),
         Command::Connections(args) => {
@@ -364,7 +364,7 @@ fn lb(args: LbArgs) -> anyhow::Result<()> {
     }
     capabilities::require("coreward lb")?;
     let config = args.config.context("--config FILE is missing")?;
-    drop_capabilities::confine(Component::Lb)?;
+    drop_capabilities::drop_other_capabilities(Component::Lb)?;
     if args.detach { coreward_lb::daemon::detach(&config) } else { coreward_lb::daemon::run(&config) }
 }
 
@@ -378,7 +378,7 @@ fn agent(args: AgentArgs) -> anyhow::Result<()> {
         }
         (None, config) => {
             let config = config.context("--config FILE is missing")?;
-            drop_capabilities::confine(Component::Agent)?;
+            drop_capabilities::drop_other_capabilities(Component::Agent)?;
             if args.detach { coreward_agent::daemon::detach(&config) } else { coreward_agent::daemon::run(&config) }
         }
     }

@@ -1,11 +1,11 @@
 //! `coreward top`.
 
-use crate::contact::ContactArgs;
+use crate::contact::ControllerArgs;
 
 #[derive(clap::Args)]
 pub struct TopArgs {
     #[command(flatten)]
-    contact: ContactArgs,
+    contact: ControllerArgs,
     /// Print one page as text and exit; the default if standard output is no terminal
     #[arg(long)]
     once: bool,

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use anyhow::anyhow;
 use coreward_metrics::metrics;
 use coreward_metrics::snapshot::Snapshot;
-use coreward_metrics::table::Kind::MaxGauge;
+use coreward_metrics::table::MetricKind::MaxGauge;
 use coreward_metrics::table::{Component, Family, family};
 use coreward_tls::connect::Connector;
 use coreward_tls::{CredentialFiles, Role, Tls, table};
@@ -27,7 +27,7 @@ metrics! {
 }
 
 /// First and last retry interval. The interval doubles after all controllers have been tried.
-const RETRY_INTERVALS: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(2));
+const RETRY_INTERVAL_RANGE: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(2));
 /// Retry interval after a rejection, which only an operator can end.
 const REJECTED_RETRY_INTERVAL: Duration = Duration::from_secs(2);
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
@@ -43,15 +43,15 @@ const WINDOW_BYTES: u32 = 1 << 20;
 /// from the start (`coreward store copy`, a restored snapshot).
 const TERM_RETENTION: Duration = Duration::from_secs(60);
 
-pub struct Connection {
+pub struct ControllerConnection {
     controllers: Controllers,
     tls: Option<Arc<Tls>>,
     expected_roles: &'static [Role],
-    attempts: AttemptOrder,
+    attempt_order: AttemptOrder,
     newest_term: TermTracker,
 }
 
-impl Connection {
+impl ControllerConnection {
     /// Prepares the connection. With `tls` the peer must have a role of `expected`; without `tls` the peer is not
     /// verified. Watches the certificates on the current runtime.
     pub fn new(
@@ -70,7 +70,13 @@ impl Connection {
             ),
         }
         let turns = AttemptOrder::new(controllers.addresses().len());
-        Ok(Self { attempts: turns, newest_term: TermTracker::default(), tls, expected_roles: expected, controllers })
+        Ok(Self {
+            attempt_order: turns,
+            newest_term: TermTracker::default(),
+            tls,
+            expected_roles: expected,
+            controllers,
+        })
     }
 
     /// Returns warnings for the operator: certificates that expire soon.
@@ -80,12 +86,12 @@ impl Connection {
 
     /// Adds the expiry times of certificates.
     pub fn add_metrics(&self, page: &mut Snapshot) {
-        self.tls.iter().for_each(|tls| add_expiry(tls, page));
+        self.tls.iter().for_each(|tls| add_certificate_expiry(tls, page));
     }
 
     /// Returns the controller to try next.
     pub fn controller(&self) -> SocketAddr {
-        self.controllers.addresses()[self.attempts.current_controller]
+        self.controllers.addresses()[self.attempt_order.current_controller]
     }
 
     /// Connects to [`Self::controller`] within two seconds.
@@ -113,7 +119,7 @@ impl Connection {
 
     /// Records that the controller answered, so it leads.
     pub fn record_message(&mut self) {
-        self.attempts.record_answer();
+        self.attempt_order.record_answer();
         self.newest_term.record_message(Instant::now());
     }
 
@@ -121,12 +127,12 @@ impl Connection {
     /// a fleet does not reconnect all at once.
     pub fn record_end(&mut self, error: Option<&anyhow::Error>) -> Duration {
         let (controller, end) = (self.controller(), self.classify_end(error));
-        let pause = self.attempts.record_end(&end);
+        let pause = self.attempt_order.record_end(&end);
         let next = self.controller();
 
         match (end, error) {
-            (End::Rejected, Some(error)) => {
-                let error = reason(error);
+            (StreamEnd::Rejected, Some(error)) => {
+                let error = root_cause_text(error);
                 tracing::warn!(
                     event = "controller-rejects",
                     %controller,
@@ -136,7 +142,7 @@ impl Connection {
                 );
             }
             (_, Some(error)) => {
-                let error = reason(error);
+                let error = root_cause_text(error);
                 tracing::warn!(
                     event = "controller-lost",
                     %controller,
@@ -157,23 +163,25 @@ impl Connection {
         with_jitter(pause)
     }
 
-    fn classify_end(&self, error: Option<&anyhow::Error>) -> End {
-        let Some(status) = error.and_then(|error| error.downcast_ref::<Status>()) else { return End::Lost };
+    fn classify_end(&self, error: Option<&anyhow::Error>) -> StreamEnd {
+        let Some(status) = error.and_then(|error| error.downcast_ref::<Status>()) else { return StreamEnd::Lost };
         match status.code() {
-            Code::NotFound | Code::AlreadyExists | Code::PermissionDenied | Code::Unauthenticated => End::Rejected,
+            Code::NotFound | Code::AlreadyExists | Code::PermissionDenied | Code::Unauthenticated => {
+                StreamEnd::Rejected
+            }
             Code::Unavailable => {
                 let named = status.metadata().get(LEADER_HEADER).and_then(|leader| leader.to_str().ok()?.parse().ok());
                 let place = |leader| self.controllers.addresses().iter().position(|address| *address == leader);
                 // An address that the daemon's file does not contain is not trusted.
-                named.and_then(place).map_or(End::Lost, End::NotTheLeader)
+                named.and_then(place).map_or(StreamEnd::Lost, StreamEnd::NotTheLeader)
             }
-            _ => End::Lost,
+            _ => StreamEnd::Lost,
         }
     }
 }
 
 /// Returns the root cause of the error, on which an operator can act.
-fn reason(error: &anyhow::Error) -> String {
+fn root_cause_text(error: &anyhow::Error) -> String {
     match error.downcast_ref::<Status>() {
         Some(status) if std::error::Error::source(status).is_some() => error.root_cause().to_string(),
         Some(status) if status.message().is_empty() => status.code().to_string(),
@@ -183,7 +191,7 @@ fn reason(error: &anyhow::Error) -> String {
 }
 
 /// Adds the expiry times of a process's certificates.
-pub fn add_expiry(tls: &Tls, page: &mut Snapshot) {
+pub fn add_certificate_expiry(tls: &Tls, page: &mut Snapshot) {
     let mut ends = std::collections::BTreeMap::new();
     for (which, certificate) in tls.certificates() {
         let end = certificate.not_after.as_secs_f64();
@@ -194,7 +202,7 @@ pub fn add_expiry(tls: &Tls, page: &mut Snapshot) {
 
 /// Reason for the end of a stream.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum End {
+enum StreamEnd {
     /// The controller is unreachable, or does not lead.
     Lost,
     Rejected,
@@ -209,7 +217,7 @@ struct AttemptOrder {
     /// Number of attempts since the last answer.
     failed_attempts: usize,
     has_answered: bool,
-    pause: Duration,
+    retry_interval: Duration,
 }
 
 impl AttemptOrder {
@@ -219,33 +227,33 @@ impl AttemptOrder {
             current_controller: 0,
             failed_attempts: 0,
             has_answered: false,
-            pause: RETRY_INTERVALS.0,
+            retry_interval: RETRY_INTERVAL_RANGE.0,
         }
     }
 
     fn record_answer(&mut self) {
-        (self.has_answered, self.failed_attempts, self.pause) = (true, 0, RETRY_INTERVALS.0);
+        (self.has_answered, self.failed_attempts, self.retry_interval) = (true, 0, RETRY_INTERVAL_RANGE.0);
     }
 
     /// Records the end of an attempt and returns the retry interval.
-    fn record_end(&mut self, end: &End) -> Duration {
+    fn record_end(&mut self, end: &StreamEnd) -> Duration {
         let answered = std::mem::take(&mut self.has_answered);
         self.failed_attempts += usize::from(!answered);
         match end {
-            End::NotTheLeader(leader) => self.current_controller = *leader,
+            StreamEnd::NotTheLeader(leader) => self.current_controller = *leader,
             // The controller that answered last probably returns first, and has this daemon's state.
             _ if answered => {}
             _ => self.current_controller = (self.current_controller + 1) % self.controller_count,
         }
         let round_is_over = self.failed_attempts > 0 && self.failed_attempts.is_multiple_of(self.controller_count);
         match end {
-            End::Rejected => REJECTED_RETRY_INTERVAL,
+            StreamEnd::Rejected => REJECTED_RETRY_INTERVAL,
             _ if round_is_over => {
-                let pause = self.pause;
-                self.pause = (pause * 2).min(RETRY_INTERVALS.1);
+                let pause = self.retry_interval;
+                self.retry_interval = (pause * 2).min(RETRY_INTERVAL_RANGE.1);
                 pause
             }
-            _ => RETRY_INTERVALS.0,
+            _ => RETRY_INTERVAL_RANGE.0,
         }
     }
 }

@@ -29,7 +29,7 @@ pub fn retained_capabilities(daemon: Component) -> &'static [Capability] {
 /// Drops every other capability for good, also for child processes, and forbids core dumps and ptrace(2) without
 /// CAP_SYS_PTRACE, since keys are in memory. Must be called before the first thread is started, because capabilities
 /// belong to threads.
-pub fn confine(daemon: Component) -> anyhow::Result<()> {
+pub fn drop_other_capabilities(daemon: Component) -> anyhow::Result<()> {
     let retained: CapsHashSet = retained_capabilities(daemon).iter().copied().collect();
     let has = |set| caps::read(None, set).context("cannot read this process's capabilities");
     let permitted: CapsHashSet = has(CapSet::Permitted)?.intersection(&retained).copied().collect();
@@ -40,16 +40,16 @@ pub fn confine(daemon: Component) -> anyhow::Result<()> {
         }
     }
     caps::clear(None, CapSet::Ambient)?;
-    reduce(CapSet::Inheritable, &CapsHashSet::new())?;
-    reduce(CapSet::Effective, &effective)?;
-    reduce(CapSet::Permitted, &permitted)?;
+    reduce_capability_set(CapSet::Inheritable, &CapsHashSet::new())?;
+    reduce_capability_set(CapSet::Effective, &effective)?;
+    reduce_capability_set(CapSet::Permitted, &permitted)?;
     prctl::set_no_new_privs().context("no_new_privs")?;
     prctl::set_dumpable(false).context("dumpable")?;
     Ok(())
 }
 
 /// Sets `set` to `retained` unless they are equal, because a unit's filter may forbid capset(2).
-fn reduce(set: CapSet, retained: &CapsHashSet) -> anyhow::Result<()> {
+fn reduce_capability_set(set: CapSet, retained: &CapsHashSet) -> anyhow::Result<()> {
     if caps::read(None, set)? == *retained {
         return Ok(());
     }

@@ -1,5 +1,5 @@
-//! Common parts of daemons: [service manager](service_manager), signals, metrics, and the [`Connection`] to the
-//! controllers.
+//! Common parts of daemons: [service manager](service_manager), signals, metrics, and the [`ControllerConnection`] to
+//! the controllers.
 
 mod connection;
 mod controllers;
@@ -16,7 +16,7 @@ use nix::sys::signal::{SigSet, Signal};
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::time::MissedTickBehavior;
 
-pub use connection::{Connection, add_expiry};
+pub use connection::{ControllerConnection, add_certificate_expiry};
 pub use controllers::Controllers;
 pub use service_manager::run_with_watchdog_limit;
 
@@ -24,7 +24,7 @@ const HANDLED_SIGNALS: [Signal; 3] = [Signal::SIGHUP, Signal::SIGTERM, Signal::S
 
 /// Blocks signals until [`run_until_shutdown`] handles them; by default signals would end the daemon. Must be called
 /// before other threads exist and before files are read.
-pub fn hold_signals() -> anyhow::Result<()> {
+pub fn block_signals() -> anyhow::Result<()> {
     Ok(SigSet::from_iter(HANDLED_SIGNALS).thread_block()?)
 }
 
@@ -38,8 +38,8 @@ pub async fn run_until_shutdown(work: impl Future<Output = anyhow::Result<()>>) 
         // `work` is polled first: it installs its SIGHUP handler before signals are unblocked.
         biased;
         outcome = work => outcome,
-        never = release_signals() => match never? {},
-        never = log_level::follow_signals() => match never? {},
+        never = unblock_signals() => match never? {},
+        never = log_level::switch_level_by_signals() => match never? {},
         _ = terminate.recv() => Ok(()),
         _ = interrupt.recv() => Ok(()),
         never = feed_watchdog() => match never {},
@@ -58,7 +58,7 @@ pub fn log_reload_failure(path: &Path, error: &dyn Display) {
     );
 }
 
-async fn release_signals() -> anyhow::Result<std::convert::Infallible> {
+async fn unblock_signals() -> anyhow::Result<std::convert::Infallible> {
     SigSet::from_iter(HANDLED_SIGNALS).thread_unblock()?;
     std::future::pending().await
 }

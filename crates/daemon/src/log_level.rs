@@ -16,7 +16,7 @@ pub fn register_setter(set_debug: impl Fn(bool) + Send + Sync + 'static) {
 }
 
 /// Handles the signals until the daemon ends.
-pub(crate) async fn follow_signals() -> anyhow::Result<Infallible> {
+pub(crate) async fn switch_level_by_signals() -> anyhow::Result<Infallible> {
     let (mut debug, mut usual) = (signal(SignalKind::user_defined1())?, signal(SignalKind::user_defined2())?);
     loop {
         let is_debug = tokio::select! {

@@ -27,9 +27,9 @@ const MAX_HEADER_BYTES: usize = 16 << 10;
 
 /// Pending scrapes; each is answered with a snapshot.
 #[derive(Debug, Default)]
-pub struct Scrapes(Option<mpsc::Receiver<oneshot::Sender<Snapshot>>>);
+pub struct ScrapeReceiver(Option<mpsc::Receiver<oneshot::Sender<Snapshot>>>);
 
-impl Scrapes {
+impl ScrapeReceiver {
     /// Listens at `address`; `None`: there are no scrapes.
     pub fn listen(address: Option<SocketAddr>) -> anyhow::Result<Self> {
         let Some(address) = address else { return Ok(Self(None)) };
@@ -131,7 +131,7 @@ async fn accept<F: Future<Output = Option<Snapshot>> + 'static>(
         };
         let collect = collect.clone();
         tokio::task::spawn_local(async move {
-            let answer = service_fn(move |request| answer(request, collect.clone()));
+            let answer = service_fn(move |request| handle_request(request, collect.clone()));
             let connection = http1::Builder::new()
                 .timer(TokioTimer::new())
                 .header_read_timeout(TIMEOUT)
@@ -145,7 +145,7 @@ async fn accept<F: Future<Output = Option<Snapshot>> + 'static>(
     }
 }
 
-async fn answer<F: Future<Output = Option<Snapshot>>>(
+async fn handle_request<F: Future<Output = Option<Snapshot>>>(
     request: Request<Incoming>,
     collect: impl Fn() -> F,
 ) -> Result<Response<Full<Bytes>>, Infallible> {
@@ -158,7 +158,7 @@ async fn answer<F: Future<Output = Option<Snapshot>>>(
         response.headers_mut().insert(ALLOW, "GET".parse().expect("a header's value"));
     } else if let Some(page) = collect().await {
         response.headers_mut().insert(CONTENT_TYPE, MEDIA_TYPE.parse().expect("a header's value"));
-        *response.body_mut() = Full::from(page.text());
+        *response.body_mut() = Full::from(page.to_openmetrics());
     } else {
         *response.status_mut() = StatusCode::SERVICE_UNAVAILABLE;
     }

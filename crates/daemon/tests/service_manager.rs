@@ -43,7 +43,7 @@ fn service_manager_gets_ready_watchdog_and_stopping() {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
     let began = Instant::now();
     // A signal that comes before anybody handles it waits; SIGHUP, which this work does not handle, ends nothing.
-    coreward_daemon::hold_signals().unwrap();
+    coreward_daemon::block_signals().unwrap();
     nix::sys::signal::raise(nix::sys::signal::Signal::SIGHUP).unwrap();
     let work = async {
         works.await?;

@@ -10,7 +10,7 @@ use libbpf_rs::query::ProgInfoIter;
 use libbpf_rs::skel::{OpenSkel as _, Skel as _, SkelBuilder as _};
 use libbpf_rs::{Object, ObjectBuilder, Program};
 
-use crate::dispatch::{self, Policy, RequestId, RequestType};
+use crate::dispatch::{self, Policy, RequestIdPosition, RequestType};
 use crate::skeleton;
 use crate::skeleton::dispatch::DispatchSkelBuilder;
 use crate::skeleton::lb::LbSkelBuilder;
@@ -56,8 +56,8 @@ fn load(name: &str, object: &[u8]) -> anyhow::Result<Vec<VerifierCost>> {
         // Variants with each rule and each mode alone, and one with all: unneeded features are not compiled in.
         "lb" => {
             let (rules, modes) = (&intf::PLACEMENT_RULE_NAMES, &intf::CONSISTENCY_NAMES);
-            let of_rules = rules.iter().enumerate().map(|(rule, name)| (*name, 1 << rule, STATELESS));
-            let of_modes = modes.iter().enumerate().map(|(mode, name)| (*name, TABLE, 1 << mode));
+            let of_rules = rules.iter().enumerate().map(|(rule, name)| (*name, 1 << rule, STATELESS_BIT));
+            let of_modes = modes.iter().enumerate().map(|(mode, name)| (*name, TABLE_RULE_BIT, 1 << mode));
             let all = ("all", (1 << intf::PLACEMENT_RULE_COUNT) - 1, (1 << intf::CONSISTENCY_COUNT) - 1);
             let variants = of_rules.chain(of_modes).chain([all]);
             collect(variants.map(|(variant, rules, modes)| load_lb(variant, rules, modes)))
@@ -72,8 +72,8 @@ fn load(name: &str, object: &[u8]) -> anyhow::Result<Vec<VerifierCost>> {
     }
 }
 
-const STATELESS: u32 = 1 << intf::CONSISTENCY_STATELESS;
-const TABLE: u32 = 1 << intf::PLACEMENT_RULE_TABLE;
+const STATELESS_BIT: u32 = 1 << intf::CONSISTENCY_STATELESS;
+const TABLE_RULE_BIT: u32 = 1 << intf::PLACEMENT_RULE_TABLE;
 
 fn collect(variants: impl Iterator<Item = anyhow::Result<Vec<VerifierCost>>>) -> anyhow::Result<Vec<VerifierCost>> {
     Ok(variants.collect::<anyhow::Result<Vec<_>>>()?.concat())
@@ -92,7 +92,7 @@ fn load_dispatch(policy: Policy, learn: bool) -> anyhow::Result<Vec<VerifierCost
     let options = dispatch::Options {
         service: (Ipv4Addr::UNSPECIFIED, 53).into(),
         policy,
-        request_id: learn.then_some(RequestId { offset: 0, response_offset: 0, bytes: 2 }),
+        request_id: learn.then_some(RequestIdPosition { offset: 0, response_offset: 0, bytes: 2 }),
         type_offset: 0,
         types: if learn { vec![match_nothing; dispatch::MAX_TYPES] } else { Vec::new() },
         other_class: 0,
@@ -120,7 +120,7 @@ fn load_lb(variant: &str, rules: u32, modes: u32) -> anyhow::Result<Vec<Verifier
     rodata.capture_in_use = several;
     rodata.packets_read_clock = several;
     rodata.vlans_in_use = several;
-    rodata.steps_in_use = several;
+    rodata.vlans_or_capture_in_use = several;
     let what = || format!("with the placement rules {rules:#b} and the modes of consistency {modes:#b}");
     costs(&format!("lb {variant}"), open.load().with_context(what)?.object())
 }

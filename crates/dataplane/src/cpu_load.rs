@@ -11,12 +11,12 @@ use crate::clock::monotonic_ns;
 use crate::mmap_array::MmapArray;
 use crate::skeleton::cpu_load::CpuLoadSkelBuilder;
 
-type Cpus = [intf::cpu_busy_time; intf::MAX_CPUS as usize];
+type CpuBusyTimes = [intf::cpu_busy_time; intf::MAX_CPUS as usize];
 
 /// Counter of the CPUs' busy time, until it is dropped.
 #[derive(Debug)]
 pub struct CpuLoad {
-    cpus: MmapArray<Cpus>,
+    cpus: MmapArray<CpuBusyTimes>,
     _links: Vec<Link>,
 }
 
@@ -49,7 +49,7 @@ impl CpuLoad {
         let mut encoded = self.cpus.load(offset);
         loop {
             // An unchanged word means that the CPU was always busy, or always idle, while the clock was read.
-            let busy_ns = busy_ns(encoded, monotonic_ns());
+            let busy_ns = decode_busy_ns(encoded, monotonic_ns());
             let again = self.cpus.load(offset);
             if again == encoded {
                 return busy_ns;
@@ -60,7 +60,7 @@ impl CpuLoad {
 }
 
 /// Returns the busy time in ns that `cpu_busy_time.encoded_busy_ns` has, at `now_ns`.
-fn busy_ns(encoded: u64, now_ns: u64) -> u64 {
+fn decode_busy_ns(encoded: u64, now_ns: u64) -> u64 {
     match encoded % 2 {
         0 => encoded / 2,
         _ => encoded.wrapping_sub(1).wrapping_add(2 * now_ns) / 2,
@@ -74,9 +74,9 @@ mod tests {
     #[test]
     fn busy_time_excludes_idle_time() {
         // Busy for 300 ns, then idle; then busy since 1,000 ns.
-        assert_eq!(busy_ns(600, 5_000), 300);
+        assert_eq!(decode_busy_ns(600, 5_000), 300);
         let since = 600_u64.wrapping_sub(2 * 1_000).wrapping_add(1);
-        assert_eq!(busy_ns(since, 1_000), 300);
-        assert_eq!(busy_ns(since, 1_700), 1_000);
+        assert_eq!(decode_busy_ns(since, 1_000), 300);
+        assert_eq!(decode_busy_ns(since, 1_700), 1_000);
     }
 }

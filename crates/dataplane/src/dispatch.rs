@@ -1,8 +1,8 @@
 //! Loading and maintenance of `bpf/dispatch/dispatch.bpf.c` at the workers of a UDP service.
 //!
 //! Each service has a directory of a bpffs with the pins `workers` (the array of sockets), `sockets` (their slots),
-//! `state`, `requests`, `responses_link` and `drops_link`. [`Dispatch`] changes them; [`RequestLedger`] reads and
-//! repairs the programs' counts. Both work while requests are dispatched.
+//! `state`, `requests`, `responses_link` and `drops_link`. [`DispatchPrograms`] changes them; [`RequestLedger`] reads
+//! and repairs the programs' counts. Both work while requests are dispatched.
 
 mod options;
 mod request_ledger;
@@ -18,12 +18,13 @@ use std::time::Duration;
 
 use anyhow::{Context as _, ensure};
 use coreward_intf as intf;
-use coreward_model::dispatch::{ClassBounds, Weight};
+use coreward_model::dispatch::{ClassBounds, RoundedServiceTime};
 use libbpf_rs::skel::{OpenSkel as _, SkelBuilder as _};
 use libbpf_rs::{Iter, Link, MapCore as _, MapFlags, MapHandle};
 
 pub use options::{
-    MAX_RESPONSE_TIMEOUT, MAX_TYPES, Options, POLL_INTERVAL, Policy, RequestId, RequestType, Timeouts, UnknownPolicy,
+    MAX_RESPONSE_TIMEOUT, MAX_TYPES, Options, POLL_INTERVAL, Policy, RequestIdPosition, RequestType, Timeouts,
+    UnknownPolicy,
 };
 pub use request_ledger::{RequestLedger, WorkerCounts};
 
@@ -42,12 +43,12 @@ const WORKERS_PIN: &str = "workers";
 const SOCKETS_PIN: &str = "sockets";
 const STATE_PIN: &str = "state";
 const REQUESTS_PIN: &str = "requests";
-const LINK_PIN: &str = "responses_link";
+const RESPONSES_LINK_PIN: &str = "responses_link";
 const DROPS_LINK_PIN: &str = "drops_link";
 
 /// Dispatcher of one service. After a drop it continues to work.
 #[derive(Debug)]
-pub struct Dispatch {
+pub struct DispatchPrograms {
     program: OwnedFd,
     responses_program: OwnedFd,
     workers: SocketArray,
@@ -60,7 +61,7 @@ pub struct Dispatch {
     is_taken_over: bool,
 }
 
-impl Dispatch {
+impl DispatchPrograms {
     /// Loads the programs and begins to observe responses. `pins` is the service's own directory, whose pinned state is
     /// taken over, with the sockets in their slots and the requests in flight. `cgroup` is a directory of a cgroup2
     /// file system that all workers are in or below. The calling thread must be in the service's network namespace.
@@ -87,7 +88,7 @@ impl Dispatch {
             ledger.start()?;
         }
         ledger.store_service_info(options);
-        let responses = attach_responses(&loaded.progs.responses, cgroup, &pins.join(LINK_PIN))?;
+        let responses = attach_responses(&loaded.progs.responses, cgroup, &pins.join(RESPONSES_LINK_PIN))?;
         let drops = attach_drops(&loaded.progs.drops, &pins.join(DROPS_LINK_PIN))?;
         Ok(Self {
             program: loaded.progs.dispatch.as_fd().try_clone_to_owned()?,
@@ -164,9 +165,9 @@ impl Dispatch {
 
     /// Sets the expected service time of each type, in the order of [`Options::types`]; the last is for all others.
     /// Panics when there are more times than types can be.
-    pub fn set_expected(&self, times: &[Duration]) {
+    pub fn set_expected_times(&self, times: &[Duration]) {
         for (number, time) in times.iter().enumerate() {
-            self.ledger.set_weight(number, Weight::new(*time));
+            self.ledger.set_weight(number, RoundedServiceTime::new(*time));
         }
     }
 
@@ -197,7 +198,7 @@ pub fn remove(pins: &Path) -> anyhow::Result<()> {
         let workers = SocketArray::new(map, intf::MAX_DISPATCH_WORKERS);
         workers.sockets().into_keys().for_each(|slot| workers.clear(slot));
     }
-    let link = pins.join(LINK_PIN);
+    let link = pins.join(RESPONSES_LINK_PIN);
     if link.exists() {
         // An error means that the cgroup is gone, and the program with it.
         if let Err(error) = Link::open(&link).and_then(|link| link.detach()) {
@@ -247,7 +248,7 @@ pub(crate) fn set_constants(open: &mut OpenDispatchSkel<'_>, options: &Options) 
     constants.service_port = options.service.port().to_be();
     constants.service_address = request_ledger::client_words(options.service.ip());
     constants.network_namespace = namespace.ino() as u32;
-    constants.learning = options.observes_service_times;
+    constants.observes_service_times = options.observes_service_times;
     if let Some(id) = options.request_id {
         constants.request_id_bytes = id.bytes.into();
         constants.request_id_offset = id.offset.into();

@@ -11,13 +11,13 @@ use anyhow::{Context as _, ensure};
 use coreward_intf as intf;
 
 use crate::ethtool;
-use crate::lb::Attachment;
+use crate::lb::AttachedXdpMode;
 use crate::lb::device::mac_of;
 use program::IntakeProgram;
-use queue::{CopyMode, Queue};
+use queue::{CopyMode, XdpQueue};
 
 /// Bytes of an Ethernet header, an IPv4 header without options and a UDP header.
-const HEADERS: usize = 14 + 20 + 8;
+const HEADERS_BYTES: usize = 14 + 20 + 8;
 
 /// A request in a frame.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -33,7 +33,7 @@ pub struct Datagram<'f> {
 impl<'f> Datagram<'f> {
     /// Returns the request in a frame whose headers the program has checked; `None`: the frame is too short for them.
     pub fn parse(frame: &'f [u8]) -> Option<Self> {
-        let (headers, rest) = frame.split_first_chunk::<HEADERS>()?;
+        let (headers, rest) = frame.split_first_chunk::<HEADERS_BYTES>()?;
         let address =
             |at: usize| Ipv4Addr::from_bits(u32::from_be_bytes(headers[at..at + 4].try_into().expect("four")));
         let number = |at: usize| u16::from_be_bytes([headers[at], headers[at + 1]]);
@@ -50,7 +50,7 @@ impl<'f> Datagram<'f> {
 #[derive(Debug)]
 pub struct Intake {
     program: IntakeProgram,
-    queues: Vec<Queue>,
+    queues: Vec<XdpQueue>,
     received: u64,
     malformed: u64,
 }
@@ -70,7 +70,7 @@ impl Intake {
         let attachment = program.attach(index).with_context(|| format!("interface {interface:?}"))?;
         let mut queues = Vec::new();
         for number in 0..count {
-            let queue = Queue::bind(index, number, attachment == Attachment::Native);
+            let queue = XdpQueue::bind(index, number, attachment == AttachedXdpMode::Native);
             let queue =
                 queue.with_context(|| format!("AF_XDP at receive queue {number} of interface {interface:?}"))?;
             program.set_socket(number, queue.as_fd())?;
@@ -104,12 +104,12 @@ impl Intake {
 
     /// Returns the sockets, to wait for requests.
     pub fn sockets(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
-        self.queues.iter().map(Queue::as_fd)
+        self.queues.iter().map(XdpQueue::as_fd)
     }
 
     /// Checks the sockets. Fails when the device is gone.
     pub fn check(&self) -> io::Result<()> {
-        self.queues.iter().try_for_each(Queue::check)
+        self.queues.iter().try_for_each(XdpQueue::check)
     }
 
     /// Returns the counters with their names. Each datagram that was redirected is received or dropped.
@@ -137,7 +137,7 @@ mod tests {
 
     #[test]
     fn datagram_is_read_without_padding() {
-        let mut frame = vec![0; HEADERS];
+        let mut frame = vec![0; HEADERS_BYTES];
         frame[26..34].copy_from_slice(&[192, 0, 2, 1, 192, 0, 2, 2]);
         frame[34..40].copy_from_slice(&[0x12, 0x34, 0x0f, 0xa0, 0, 8 + 3]);
         assert_eq!(Datagram::parse(&frame), None, "the payload is missing");

@@ -54,8 +54,8 @@ use coreward_model::{ServerId, ServiceAddress};
 pub use coreward_intf::{LB_COUNTER_NAMES as COUNTER_NAMES, LB_EVENT_NAMES as EVENT_NAMES};
 pub use counters::{COUNTER_COUNT, Counters, EVENT_COUNT};
 pub(crate) use device::mac_of;
-pub use lb_stamping::{ClockState, IdTooLarge, ServerClock, StampedPackets};
-pub use pinned::{PinnedServers, pinned_problem, pinned_program};
+pub use lb_stamping::{ClockState, ServerClock, ServerIdTooLarge, StampedPackets};
+pub use pinned::{PinnedServers, pinned_problem, pinned_program_id};
 pub use services::ModeError;
 pub use tables::TableError;
 pub use tunnels::{OuterSources, Tunnel};
@@ -107,7 +107,7 @@ impl BroadcastRates {
     /// 80,000 packets a second in all. One source may have a quarter of a service's rate. ICMP errors without a cookie
     /// have the largest rate, because forged ones with any source look the same. Packets of a lost connection table
     /// cost one delivery per connection, all at the same time.
-    pub const DEFAULT: BroadcastLimits = {
+    pub const DEFAULT_LIMITS: BroadcastLimits = {
         let small = Self::new((250, 64), (1_000, 128), (10_000, 1_000));
         let mut rates = [small; intf::LIMITED_KIND_COUNT as usize];
         rates[intf::LIMITED_ICMP_ERROR as usize] = Self::new((250, 64), (12_000, 1_000), (20_000, 2_000));
@@ -148,7 +148,7 @@ impl Default for Options {
     fn default() -> Self {
         Self {
             pin_directory: None,
-            broadcast_limits: BroadcastRates::DEFAULT,
+            broadcast_limits: BroadcastRates::DEFAULT_LIMITS,
             flow_table_entries: intf::DEFAULT_FLOW_TABLE_ENTRIES,
             lb_stamping_clock: LbStampingClock::default(),
             packets_read_clock: false,
@@ -183,7 +183,7 @@ pub enum XdpMode {
 
 /// Actual XDP mode of the program.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Attachment {
+pub enum AttachedXdpMode {
     /// The program runs in the driver.
     Native,
     /// The program runs after the driver, which is slower.
@@ -386,8 +386,11 @@ impl LoadBalancer {
     /// Sets the cookie's keys.
     pub fn set_keys(&mut self, keys: &FleetKeys) {
         let switch_ms = self.switch_ms(keys);
-        let fleet =
-            intf::fleet_keys { key: keys.keys.map(|key| key.layout()), current: keys.current.get() as u32, switch_ms };
+        let fleet = intf::fleet_keys {
+            key: keys.keys.map(|key| key.to_bpf_key()),
+            current: keys.current.get() as u32,
+            switch_ms,
+        };
         self.maps.state.write(offset_of!(intf::lb_state, keys), &fleet);
     }
 

@@ -32,13 +32,13 @@ pub struct Listener {
 
 /// Returns the inodes of the TCP sockets that listen at `address`; without such sockets, of sockets that listen at its
 /// port on the wildcard address, as the kernel selects. Fails when the kernel's list cannot be read.
-pub fn listening(address: SocketAddr) -> anyhow::Result<BTreeSet<Inode>> {
-    Ok(most_specific(address, &sockets::counts::listening()?))
+pub fn tcp_listener_inodes(address: SocketAddr) -> anyhow::Result<BTreeSet<Inode>> {
+    Ok(most_specific(address, &sockets::counts::listening_sockets()?))
 }
 
 /// Returns the inodes of the unconnected UDP sockets at `address`; without such sockets, of sockets at its port on
 /// 0.0.0.0, then on `[::]` (which also receives IPv4). Fails when the kernel's lists cannot be read.
-pub fn receiving(address: SocketAddr) -> anyhow::Result<BTreeSet<Inode>> {
+pub fn udp_socket_inodes(address: SocketAddr) -> anyhow::Result<BTreeSet<Inode>> {
     // The kernel's state TCP_CLOSE: not connected.
     const UNCONNECTED: &str = "07";
     let mut sockets = sockets_in("udp", UNCONNECTED)?;
@@ -208,7 +208,7 @@ mod tests {
     #[test]
     fn own_socket_is_found_in_own_epoll_set() {
         let socket = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
-        let inodes = listening(socket.local_addr().unwrap()).unwrap();
+        let inodes = tcp_listener_inodes(socket.local_addr().unwrap()).unwrap();
         assert_eq!(inodes.len(), 1);
         // SAFETY: takes no pointers and returns a new descriptor.
         let epoll = unsafe { OwnedFd::from_raw_fd(libc::epoll_create1(libc::EPOLL_CLOEXEC)) };
@@ -228,7 +228,7 @@ mod tests {
     #[test]
     fn reader_of_a_udp_socket_without_epoll_is_found() {
         let socket = std::net::UdpSocket::bind("127.0.0.1:0").unwrap();
-        let inodes = receiving(socket.local_addr().unwrap()).unwrap();
+        let inodes = udp_socket_inodes(socket.local_addr().unwrap()).unwrap();
         assert_eq!(inodes.len(), 1);
         assert_eq!(find_waiters(&inodes).unwrap(), []);
         let found = find_owners(&inodes).unwrap();

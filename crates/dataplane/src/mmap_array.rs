@@ -43,13 +43,13 @@ impl<T: FromBytes + IntoBytes> MmapArray<[T]> {
     /// Maps the first `count` values of an array map made with `BPF_F_MMAPABLE`. Each value must be a `T`, with a size
     /// that is a multiple of 8, as the kernel aligns values. Fails when the map is smaller or cannot be mapped.
     pub fn new_slice(map: impl AsFd, count: usize) -> nix::Result<Self> {
-        const { assert!(size_of::<T>().is_multiple_of(WORD)) };
+        const { assert!(size_of::<T>().is_multiple_of(WORD_BYTES)) };
         Self::map(map, count * size_of::<T>())
     }
 }
 
-const WORD: usize = size_of::<u64>();
-const HALF: usize = size_of::<u32>();
+const WORD_BYTES: usize = size_of::<u64>();
+const HALF_WORD_BYTES: usize = size_of::<u32>();
 
 impl<T: ?Sized> MmapArray<T> {
     fn map(map: impl AsFd, bytes: usize) -> nix::Result<Self> {
@@ -63,36 +63,42 @@ impl<T: ?Sized> MmapArray<T> {
     fn words(&self) -> &[AtomicU64] {
         // SAFETY: these bytes are mapped, aligned to a page, until `self` is dropped; programs change them only word
         // by word, as memory of atomic type may be changed.
-        unsafe { std::slice::from_raw_parts(self.address.as_ptr().cast::<AtomicU64>(), self.bytes.get() / WORD) }
+        unsafe { std::slice::from_raw_parts(self.address.as_ptr().cast::<AtomicU64>(), self.bytes.get() / WORD_BYTES) }
     }
 
     fn words_at(&self, offset: usize, bytes: usize) -> &[AtomicU64] {
-        assert!(offset.is_multiple_of(WORD) && bytes.is_multiple_of(WORD), "{bytes} bytes at {offset} are no words");
-        &self.words()[offset / WORD..(offset + bytes) / WORD]
+        assert!(
+            offset.is_multiple_of(WORD_BYTES) && bytes.is_multiple_of(WORD_BYTES),
+            "{bytes} bytes at {offset} are no words"
+        );
+        &self.words()[offset / WORD_BYTES..(offset + bytes) / WORD_BYTES]
     }
 
     /// Returns the word at `offset`. Panics when `offset` is no multiple of 8 or outside.
     pub fn load(&self, offset: usize) -> u64 {
-        self.words_at(offset, WORD)[0].load(Ordering::Acquire)
+        self.words_at(offset, WORD_BYTES)[0].load(Ordering::Acquire)
     }
 
     /// Sets the word at `offset`. Programs that read the new word also see all earlier writes. Panics when `offset` is
     /// no multiple of 8 or outside.
     pub fn store(&self, offset: usize, word: u64) {
-        self.words_at(offset, WORD)[0].store(word, Ordering::Release);
+        self.words_at(offset, WORD_BYTES)[0].store(word, Ordering::Release);
     }
 
     /// Replaces the word at `offset` by `new` if it equals `old`, and returns whether it did; atomically, with acquire
     /// and release ordering. Panics when `offset` is no multiple of 8 or outside.
     pub fn compare_exchange(&self, offset: usize, old: u64, new: u64) -> bool {
-        let word = &self.words_at(offset, WORD)[0];
+        let word = &self.words_at(offset, WORD_BYTES)[0];
         word.compare_exchange(old, new, Ordering::AcqRel, Ordering::Acquire).is_ok()
     }
 
     /// Returns the 32-bit word at `offset`, which programs change by atomic operations of that size. Panics when
     /// `offset` is no multiple of 4 or outside.
     pub fn word32(&self, offset: usize) -> &AtomicU32 {
-        assert!(offset.is_multiple_of(HALF) && offset + HALF <= self.bytes.get(), "no 32-bit word at {offset}");
+        assert!(
+            offset.is_multiple_of(HALF_WORD_BYTES) && offset + HALF_WORD_BYTES <= self.bytes.get(),
+            "no 32-bit word at {offset}"
+        );
         // SAFETY: inside the mapping, aligned, and of atomic type, as all access to this memory is.
         unsafe { AtomicU32::from_ptr(self.address.as_ptr().byte_add(offset).cast()) }
     }
@@ -100,7 +106,7 @@ impl<T: ?Sized> MmapArray<T> {
     /// Returns the word at `offset`, which programs change by atomic operations. Panics when `offset` is no multiple of
     /// 8 or outside.
     pub fn word(&self, offset: usize) -> &AtomicU64 {
-        &self.words_at(offset, WORD)[0]
+        &self.words_at(offset, WORD_BYTES)[0]
     }
 
     /// Returns a copy of the value at `offset`, read word by word: a program may write between two words. Panics when
@@ -108,7 +114,7 @@ impl<T: ?Sized> MmapArray<T> {
     pub fn read<V: FromBytes + IntoBytes>(&self, offset: usize) -> Box<V> {
         let mut value = V::new_box_zeroed().expect("memory for one value");
         let words = self.words_at(offset, size_of::<V>());
-        for (bytes, word) in value.as_mut_bytes().chunks_exact_mut(WORD).zip(words) {
+        for (bytes, word) in value.as_mut_bytes().chunks_exact_mut(WORD_BYTES).zip(words) {
             bytes.copy_from_slice(&word.load(Ordering::Acquire).to_ne_bytes());
         }
         value
@@ -119,8 +125,8 @@ impl<T: ?Sized> MmapArray<T> {
     pub fn read_slice<V: FromBytes + IntoBytes>(&self, offset: usize, count: usize) -> Vec<V> {
         let mut values = V::new_vec_zeroed(count).expect("memory for the values");
         let bytes = values.as_mut_slice().as_mut_bytes();
-        let words = self.words_at(offset, bytes.len().next_multiple_of(WORD));
-        for (bytes, word) in bytes.chunks_mut(WORD).zip(words) {
+        let words = self.words_at(offset, bytes.len().next_multiple_of(WORD_BYTES));
+        for (bytes, word) in bytes.chunks_mut(WORD_BYTES).zip(words) {
             bytes.copy_from_slice(&word.load(Ordering::Acquire).to_ne_bytes()[..bytes.len()]);
         }
         values
@@ -137,7 +143,7 @@ impl<T: ?Sized> MmapArray<T> {
     /// no multiples of 8, or outside.
     pub fn write<V: IntoBytes + Immutable + ?Sized>(&self, offset: usize, value: &V) {
         let words = self.words_at(offset, size_of_val(value));
-        for (bytes, word) in value.as_bytes().chunks_exact(WORD).zip(words) {
+        for (bytes, word) in value.as_bytes().chunks_exact(WORD_BYTES).zip(words) {
             word.store(u64::from_ne_bytes(bytes.try_into().expect("a word")), Ordering::Relaxed);
         }
     }

@@ -31,14 +31,14 @@ use crate::vlan_device;
 /// Probe interval of a resolved neighbour.
 pub const PROBE_INTERVAL: Duration = Duration::from_secs(1);
 /// Probe interval of an unresolved neighbour.
-pub const SEARCH_INTERVAL: Duration = Duration::from_millis(250);
+pub const UNRESOLVED_PROBE_INTERVAL: Duration = Duration::from_millis(250);
 /// Number of probes that are sent before replies are read. With [`BURST_INTERVAL`] the limit is 32,000 probes per
 /// second: ten thousand servers are probed within a third of a second, and no switch or server is flooded.
 pub const PROBES_PER_BURST: usize = 32;
 /// Time between two bursts.
 pub const BURST_INTERVAL: Duration = Duration::from_millis(1);
 /// Number of missed probes after which a neighbour counts as unresolved.
-pub const MISSED_LIMIT: u32 = 4;
+pub const MAX_MISSED_PROBES: u32 = 4;
 
 /// Length of an ARP frame for Ethernet and IPv4, in bytes.
 pub const FRAME_BYTES: usize = 42;
@@ -51,7 +51,7 @@ const ARP_ETHERNET_IPV4: [u8; 6] = [0, 1, 8, 0, 6, 4];
 
 /// A change of a neighbour's MAC address.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Change {
+pub struct MacChange {
     /// Address of the neighbour.
     pub address: IpAddr,
     /// New MAC address; `None`: the neighbour is unresolved.
@@ -70,7 +70,7 @@ pub struct Probe {
 #[derive(Debug, Clone)]
 struct Neighbour {
     mac: Option<MacAddress>,
-    missed: u32,
+    missed_probes: u32,
     next_probe: Duration,
 }
 
@@ -88,7 +88,7 @@ impl Neighbours {
         let desired: BTreeSet<IpAddr> = addresses.iter().copied().collect();
         self.by_address.retain(|address, _| desired.contains(address));
         for address in desired {
-            self.by_address.entry(address).or_insert(Neighbour { mac: None, missed: 0, next_probe: now });
+            self.by_address.entry(address).or_insert(Neighbour { mac: None, missed_probes: 0, next_probe: now });
         }
         self.probe_schedule =
             self.by_address.iter().map(|(address, neighbour)| (neighbour.next_probe, *address)).collect();
@@ -96,30 +96,30 @@ impl Neighbours {
 
     /// Records the sender of a packet of ARP or neighbour discovery (reply, request or announcement), and returns the
     /// change of its MAC address.
-    pub fn observe(&mut self, address: IpAddr, mac: MacAddress, now: Duration) -> Option<Change> {
+    pub fn observe(&mut self, address: IpAddr, mac: MacAddress, now: Duration) -> Option<MacChange> {
         let neighbour = self.by_address.get_mut(&address)?;
-        neighbour.missed = 0;
+        neighbour.missed_probes = 0;
         self.probe_schedule.remove(&(neighbour.next_probe, address));
         neighbour.next_probe = now + PROBE_INTERVAL;
         self.probe_schedule.insert((neighbour.next_probe, address));
-        (neighbour.mac.replace(mac) != Some(mac)).then_some(Change { address, mac: Some(mac) })
+        (neighbour.mac.replace(mac) != Some(mac)).then_some(MacChange { address, mac: Some(mac) })
     }
 
     /// Returns the due probes, at most [`PROBES_PER_BURST`], and the neighbours that became unresolved.
-    pub fn take_due_probes(&mut self, now: Duration) -> (Vec<Probe>, Vec<Change>) {
+    pub fn take_due_probes(&mut self, now: Duration) -> (Vec<Probe>, Vec<MacChange>) {
         let (mut probes, mut changes) = (Vec::new(), Vec::new());
         while probes.len() < PROBES_PER_BURST {
             let Some((_, address)) = self.probe_schedule.first().copied().filter(|(due, _)| *due <= now) else { break };
             self.probe_schedule.pop_first();
             let Some(neighbour) = self.by_address.get_mut(&address) else { continue };
-            if neighbour.missed >= MISSED_LIMIT && neighbour.mac.take().is_some() {
-                changes.push(Change { address, mac: None });
+            if neighbour.missed_probes >= MAX_MISSED_PROBES && neighbour.mac.take().is_some() {
+                changes.push(MacChange { address, mac: None });
             }
-            probes.push(Probe { address, mac: neighbour.mac.filter(|_| neighbour.missed == 0) });
-            neighbour.missed = neighbour.missed.saturating_add(1);
+            probes.push(Probe { address, mac: neighbour.mac.filter(|_| neighbour.missed_probes == 0) });
+            neighbour.missed_probes = neighbour.missed_probes.saturating_add(1);
             // A missed probe is repeated sooner.
-            let settled = neighbour.mac.is_some() && neighbour.missed == 1;
-            neighbour.next_probe = now + if settled { PROBE_INTERVAL } else { SEARCH_INTERVAL };
+            let settled = neighbour.mac.is_some() && neighbour.missed_probes == 1;
+            neighbour.next_probe = now + if settled { PROBE_INTERVAL } else { UNRESOLVED_PROBE_INTERVAL };
             self.probe_schedule.insert((neighbour.next_probe, address));
         }
         (probes, changes)
@@ -132,7 +132,7 @@ impl Neighbours {
 }
 
 /// Returns the frame of an ARP request for `address`, sent to `mac`; `None`: broadcast.
-pub fn request_frame(
+pub fn arp_request_frame(
     address: Ipv4Addr,
     mac: Option<MacAddress>,
     own_mac: MacAddress,
@@ -163,15 +163,15 @@ pub fn parse_sender(frame: &[u8]) -> Option<(Ipv4Addr, MacAddress)> {
 /// Thread that resolves neighbours until this is dropped.
 #[derive(Debug)]
 pub struct Resolver {
-    desired: Arc<Mutex<Option<Vec<IpAddr>>>>,
+    pending_addresses: Arc<Mutex<Option<Vec<IpAddr>>>>,
     /// Dropping this sender closes the channel, which ends the thread.
-    alive: Sender<()>,
+    liveness_sender: Sender<()>,
 }
 
 impl Resolver {
     /// Starts the thread at the device `interface` of the caller's network namespace; the receiver gets the changes.
     /// Fails when the interface does not exist or packet sockets are not allowed.
-    pub fn start(interface: &str) -> anyhow::Result<(Self, Receiver<Change>)> {
+    pub fn start(interface: &str) -> anyhow::Result<(Self, Receiver<MacChange>)> {
         let (changes, receiver) = mpsc::channel();
         let notify = move |change| changes.send(change).is_ok();
         let resolver = Self::start_in_vlan(interface, Vlan::UNTAGGED, notify)?;
@@ -183,7 +183,7 @@ impl Resolver {
     pub fn start_in_vlan(
         interface: &str,
         vlan: Vlan,
-        notify: impl Fn(Change) -> bool + Send + 'static,
+        notify: impl Fn(MacChange) -> bool + Send + 'static,
     ) -> anyhow::Result<Self> {
         let link = ArpNdpSockets::open(interface, vlan)?;
         let (alive, ended) = mpsc::channel();
@@ -203,17 +203,17 @@ impl Resolver {
                 }
             })
             .context("a thread for neighbours")?;
-        Ok(Self { desired, alive })
+        Ok(Self { pending_addresses: desired, liveness_sender: alive })
     }
 
     /// Sets the addresses to resolve.
     pub fn set_addresses(&self, addresses: Vec<IpAddr>) {
-        *self.desired.lock() = Some(addresses);
+        *self.pending_addresses.lock() = Some(addresses);
     }
 
     /// Whether the thread still runs.
     pub fn is_alive(&self) -> bool {
-        self.alive.send(()).is_ok()
+        self.liveness_sender.send(()).is_ok()
     }
 }
 
@@ -242,7 +242,7 @@ impl ArpNdpSockets {
     fn run(
         &self,
         desired: &Mutex<Option<Vec<IpAddr>>>,
-        notify: impl Fn(Change) -> bool,
+        notify: impl Fn(MacChange) -> bool,
         ended: &Receiver<()>,
     ) -> anyhow::Result<()> {
         let start = Instant::now();
@@ -259,7 +259,7 @@ impl ArpNdpSockets {
                 let now = start.elapsed();
                 let (probes, missing) = neighbours.take_due_probes(now);
                 // Own addresses are read once per interval, not once per burst of probes.
-                if !probes.is_empty() && own_read_at.is_none_or(|read_at| read_at + SEARCH_INTERVAL <= now) {
+                if !probes.is_empty() && own_read_at.is_none_or(|read_at| read_at + UNRESOLVED_PROBE_INTERVAL <= now) {
                     (own, own_read_at) = (OwnAddresses::in_vlan(&self.interface, self.vlan), Some(now));
                 }
                 if let Some(own) = &own {
@@ -284,7 +284,7 @@ impl ArpNdpSockets {
     fn send(&self, probes: &[Probe], own: &OwnAddresses) {
         for Probe { address, mac } in probes {
             let sent = match *address {
-                IpAddr::V4(address) => self.write(&self.arp, &request_frame(address, *mac, own.mac, own.ipv4)),
+                IpAddr::V4(address) => self.write(&self.arp, &arp_request_frame(address, *mac, own.mac, own.ipv4)),
                 IpAddr::V6(address) => self.write(&self.ndp, &ndp::solicitation(address, *mac, own.mac, own.ipv6)),
             };
             if let Err(error) = sent {
@@ -312,7 +312,8 @@ impl ArpNdpSockets {
     /// Waits until a frame arrives or a probe is due, at most 51 ms so that new addresses are soon noticed. Returns the
     /// senders of received frames.
     fn wait(&self, neighbours: &Neighbours, start: Instant) -> anyhow::Result<Vec<(IpAddr, MacAddress)>> {
-        let until_due = neighbours.next_probe_time().map_or(SEARCH_INTERVAL, |due| due.saturating_sub(start.elapsed()));
+        let until_due =
+            neighbours.next_probe_time().map_or(UNRESOLVED_PROBE_INTERVAL, |due| due.saturating_sub(start.elapsed()));
         let limit = until_due.min(Duration::from_millis(50)).as_millis() as u16 + 1;
         let mut descriptors = [&self.arp, &self.ndp].map(|socket| PollFd::new(socket.as_fd(), PollFlags::POLLIN));
         match poll(&mut descriptors, limit) {
@@ -453,7 +454,7 @@ mod tests {
         let mut neighbours = Neighbours::default();
         neighbours.set_addresses(&[A], at(0));
         assert_eq!(neighbours.take_due_probes(at(0)).0, [Probe { address: A, mac: None }]);
-        assert_eq!(neighbours.observe(A, MAC, at(1)), Some(Change { address: A, mac: Some(MAC) }));
+        assert_eq!(neighbours.observe(A, MAC, at(1)), Some(MacChange { address: A, mac: Some(MAC) }));
         assert_eq!(neighbours.observe(A, MAC, at(2)), None);
         assert!(neighbours.take_due_probes(at(500)).0.is_empty());
         // The first probe goes to the neighbour's MAC address; after a missed probe, probes are broadcast.
@@ -462,7 +463,7 @@ mod tests {
         for ms in (1003..10_000).step_by(10) {
             let (probes, changes) = neighbours.take_due_probes(at(ms));
             assert!(probes.iter().all(|probe| probe.mac.is_none()));
-            if changes == [Change { address: A, mac: None }] {
+            if changes == [MacChange { address: A, mac: None }] {
                 assert_eq!(lost_at.replace(ms), None);
             }
         }
@@ -491,7 +492,7 @@ mod tests {
         neighbours.set_addresses(&[A], at(0));
         neighbours.observe(A, MAC, at(1));
         let other = MacAddress([2, 0, 0, 0, 0, 9]);
-        assert_eq!(neighbours.observe(A, other, at(5)), Some(Change { address: A, mac: Some(other) }));
+        assert_eq!(neighbours.observe(A, other, at(5)), Some(MacChange { address: A, mac: Some(other) }));
         assert_eq!(neighbours.observe(Ipv4Addr::new(10, 1, 1, 2).into(), MAC, at(6)), None);
         neighbours.set_addresses(&[], at(7));
         assert_eq!(neighbours.next_probe_time(), None);
@@ -500,7 +501,7 @@ mod tests {
     #[test]
     fn arp_request_is_parsed_again() {
         let target = Ipv4Addr::new(10, 1, 1, 1);
-        let frame = request_frame(target, None, MAC, Ipv4Addr::new(10, 1, 0, 1));
+        let frame = arp_request_frame(target, None, MAC, Ipv4Addr::new(10, 1, 0, 1));
         assert_eq!(parse_sender(&frame), Some((Ipv4Addr::new(10, 1, 0, 1), MAC)));
         for length in 0..FRAME_BYTES {
             assert_eq!(parse_sender(&frame[..length]), None);

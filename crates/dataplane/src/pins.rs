@@ -20,7 +20,7 @@ use nix::sys::statfs::{BPF_FS_MAGIC, statfs};
 pub struct PinLock(#[allow(dead_code, reason = "held")] Flock<File>);
 
 /// Limit of the wait for the lock: a process that has just ended, or its child before execve(2), may still hold it.
-const TIMEOUT: Duration = Duration::from_secs(2);
+const LOCK_TIMEOUT: Duration = Duration::from_secs(2);
 const RETRY_INTERVAL: Duration = Duration::from_millis(20);
 
 /// Maximum depth of the search for pin directories.
@@ -37,7 +37,7 @@ impl PinLock {
         loop {
             file = match Flock::lock(file, FlockArg::LockExclusiveNonblock) {
                 Ok(lock) => return Ok(Self(lock)),
-                Err((file, Errno::EWOULDBLOCK)) if began.elapsed() < TIMEOUT => file,
+                Err((file, Errno::EWOULDBLOCK)) if began.elapsed() < LOCK_TIMEOUT => file,
                 Err((_, Errno::EWOULDBLOCK)) => bail!(
                     "{}: another process works with what is pinned there: expected it stopped first (systemctl stop), \
                      or a \

@@ -51,28 +51,28 @@ pub struct GraceTicket(u64);
 
 /// Thread that waits for grace periods, and ends when this is dropped.
 #[derive(Debug)]
-pub struct GracePeriods(Arc<Shared>);
+pub struct GracePeriods(Arc<GracePeriodState>);
 
 #[derive(Debug, Default)]
-struct Shared {
+struct GracePeriodState {
     /// Number of grace periods that have begun.
     begun_count: AtomicU64,
     /// Number of grace periods that have ended.
     ended_count: AtomicU64,
-    requests: Mutex<Requests>,
+    requests: Mutex<GraceRequests>,
     changed: Condvar,
 }
 
 #[derive(Debug, Default)]
-struct Requests {
+struct GraceRequests {
     /// Number of the last grace period that a caller awaits.
     last_requested: u64,
     is_stopped: bool,
     wait_error: Option<String>,
 }
 
-impl Shared {
-    fn requests(&self) -> MutexGuard<'_, Requests> {
+impl GracePeriodState {
+    fn requests(&self) -> MutexGuard<'_, GraceRequests> {
         self.requests.lock()
     }
 
@@ -104,7 +104,7 @@ impl Shared {
 impl GracePeriods {
     /// Starts the thread. Fails when no thread can be created.
     pub fn start() -> anyhow::Result<Self> {
-        let shared = Arc::<Shared>::default();
+        let shared = Arc::<GracePeriodState>::default();
         let thread = shared.clone();
         std::thread::Builder::new()
             .name("grace periods".to_owned())

@@ -60,13 +60,13 @@ pub fn socket_cookie(socket: BorrowedFd<'_>) -> anyhow::Result<SocketCookie> {
 #[derive(Debug)]
 pub struct SocketArray {
     map: MapHandle,
-    slots: u32,
+    slot_count: u32,
 }
 
 impl SocketArray {
     /// Wraps `map`, which must be of that type and have `slots` slots.
     pub fn new(map: MapHandle, slots: u32) -> Self {
-        Self { map, slots }
+        Self { map, slot_count: slots }
     }
 
     /// Returns the slots in use, each with its socket. The kernel clears the slot of a closed socket.
@@ -75,14 +75,14 @@ impl SocketArray {
             let value = self.map.lookup(&slot.to_ne_bytes(), MapFlags::ANY).ok()??;
             Some((slot, SocketCookie::from_ne_bytes(value.try_into().ok()?)))
         };
-        (0..self.slots).filter_map(cookie).collect()
+        (0..self.slot_count).filter_map(cookie).collect()
     }
 
     /// Returns the first slot without a socket. Fails when all slots are taken.
     pub fn free_slot(&self) -> anyhow::Result<u32> {
         let used = self.sockets();
-        let Some(slot) = (0..self.slots).find(|slot| !used.contains_key(slot)) else {
-            bail!("more than {} sockets of one service", self.slots);
+        let Some(slot) = (0..self.slot_count).find(|slot| !used.contains_key(slot)) else {
+            bail!("more than {} sockets of one service", self.slot_count);
         };
         Ok(slot)
     }

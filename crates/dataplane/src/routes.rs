@@ -26,13 +26,13 @@ const RTA_VIA: u16 = 18;
 /// Size of `rtvia_family` in struct rtvia, in bytes; the address follows.
 const VIA_FAMILY: usize = 2;
 /// Size of struct nlmsghdr and struct rtmsg, in bytes.
-const HEADER: usize = 16 + 12;
+const NETLINK_HEADER_BYTES: usize = 16 + 12;
 /// Size of struct rtattr, in bytes.
 const ATTRIBUTE_HEADER: usize = 4;
 /// Position of `nlmsg_seq` in struct nlmsghdr.
-const SEQUENCE: Range<usize> = 8..12;
+const SEQUENCE_RANGE: Range<usize> = 8..12;
 /// Offset of `rtm_type` in the message.
-const TYPE_AT: usize = 16 + 7;
+const ROUTE_TYPE_OFFSET: usize = 16 + 7;
 /// Multicast groups for links, and for addresses, routes and rules of IPv4 and IPv6: RTMGRP_* of
 /// include/uapi/linux/rtnetlink.h. The last group is 1 << (RTNLGRP_IPV6_RULE - 1).
 const MULTICAST_GROUPS: u32 = 0x1 | 0x10 | 0x40 | 0x80 | 0x100 | 0x400 | 1 << 18;
@@ -60,8 +60,8 @@ pub enum RouteError {
 /// [`open`](Self::open).
 #[derive(Debug)]
 pub struct Routes {
-    notifications: OwnedFd,
-    queries: OwnedFd,
+    notification_socket: OwnedFd,
+    query_socket: OwnedFd,
     /// Number of the latest query.
     sequence: u32,
 }
@@ -73,7 +73,7 @@ impl Routes {
         let (notifications, queries) = (open()?, open()?);
         bind(notifications.as_raw_fd(), &NetlinkAddr::new(0, MULTICAST_GROUPS))?;
         setsockopt(&queries, sockopt::ReceiveTimeout, &TimeVal::seconds(1))?;
-        Ok(Self { notifications, queries, sequence: 0 })
+        Ok(Self { notification_socket: notifications, query_socket: queries, sequence: 0 })
     }
 
     /// Returns whether links, addresses, routes or rules have changed since the last call.
@@ -81,7 +81,7 @@ impl Routes {
         let mut changed = false;
         let mut notification = [0; 4096];
         loop {
-            match recv(self.notifications.as_raw_fd(), &mut notification, MsgFlags::MSG_DONTWAIT) {
+            match recv(self.notification_socket.as_raw_fd(), &mut notification, MsgFlags::MSG_DONTWAIT) {
                 // ENOBUFS: notifications were lost.
                 Ok(_) | Err(Errno::ENOBUFS) => changed = true,
                 Err(Errno::EINTR) => {}
@@ -96,12 +96,12 @@ impl Routes {
         self.send_query(server).map_err(RouteError::NoRoute)?;
         let mut answer = [0; 4096];
         loop {
-            let length = match recv(self.queries.as_raw_fd(), &mut answer, MsgFlags::empty()) {
+            let length = match recv(self.query_socket.as_raw_fd(), &mut answer, MsgFlags::empty()) {
                 Err(Errno::EINTR) => continue,
                 result => result.map_err(RouteError::NoRoute)?,
             };
             // An answer to an earlier query may have come after its time limit.
-            if answer.get(SEQUENCE) == Some(&self.sequence.to_ne_bytes()[..]) {
+            if answer.get(SEQUENCE_RANGE) == Some(&self.sequence.to_ne_bytes()[..]) {
                 return read_route(&answer[..length], interface, server);
             }
         }
@@ -115,7 +115,7 @@ impl Routes {
             IpAddr::V6(address) => (libc::AF_INET6, address.octets().to_vec()),
         };
         let mut request = Vec::new();
-        request.extend(((HEADER + ATTRIBUTE_HEADER + destination.len()) as u32).to_ne_bytes());
+        request.extend(((NETLINK_HEADER_BYTES + ATTRIBUTE_HEADER + destination.len()) as u32).to_ne_bytes());
         request.extend(libc::RTM_GETROUTE.to_ne_bytes());
         request.extend((libc::NLM_F_REQUEST as u16).to_ne_bytes());
         request.extend(self.sequence.to_ne_bytes());
@@ -126,7 +126,7 @@ impl Routes {
         request.extend(((ATTRIBUTE_HEADER + destination.len()) as u16).to_ne_bytes());
         request.extend(RTA_DST.to_ne_bytes());
         request.extend(destination);
-        send(self.queries.as_raw_fd(), &request, MsgFlags::empty())?;
+        send(self.query_socket.as_raw_fd(), &request, MsgFlags::empty())?;
         Ok(())
     }
 }
@@ -138,8 +138,8 @@ fn read_route(answer: &[u8], interface: u32, server: IpAddr) -> Result<IpAddr, R
         let code = answer.get(16..20).map_or(0, |code| number(code) as i32);
         return Err(RouteError::NoRoute(Errno::from_raw(-code)));
     }
-    let attributes = answer.get(HEADER..).unwrap_or_default();
-    match answer[TYPE_AT] {
+    let attributes = answer.get(NETLINK_HEADER_BYTES..).unwrap_or_default();
+    match answer[ROUTE_TYPE_OFFSET] {
         libc::RTN_UNICAST => {}
         other => return Err(RouteError::NotUnicast(other)),
     }
@@ -189,9 +189,9 @@ mod tests {
             [&((ATTRIBUTE_HEADER + value.len()) as u16).to_ne_bytes()[..], &kind.to_ne_bytes(), value].concat()
         };
         let answer = |kind: u16, attributes: &[Vec<u8>]| {
-            let mut answer = vec![0; HEADER];
+            let mut answer = vec![0; NETLINK_HEADER_BYTES];
             answer[4..6].copy_from_slice(&kind.to_ne_bytes());
-            answer[TYPE_AT] = libc::RTN_UNICAST;
+            answer[ROUTE_TYPE_OFFSET] = libc::RTN_UNICAST;
             answer.extend(attributes.concat());
             answer
         };

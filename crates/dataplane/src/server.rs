@@ -23,7 +23,7 @@ use anyhow::{Context as _, ensure};
 use coreward_intf as intf;
 use coreward_model::consistency::{Consistency, ServiceMode};
 use coreward_model::cookie::{CookieKey, FleetKeys, KeyIndex};
-use coreward_model::rss::Rss;
+use coreward_model::rss::RssConfig;
 use coreward_model::{ServerId, ServiceAddress};
 use libbpf_rs::skel::{OpenSkel as _, SkelBuilder as _};
 use libbpf_rs::{MapCore as _, MapFlags, MapHandle, OpenMapMut};
@@ -37,7 +37,7 @@ use crate::pins;
 use crate::rcu::wait_for_programs;
 use crate::service_slots;
 use crate::skeleton::server::{OpenServerSkel, ServerSkel, ServerSkelBuilder};
-use crate::tc::{self, Attachment, Direction};
+use crate::tc::{self, AttachMechanism, Direction};
 
 /// Names of the counters of [`ServerPrograms::counters`].
 pub use coreward_intf::SERVER_COUNTER_NAMES as COUNTER_NAMES;
@@ -60,7 +60,7 @@ pub struct ServerOptions {
 #[derive(Debug)]
 pub struct ServerPrograms {
     options: ServerOptions,
-    attachment: Attachment,
+    attachment: AttachMechanism,
     is_taken_over: bool,
     ingress: OwnedFd,
     egress: OwnedFd,
@@ -99,7 +99,7 @@ impl ServerPrograms {
                 "the pinned programs of another version stay attached until the controller sends the services"
             );
             let skeleton = load(&mut storage, options.sample_every_syn, None)?;
-            let mut programs = Self::new(&skeleton, options, Attachment::Tcx, false)?;
+            let mut programs = Self::new(&skeleton, options, AttachMechanism::Tcx, false)?;
             programs.copy_keys(&state)?;
             programs.pending_upgrade = Some(maps_of(&skeleton)?);
             return Ok(programs);
@@ -109,7 +109,7 @@ impl ServerPrograms {
             remove_maps(&pins)?;
         }
         let skeleton = load(&mut storage, options.sample_every_syn, Some(&pins))?;
-        let mut programs = Self::new(&skeleton, options, Attachment::Tcx, taken_over)?;
+        let mut programs = Self::new(&skeleton, options, AttachMechanism::Tcx, taken_over)?;
         programs.attach_programs()?;
         Ok(programs)
     }
@@ -179,20 +179,20 @@ impl ServerPrograms {
         let mut storage = MaybeUninit::uninit();
         let skeleton = load(&mut storage, sample_every_syn, None)?;
         let options = ServerOptions { interface_index: 0, pin_directory: PathBuf::new(), sample_every_syn };
-        Self::new(&skeleton, options, Attachment::Tcx, false)
+        Self::new(&skeleton, options, AttachMechanism::Tcx, false)
     }
 
     fn new(
         skeleton: &ServerSkel<'_>,
         options: ServerOptions,
-        attachment: Attachment,
+        attachment: AttachMechanism,
         taken_over: bool,
     ) -> anyhow::Result<Self> {
         let maps = &skeleton.maps;
         let state = MmapArray::<intf::server_state>::new(&maps.bss).context("mapping server_state")?;
         if !taken_over {
             let key = CookieKey::random(&mut UnwrapErr(SysRng));
-            state.write(TIME_KEY_OFFSET, &key.layout());
+            state.write(TIME_KEY_OFFSET, &key.to_bpf_key());
         }
         state.store(offset_of!(intf::server_state, layout_version), intf::SERVER_LAYOUT_VERSION.into());
         Ok(Self {
@@ -217,7 +217,7 @@ impl ServerPrograms {
     }
 
     /// Returns the kind of attachment.
-    pub fn attachment(&self) -> Attachment {
+    pub fn attachment(&self) -> AttachMechanism {
         self.attachment
     }
 
@@ -283,7 +283,7 @@ impl ServerPrograms {
     /// with the current key, and before with the other key. `switch_ms` is within 2^31 ms of now. When the current key
     /// changes, `switch_ms` must be later than every sent packet, and the whole fleet must have both keys.
     pub fn set_keys(&mut self, keys: &FleetKeys, switch_ms: u32) {
-        let key = keys.keys.map(|key| key.layout());
+        let key = keys.keys.map(|key| key.to_bpf_key());
         let current = u64::from(switch_ms) << 32 | keys.current.get() as u64;
         // The keys are written first: the new current key replaces an unused key.
         self.state.write(KEYS_OFFSET, &key);
@@ -325,7 +325,7 @@ impl ServerPrograms {
     ///
     /// During the change no receive queue is predicted. A program that already reads the old table may see parts of the
     /// new table; the verdict over many SYNs tolerates such a sample.
-    pub fn set_rss(&mut self, rss: Option<&Rss>, generation: u32) {
+    pub fn set_rss(&mut self, rss: Option<&RssConfig>, generation: u32) {
         // The first word of the map: entry_count in the lower half, generation in the upper half.
         let header = |entry_count: u32| u64::from(generation) << 32 | u64::from(entry_count);
         self.rss.store(0, header(0));

@@ -17,7 +17,7 @@ pub type Inode = u64;
 /// struct nlmsghdr of linux/netlink.h. (The type in libc lacks zerocopy's traits.)
 #[derive(Debug, Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
-struct MessageHeader {
+struct NetlinkHeader {
     length: u32,
     kind: u16,
     flags: u16,
@@ -40,8 +40,8 @@ struct SocketId {
 /// struct nlmsghdr and struct inet_diag_req_v2.
 #[derive(Debug, Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
-struct Request {
-    header: MessageHeader,
+struct InetDiagRequest {
+    header: NetlinkHeader,
     family: u8,
     protocol: u8,
     extensions: u8,
@@ -52,13 +52,13 @@ struct Request {
 
 const SOCK_DIAG_BY_FAMILY: u16 = 20;
 /// Offset of inet_diag_msg.idiag_state in the message, after the header and the family.
-const STATE_OFFSET: usize = size_of::<MessageHeader>() + 1;
+const STATE_OFFSET: usize = size_of::<NetlinkHeader>() + 1;
 /// TCP_LISTEN of include/net/tcp_states.h. A look-up without a connection finds the listening socket instead.
 const LISTEN: u8 = 10;
 /// Number of concurrent queries, whose answers fit the smallest receive buffer.
-const BATCH: usize = 64;
+const QUERIES_PER_BATCH: usize = 64;
 
-fn request(sequence: u32, connection: &FourTuple) -> Request {
+fn request(sequence: u32, connection: &FourTuple) -> InetDiagRequest {
     let address = |socket: SocketAddr| {
         let mut bytes = [0; 16];
         match socket {
@@ -68,9 +68,9 @@ fn request(sequence: u32, connection: &FourTuple) -> Request {
         bytes
     };
     let (client, vip) = (connection.client(), connection.vip());
-    Request {
-        header: MessageHeader {
-            length: size_of::<Request>() as u32,
+    InetDiagRequest {
+        header: NetlinkHeader {
+            length: size_of::<InetDiagRequest>() as u32,
             kind: SOCK_DIAG_BY_FAMILY,
             flags: libc::NLM_F_REQUEST as u16,
             sequence,
@@ -104,8 +104,9 @@ pub fn have_sockets(connections: &[FourTuple]) -> anyhow::Result<Vec<bool>> {
     }
     let socket = open()?;
     let mut found = vec![false; connections.len()];
-    for (batch, found) in connections.chunks(BATCH).zip(found.chunks_mut(BATCH)) {
-        let requests: Vec<Request> = (0..).zip(batch).map(|(sequence, tuple)| request(sequence, tuple)).collect();
+    for (batch, found) in connections.chunks(QUERIES_PER_BATCH).zip(found.chunks_mut(QUERIES_PER_BATCH)) {
+        let requests: Vec<InetDiagRequest> =
+            (0..).zip(batch).map(|(sequence, tuple)| request(sequence, tuple)).collect();
         let sent = nix::unistd::write(&socket, requests.as_bytes()).context("asking sock_diag")?;
         ensure!(sent == size_of_val(&requests[..]), "sock_diag took {sent} bytes of {} questions", batch.len());
         let mut answered = 0;
@@ -145,13 +146,13 @@ fn open() -> anyhow::Result<OwnedFd> {
 /// Records the answers of one read in `found`, and returns their number.
 fn read_answers(mut bytes: &[u8], found: &mut [bool]) -> anyhow::Result<usize> {
     let mut answers = 0;
-    while let Ok((header, _)) = MessageHeader::read_from_prefix(bytes) {
+    while let Ok((header, _)) = NetlinkHeader::read_from_prefix(bytes) {
         let message = bytes.get(..header.length as usize).context("sock_diag: a message cut short")?;
         let place = found.get_mut(header.sequence as usize).context("sock_diag: an answer that was not asked for")?;
         match header.kind {
             SOCK_DIAG_BY_FAMILY => *place = message.get(STATE_OFFSET).is_some_and(|state| *state != LISTEN),
             kind if i32::from(kind) == libc::NLMSG_ERROR => {
-                let code = message.get(size_of::<MessageHeader>()..).and_then(|rest| i32::read_from_prefix(rest).ok());
+                let code = message.get(size_of::<NetlinkHeader>()..).and_then(|rest| i32::read_from_prefix(rest).ok());
                 match code.map(|(code, _)| Errno::from_raw(-code)) {
                     // ENOENT: no such socket. ESTALE: it disappeared during the query.
                     Some(Errno::ENOENT | Errno::ESTALE) => *place = false,

@@ -19,7 +19,7 @@ use crate::mmap_array::MmapArray;
 use crate::reuseport::{self, SocketArray, SocketCookie};
 use crate::skeleton::steer::SteerSkelBuilder;
 
-/// Names of the counters of [`Steer::counters`].
+/// Names of the counters of [`SteerProgram::counters`].
 pub use coreward_intf::STEER_COUNTER_NAMES as COUNTER_NAMES;
 
 /// Number of counters.
@@ -27,7 +27,7 @@ pub const COUNTER_COUNT: usize = intf::STEER_COUNTER_COUNT as usize;
 
 /// Steering of one service's connections. The program continues to work after a drop.
 #[derive(Debug)]
-pub struct Steer {
+pub struct SteerProgram {
     program: OwnedFd,
     workers: SocketArray,
     state: MmapArray<intf::steer_state>,
@@ -39,7 +39,7 @@ pub struct Steer {
 pub struct SteerCounters(MmapArray<intf::steer_state>);
 
 impl SteerCounters {
-    /// Opens the pins of [`Steer::load`]. Fails when nothing is pinned, or the pins are of another version.
+    /// Opens the pins of [`SteerProgram::load`]. Fails when nothing is pinned, or the pins are of another version.
     pub fn open_pinned(pin_directory: &Path, name: &str) -> anyhow::Result<Self> {
         let path = pin_directory.join("steer").join(name).join("state");
         let map = MapHandle::from_pinned_path(&path).with_context(|| path.display().to_string())?;
@@ -54,7 +54,7 @@ impl SteerCounters {
     }
 }
 
-impl Steer {
+impl SteerProgram {
     /// Loads the program. `name` is the service's name, for the pins; pinned sockets stay in their slots. `rss_map` is
     /// [`rss_map`](crate::server::ServerPrograms::rss_map) of the server programs. Fails when the pin directory is not
     /// on a bpffs, the pins are of another version, or the kernel rejects the program.

@@ -37,7 +37,7 @@ impl Direction {
 
 /// Mechanism by which a program is attached.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Attachment {
+pub enum AttachMechanism {
     /// Attached by a tcx link.
     Tcx,
     /// Attached by a filter of the clsact qdisc.
@@ -56,21 +56,21 @@ pub fn attach(
     interface_index: u32,
     direction: Direction,
     pin: &Path,
-) -> anyhow::Result<Attachment> {
+) -> anyhow::Result<AttachMechanism> {
     if let Some(link) = open_link(pin)? {
         if is_attached_to(&link, interface_index) {
             replace(&link, program).with_context(|| format!("replacing the program of {}", pin.display()))?;
-            return Ok(Attachment::Tcx);
+            return Ok(AttachMechanism::Tcx);
         }
         fs::remove_file(pin).with_context(|| format!("removing {}", pin.display()))?;
     }
     match create_tcx_link(program, interface_index, direction) {
         Ok(link) => {
             pin_object(link.as_fd(), pin)?;
-            Ok(Attachment::Tcx)
+            Ok(AttachMechanism::Tcx)
         }
         Err(error) if error.kind() == ErrorKind::InvalidInput => {
-            attach_to_clsact(program, interface_index, direction).map(|()| Attachment::Clsact)
+            attach_to_clsact(program, interface_index, direction).map(|()| AttachMechanism::Clsact)
         }
         Err(error) => Err(error).context("making a tcx link"),
     }

@@ -34,7 +34,7 @@ pub fn missing_bpf_rights() -> Option<&'static str> {
 
 /// Result of a run.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Outcome {
+pub struct RunOutcome {
     /// The program's return value.
     pub verdict: i32,
     /// The packet after the run.
@@ -59,7 +59,7 @@ const HEADROOM: usize = 256;
 ///
 /// With `repeat` above 1 the kernel does not restore the packet between runs. Fails without privilege, or when the
 /// packet is too short or too long, or the program's type does not support test runs.
-pub fn run(program: BorrowedFd<'_>, packet: &[u8], repeat: u32) -> io::Result<Outcome> {
+pub fn run(program: BorrowedFd<'_>, packet: &[u8], repeat: u32) -> io::Result<RunOutcome> {
     run_from(program, packet, repeat, None)
 }
 
@@ -70,12 +70,12 @@ pub fn run_from(
     packet: &[u8],
     repeat: u32,
     queue: Option<ReceiveQueue>,
-) -> io::Result<Outcome> {
+) -> io::Result<RunOutcome> {
     let mut out = vec![0; packet.len() + HEADROOM];
     let options = run_with(program, packet, repeat, queue, &mut out)?;
     out.truncate(options.data_size_out as usize);
     let duration = Duration::from_nanos(options.duration.into());
-    Ok(Outcome { verdict: options.retval as i32, packet: out, duration })
+    Ok(RunOutcome { verdict: options.retval as i32, packet: out, duration })
 }
 
 /// Runs `program` once without allocating memory. Returns the program's return value and the length of the packet in

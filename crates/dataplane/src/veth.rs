@@ -21,7 +21,7 @@ const IFLA_XDP_ATTACHED: u16 = 2;
 /// XDP_ATTACHED_DRV and XDP_ATTACHED_MULTI of include/uapi/linux/if_link.h.
 const ATTACHED_IN_DRIVER: [u8; 2] = [1, 4];
 /// Size of struct nlmsghdr and struct ifinfomsg, in bytes.
-const HEADER: usize = 16 + 16;
+const NETLINK_HEADER_BYTES: usize = 16 + 16;
 
 /// Returns whether the other end of the veth with this index has a native XDP program. `None`: the device is no veth,
 /// or the kernel does not show the other end.
@@ -44,7 +44,7 @@ fn query_link(interface_index: u32, namespace: Option<u32>) -> io::Result<Vec<u8
     });
     let target = target.unwrap_or_default();
     let mut request = Vec::new();
-    request.extend(((HEADER + target.len()) as u32).to_ne_bytes());
+    request.extend(((NETLINK_HEADER_BYTES + target.len()) as u32).to_ne_bytes());
     request.extend(libc::RTM_GETLINK.to_ne_bytes());
     request.extend((libc::NLM_F_REQUEST as u16).to_ne_bytes());
     // Sequence and port of the header; family, padding and type.
@@ -59,7 +59,7 @@ fn query_link(interface_index: u32, namespace: Option<u32>) -> io::Result<Vec<u8
     let length = recv(socket.as_raw_fd(), &mut answer, MsgFlags::empty())?;
     answer.truncate(length);
     let kind = answer.get(4..6).map(|kind| u16::from_ne_bytes([kind[0], kind[1]]));
-    match (kind, answer.get(HEADER..)) {
+    match (kind, answer.get(NETLINK_HEADER_BYTES..)) {
         (Some(libc::RTM_NEWLINK), Some(attributes)) => Ok(attributes.to_vec()),
         _ => Err(io::Error::other("the kernel does not show the link")),
     }

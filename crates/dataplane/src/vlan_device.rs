@@ -21,7 +21,7 @@ const NAME_BYTES: usize = 24;
 
 /// struct vlan_ioctl_args of linux/if_vlan.h.
 #[repr(C)]
-struct Request {
+struct VlanIoctlRequest {
     command: c_int,
     device: [c_char; NAME_BYTES],
     /// Name of the underlying device, or the VLAN id in the first bytes.
@@ -31,7 +31,7 @@ struct Request {
 
 /// Sends a query about a VLAN device, and returns the answer. Fails when `device` is no VLAN device.
 fn query(command: c_int, device: &str) -> io::Result<[u8; NAME_BYTES]> {
-    let mut request = Request { command, device: [0; NAME_BYTES], answer: [0; NAME_BYTES], priority: 0 };
+    let mut request = VlanIoctlRequest { command, device: [0; NAME_BYTES], answer: [0; NAME_BYTES], priority: 0 };
     if device.len() >= NAME_BYTES {
         return Err(io::Error::from_raw_os_error(libc::ENODEV));
     }

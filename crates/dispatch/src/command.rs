@@ -63,7 +63,7 @@ pub fn run(args: &DispatchArgs) -> anyhow::Result<Option<String>> {
             let services = status::read_pinned_status(&pins)?;
             Ok(Some(match args.format {
                 Format::Json => status::json(&services).to_string(),
-                Format::Text => status::text(&services),
+                Format::Text => status::format_status(&services),
             }))
         }
         Some(config) => daemon::run(&config).map(|()| None),

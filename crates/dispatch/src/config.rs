@@ -7,14 +7,14 @@ use std::time::Duration;
 use coreward_config::serde_json::Value;
 use coreward_config::toml::de::DeValue;
 use coreward_config::{
-    AbsolutePath, BoundedDuration, Field, FromToml, HOUR, Number, Reader, Spanned, config_file, config_struct,
-    string_enum,
+    AbsolutePath, BoundedDuration, FromToml, HOUR_NS, LocatedValue, Number, Reader, Spanned, config_file,
+    config_struct, string_enum,
 };
 use coreward_dataplane::dispatch::{
     self, MAX_CLASSES, MAX_RESPONSE_TIMEOUT, MAX_TYPES, MAX_WORKERS, Options, POLL_INTERVAL, Policy, RequestType,
     Timeouts,
 };
-use coreward_model::dispatch::{ClassBounds, Weight};
+use coreward_model::dispatch::{ClassBounds, RoundedServiceTime};
 
 /// Default pin directory.
 pub const DEFAULT_PIN_DIRECTORY: &str = "/sys/fs/bpf/coreward/dispatch";
@@ -38,10 +38,10 @@ pub struct Service {
     /// Timeouts of user space.
     pub timeouts: Timeouts,
     /// Expected service time of each type, then of all other requests; `None`: learned.
-    pub expected_times: Vec<Option<Duration>>,
-    /// Default bound of [`Service::bounds`].
-    bound: u32,
-    reserved: u16,
+    pub expected_service_times: Vec<Option<Duration>>,
+    /// Default bound of [`Service::class_bounds`].
+    default_bound: u32,
+    reserved_workers: u16,
     reserved_bound: u32,
     class_count: u8,
 }
@@ -59,17 +59,23 @@ impl Service {
                 observes_service_times: policy == Policy::LightestQueue,
             },
             timeouts: Timeouts::default(),
-            expected_times: vec![None],
-            bound: DEFAULT_BOUND,
-            reserved: DEFAULT_RESERVED,
+            expected_service_times: vec![None],
+            default_bound: DEFAULT_BOUND,
+            reserved_workers: DEFAULT_RESERVED,
             reserved_bound: 0,
             class_count: 1,
         }
     }
 
     /// Returns the bounds of each class for this number of workers.
-    pub fn bounds(&self, workers: u16) -> ClassBounds {
-        ClassBounds::with_reserved_cores(workers, self.class_count, self.reserved, self.bound, self.reserved_bound)
+    pub fn class_bounds(&self, workers: u16) -> ClassBounds {
+        ClassBounds::with_reserved_cores(
+            workers,
+            self.class_count,
+            self.reserved_workers,
+            self.default_bound,
+            self.reserved_bound,
+        )
     }
 }
 
@@ -80,7 +86,7 @@ const DEFAULT_RESERVED: u16 = 1;
 
 config_struct! {
     /// The unchecked configuration: the file of `coreward dispatch`, or a table in another daemon's file.
-    pub struct Table {
+    pub struct UncheckedConfig {
         /// Directory of the data plane, in a BPF file system.
         pin_directory: Option<AbsolutePath>,
         /// A directory of a cgroup2 file system that all workers are in or below; without it its root.
@@ -98,7 +104,7 @@ const MIN_RESPONSE_TIMEOUT: u64 = POLL_INTERVAL.as_nanos() as u64;
 config_struct! {
     struct ServiceTable {
         /// Address and port that the sockets are bound to.
-        listen: Field<SocketAddr>,
+        listen: LocatedValue<SocketAddr>,
         /// Policy that selects the worker.
         policy: PolicyName = PolicyName(Policy::ShortestQueue),
         /// Number of outstanding requests up to which a worker is preferred.
@@ -110,15 +116,15 @@ config_struct! {
         /// Age at which a request that has left the queue without a response is given up.
         response_timeout: Option<BoundedDuration<MIN_RESPONSE_TIMEOUT, { MAX_RESPONSE_TIMEOUT.as_nanos() as u64 }>>,
         /// Time without a response after which a worker with queued requests gets no further ones until it responds.
-        stall_after: Option<BoundedDuration<MIN_RESPONSE_TIMEOUT, HOUR>>,
+        stall_after: Option<BoundedDuration<MIN_RESPONSE_TIMEOUT, HOUR_NS>>,
         /// Position of the id that request and response share.
-        request_id: Option<FieldTable>,
+        request_id: Option<PayloadFieldTable>,
         /// Position of the type; without it each type has a prefix.
-        type_field: Option<FieldTable>,
+        type_field: Option<PayloadFieldTable>,
         /// Properties of requests that match no type.
-        other: OtherTable = OtherTable::default(),
+        other: OtherTypesTable = OtherTypesTable::default(),
         /// Types of requests; the first match counts.
-        types as "type": Vec<Spanned<TypeTable>>,
+        types as "type": Vec<Spanned<RequestTypeTable>>,
     }
 }
 
@@ -126,7 +132,7 @@ config_struct! {
 const MAX_OFFSET: u64 = 65_500;
 
 config_struct! {
-    struct FieldTable {
+    struct PayloadFieldTable {
         /// Offset of the field in the payload, in bytes.
         offset: Number<0, MAX_OFFSET>,
         /// Offset in a response's payload, if it differs.
@@ -138,21 +144,21 @@ config_struct! {
     }
 }
 
-type ExpectedTime = BoundedDuration<1, { Weight::MAX.as_nanos() as u64 }>;
-type Class = Number<0, { MAX_CLASSES as u64 - 1 }>;
+type ExpectedTime = BoundedDuration<1, { RoundedServiceTime::MAX.as_nanos() as u64 }>;
+type ClassNumber = Number<0, { MAX_CLASSES as u64 - 1 }>;
 
 config_struct! {
     #[derive(Default)]
-    struct OtherTable {
+    struct OtherTypesTable {
         /// Service time; without it it is learned.
         expected: Option<ExpectedTime>,
         /// Priority: 0 is the highest.
-        class: Option<Class>,
+        class: Option<ClassNumber>,
     }
 }
 
 config_struct! {
-    struct TypeTable {
+    struct RequestTypeTable {
         /// Value of the service's type_field.
         value: Option<u64>,
         /// First bytes of the payload, 1 to 8.
@@ -160,7 +166,7 @@ config_struct! {
         /// Service time; without it it is learned.
         expected: Option<ExpectedTime>,
         /// Priority: 0 is the highest.
-        class: Class = Number(0),
+        class: ClassNumber = Number(0),
     }
 }
 
@@ -168,26 +174,26 @@ struct PolicyName(Policy);
 
 string_enum!(PolicyName, "policy", Policy::all().map(|policy| (policy.name().to_owned(), PolicyName(policy))));
 
-config_file!(Config, |table: Table, reader| Some(table.check(reader)));
+config_file!(Config, |table: UncheckedConfig, reader| Some(table.check(reader)));
 
 /// Decodes a table of another daemon's file.
 impl FromToml for Config {
     fn read(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
-        let table = Table::read(value, reader)?;
+        let table = UncheckedConfig::read(value, reader)?;
         Some(reader.check_value(|reader| table.check_within(reader)))
     }
 
     fn expected() -> String {
-        Table::expected()
+        UncheckedConfig::expected()
     }
 
     fn schema() -> Value {
-        Table::schema()
+        UncheckedConfig::schema()
     }
 }
 
-impl Table {
-    /// [`Table::check`] for a table of another daemon's file, which serves metrics itself.
+impl UncheckedConfig {
+    /// [`UncheckedConfig::check`] for a table of another daemon's file, which serves metrics itself.
     fn check_within(self, reader: &mut Reader<'_>) -> Config {
         if let Some(metrics) = &self.metrics {
             let address = metrics.get_ref();
@@ -230,8 +236,8 @@ impl ServiceTable {
         }
         // Without an address there is no service, but its types may have mistakes, too.
         let mut service = Service::new(listen.unwrap_or_else(|| ([0, 0, 0, 0], 1).into()), self.policy.0);
-        service.bound = self.bound.0 as u32;
-        service.reserved = self.reserved.0 as u16;
+        service.default_bound = self.bound.0 as u32;
+        service.reserved_workers = self.reserved.0 as u16;
         service.reserved_bound = self.reserved_bound.0 as u32;
         if let Some(BoundedDuration(timeout)) = self.response_timeout {
             service.timeouts.response_timeout = timeout;
@@ -242,41 +248,44 @@ impl ServiceTable {
         service.options.request_id = self.request_id.as_ref().map(|field| {
             let response_offset = field.response_offset.unwrap_or(field.offset);
             let [offset, response_offset] = [field.offset, response_offset].map(|offset| offset.0 as u16);
-            dispatch::RequestId { offset, response_offset, bytes: field.bytes.0 as u8 }
+            dispatch::RequestIdPosition { offset, response_offset, bytes: field.bytes.0 as u8 }
         });
-        self.add_types(&mut service, reader);
+        self.add_request_types(&mut service, reader);
         listen.map(|_| service)
     }
 
-    fn add_types(&self, service: &mut Service, reader: &mut Reader<'_>) {
+    fn add_request_types(&self, service: &mut Service, reader: &mut Reader<'_>) {
         if let Some(beyond) = self.types.get(MAX_TYPES) {
             let message = format!("{} types: expected at most {MAX_TYPES}", self.types.len());
             reader.report(beyond.span(), message);
         }
         service.options.type_offset = self.type_field.as_ref().map_or(0, |field| field.offset.0 as u16);
-        service.expected_times.clear();
+        service.expected_service_times.clear();
         for spanned in &self.types {
             let kind = spanned.get_ref();
             let matched = match_value_and_mask(kind, self.type_field.as_ref());
             let Some((value, mask)) = reader.ok_or_report(matched, spanned.span()) else { continue };
             service.options.types.push(RequestType { value, mask, class: kind.class.0 as u8 });
-            service.expected_times.push(kind.expected.map(|BoundedDuration(time)| time));
+            service.expected_service_times.push(kind.expected.map(|BoundedDuration(time)| time));
         }
         let lowest = service.options.types.iter().map(|kind| kind.class).max().unwrap_or(0);
         // Requests of no type have the lowest priority.
         service.options.other_class = self.other.class.map_or(lowest, |class| class.0 as u8);
-        service.expected_times.push(self.other.expected.map(|BoundedDuration(time)| time));
+        service.expected_service_times.push(self.other.expected.map(|BoundedDuration(time)| time));
         service.class_count = lowest.max(service.options.other_class) + 1;
-        service.options.observes_service_times =
-            service.options.policy == Policy::LightestQueue && service.expected_times.iter().any(Option::is_none);
+        service.options.observes_service_times = service.options.policy == Policy::LightestQueue
+            && service.expected_service_times.iter().any(Option::is_none);
     }
 }
 
-type Bytes = [u8; 8];
+type FieldBytes = [u8; 8];
 
 /// Returns the bytes of a type, and the mask of the bits that must match.
-fn match_value_and_mask(kind: &TypeTable, field: Option<&FieldTable>) -> Result<(Bytes, Bytes), String> {
-    let (mut value, mut mask) = (Bytes::default(), Bytes::default());
+fn match_value_and_mask(
+    kind: &RequestTypeTable,
+    field: Option<&PayloadFieldTable>,
+) -> Result<(FieldBytes, FieldBytes), String> {
+    let (mut value, mut mask) = (FieldBytes::default(), FieldBytes::default());
     match (kind.value, &kind.prefix, field) {
         (Some(number), None, Some(field)) => {
             let width = field.bytes.0 as usize;
@@ -319,14 +328,14 @@ mod tests {
         Config::parse(&Source::from_text("dispatch.toml", text)).map_err(|mistakes| mistakes.to_string())
     }
 
-    const DNS: &str = "[[service]]\nlisten = \"0.0.0.0:53\"\n";
+    const DNS_CONFIG: &str = "[[service]]\nlisten = \"0.0.0.0:53\"\n";
 
     #[test]
     fn address_alone_is_a_valid_server() {
-        let config = parse(DNS).unwrap();
+        let config = parse(DNS_CONFIG).unwrap();
         assert_eq!(config.pin_directory, Path::new(DEFAULT_PIN_DIRECTORY));
         assert_eq!(config.services, [Service::new("0.0.0.0:53".parse().unwrap(), Policy::ShortestQueue)]);
-        assert_eq!(config.services[0].bounds(3).for_class(0), [4, 4, 4]);
+        assert_eq!(config.services[0].class_bounds(3).for_class(0), [4, 4, 4]);
     }
 
     #[test]
@@ -359,20 +368,23 @@ class = 1
         assert_eq!((first.options.type_offset, first.options.observes_service_times), (3, false));
         assert_eq!(first.options.types[0].value, [1, 2, 0, 0, 0, 0, 0, 0]);
         assert_eq!(first.options.types[0].mask, [255, 255, 0, 0, 0, 0, 0, 0]);
-        assert_eq!(first.expected_times, [Some(Duration::from_micros(100)), Some(Duration::from_nanos(7500))]);
-        let id = dispatch::RequestId { offset: 0, response_offset: 4, bytes: 2 };
+        assert_eq!(first.expected_service_times, [Some(Duration::from_micros(100)), Some(Duration::from_nanos(7500))]);
+        let id = dispatch::RequestIdPosition { offset: 0, response_offset: 4, bytes: 2 };
         assert_eq!(first.options.request_id, Some(id));
         assert_eq!(&second.options.types[0].value, b"get \0\0\0\0");
         assert_eq!(
             (second.options.other_class, second.class_count, second.options.observes_service_times),
             (1, 2, false)
         );
-        assert_eq!((second.bounds(3).for_class(0), second.bounds(3).for_class(1)), (&[2, 2, 2][..], &[0, 2, 2][..]));
+        assert_eq!(
+            (second.class_bounds(3).for_class(0), second.class_bounds(3).for_class(1)),
+            (&[2, 2, 2][..], &[0, 2, 2][..])
+        );
     }
 
     #[test]
     fn mistakes_name_line_key_and_what_was_expected() {
-        let error = |rest: &str| parse(&format!("{DNS}{rest}\n")).unwrap_err();
+        let error = |rest: &str| parse(&format!("{DNS_CONFIG}{rest}\n")).unwrap_err();
         assert_eq!(
             error("policy = \"jsk\""),
             "dispatch.toml:3:10: key `service.policy`: policy \"jsk\" is not known: expected \"random\", \"rr\", \
@@ -399,7 +411,11 @@ class = 1
             error("type_field = { offset = 0, bytes = 1 }\n[[service.type]]\nvalue = 256")
                 .contains("value = 256: expected a number of 1 bytes")
         );
-        assert!(error(DNS).contains("key `service.listen`: 0.0.0.0:53 is listed twice"), "{}", error(DNS));
+        assert!(
+            error(DNS_CONFIG).contains("key `service.listen`: 0.0.0.0:53 is listed twice"),
+            "{}",
+            error(DNS_CONFIG)
+        );
         let error_of_class = error("[[service.type]]\nprefix = \"a\"\nclass = 4");
         assert!(error_of_class.ends_with("4: expected a whole number from 0 to 3"), "{error_of_class}");
         assert!(parse("service = []\n").unwrap_err().contains("expected at least one [[service]]"));

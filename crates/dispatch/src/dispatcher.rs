@@ -19,13 +19,13 @@ use crate::status::ServiceStatus;
 #[derive(Debug)]
 pub struct Dispatcher {
     /// Sender of requests to the thread; `None` during the drop.
-    requests: Option<Sender<Request>>,
+    config_sender: Option<Sender<ConfigChange>>,
     state: Arc<Mutex<DispatchState>>,
     thread: Option<JoinHandle<()>>,
 }
 
 /// A new configuration, and the sender of its outcome.
-type Request = (Config, Sender<anyhow::Result<()>>);
+type ConfigChange = (Config, Sender<anyhow::Result<()>>);
 
 /// State at the last poll.
 #[derive(Debug, Clone, Default)]
@@ -46,15 +46,15 @@ impl Dispatcher {
             .name("dispatch".to_owned())
             .spawn(move || services.maintenance_loop(&receiver, &reported))
             .context("cannot start the thread that maintains the services")?;
-        Ok(Self { requests: Some(sender), state: seen, thread: Some(thread) })
+        Ok(Self { config_sender: Some(sender), state: seen, thread: Some(thread) })
     }
 
     /// Replaces the services. Removed ones return to the kernel's choice, the others continue without a gap; one whose
     /// program is refused stays as it was. Fails when something was refused.
-    pub fn replace(&self, config: Config) -> anyhow::Result<()> {
+    pub fn replace_config(&self, config: Config) -> anyhow::Result<()> {
         let (sender, outcome) = channel();
         let gone = || anyhow!("the thread that maintains the services has ended: expected a restart");
-        self.requests.as_ref().ok_or_else(gone)?.send((config, sender)).map_err(|_| gone())?;
+        self.config_sender.as_ref().ok_or_else(gone)?.send((config, sender)).map_err(|_| gone())?;
         outcome.recv().map_err(|_| gone())?
     }
 
@@ -80,7 +80,7 @@ pub fn detach(config: &Config) -> anyhow::Result<()> {
 
 impl Drop for Dispatcher {
     fn drop(&mut self) {
-        self.requests = None;
+        self.config_sender = None;
         if self.thread.take().is_some_and(|thread| thread.join().is_err()) {
             tracing::error!(
                 event = "thread-panicked",
@@ -103,7 +103,7 @@ impl Services {
         Ok(all)
     }
 
-    fn maintenance_loop(&mut self, requests: &Receiver<Request>, seen: &Mutex<DispatchState>) {
+    fn maintenance_loop(&mut self, requests: &Receiver<ConfigChange>, seen: &Mutex<DispatchState>) {
         let mut next = Instant::now();
         loop {
             self.services.iter_mut().for_each(Service::poll);

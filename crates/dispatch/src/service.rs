@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use anyhow::Context as _;
-use coreward_dataplane::dispatch::{self, Dispatch};
+use coreward_dataplane::dispatch::{self, DispatchPrograms};
 use coreward_dataplane::listeners::{self, Listener};
 use coreward_dataplane::reuseport;
 use coreward_dataplane::sockets::Inode;
@@ -17,17 +17,17 @@ use crate::config;
 use crate::status::ServiceStatus;
 
 /// Interval of searches for workers, if none has died.
-const SEARCH_INTERVAL: Duration = Duration::from_secs(1);
+const WORKER_SEARCH_INTERVAL: Duration = Duration::from_secs(1);
 
 /// A dispatched service. After a drop its requests are still dispatched.
 #[derive(Debug)]
 pub struct Service {
     config: config::Service,
-    dispatch: Dispatch,
+    dispatch: DispatchPrograms,
     started: Instant,
-    last_search: Option<Instant>,
+    last_worker_search: Option<Instant>,
     /// Time of the last worker's death.
-    last_death: Option<Instant>,
+    last_worker_death: Option<Instant>,
     /// Inodes of the workers' sockets.
     known_inodes: BTreeSet<Inode>,
     learned_times: Vec<LearnedTime>,
@@ -40,10 +40,10 @@ impl Service {
     /// Loads the programs, or takes over running ones.
     pub fn start(config: &config::Service, pin_directory: &Path, cgroup: &Path) -> anyhow::Result<Self> {
         let listen = config.options.service;
-        let dispatch = Dispatch::load(&service_pin_directory(pin_directory, listen), cgroup, &config.options)
+        let dispatch = DispatchPrograms::load(&service_pin_directory(pin_directory, listen), cgroup, &config.options)
             .with_context(|| format!("service {listen}"))?;
         let learned: Vec<LearnedTime> = config
-            .expected_times
+            .expected_service_times
             .iter()
             .map(|time| time.map_or_else(LearnedTime::default, LearnedTime::expected))
             .collect();
@@ -59,8 +59,8 @@ impl Service {
             config: config.clone(),
             dispatch,
             started: Instant::now(),
-            last_search: None,
-            last_death: None,
+            last_worker_search: None,
+            last_worker_death: None,
             known_inodes: BTreeSet::new(),
             learned_times: learned,
             last_observed_times: observed,
@@ -74,22 +74,22 @@ impl Service {
     pub fn poll(&mut self) {
         let polled = self.dispatch.poll(self.started.elapsed(), &self.config.timeouts);
         let died = polled.unwrap_or_else(|error| {
-            self.warn(format!("{error:#}"));
+            self.record_warning(format!("{error:#}"));
             false
         });
         if self.config.options.observes_service_times {
             self.learn_service_times();
         }
         if died {
-            self.last_death = Some(Instant::now());
+            self.last_worker_death = Some(Instant::now());
         }
         // A new worker may replace a dead one at any time.
-        let soon = self.last_death.is_some_and(|at| at.elapsed() < SEARCH_INTERVAL * 2);
-        if soon || self.last_search.is_none_or(|at| at.elapsed() >= SEARCH_INTERVAL) {
-            self.last_search = Some(Instant::now());
+        let soon = self.last_worker_death.is_some_and(|at| at.elapsed() < WORKER_SEARCH_INTERVAL * 2);
+        if soon || self.last_worker_search.is_none_or(|at| at.elapsed() >= WORKER_SEARCH_INTERVAL) {
+            self.last_worker_search = Some(Instant::now());
             match self.find_workers(died) {
                 Ok(()) => self.last_warning = None,
-                Err(error) => self.warn(format!("{error:#}")),
+                Err(error) => self.record_warning(format!("{error:#}")),
             }
         }
     }
@@ -106,7 +106,7 @@ impl Service {
         self.last_warning.as_ref().map(|warning| format!("dispatch of {}: {warning}", self.listen()))
     }
 
-    fn warn(&mut self, warning: String) {
+    fn record_warning(&mut self, warning: String) {
         if self.last_warning.as_ref() != Some(&warning) {
             let service = self.config.options.service;
             tracing::warn!(
@@ -121,7 +121,7 @@ impl Service {
 
     fn learn_service_times(&mut self) {
         let observed = self.dispatch.ledger().observed_times(self.learned_times.len());
-        let expected = self.config.expected_times.iter();
+        let expected = self.config.expected_service_times.iter();
         for (((learned, before), now), expected) in
             self.learned_times.iter_mut().zip(&self.last_observed_times).zip(&observed).zip(expected)
         {
@@ -140,12 +140,12 @@ impl Service {
         let mean = known.iter().sum::<Duration>().checked_div(known.len() as u32).unwrap_or(Duration::from_micros(10));
         let times: Vec<Duration> =
             self.learned_times.iter().map(|learned| learned.expected_time().unwrap_or(mean)).collect();
-        self.dispatch.set_expected(&times);
+        self.dispatch.set_expected_times(&times);
     }
 
     fn find_workers(&mut self, died: bool) -> anyhow::Result<()> {
         let listen = self.config.options.service;
-        let inodes = listeners::receiving(listen)?;
+        let inodes = listeners::udp_socket_inodes(listen)?;
         if inodes == self.known_inodes && !died {
             return Ok(());
         }
@@ -164,7 +164,7 @@ impl Service {
                 }
             }
         }
-        self.dispatch.set_bounds(|workers| self.config.bounds(workers));
+        self.dispatch.set_bounds(|workers| self.config.class_bounds(workers));
         if complete {
             self.known_inodes = inodes;
         }
@@ -207,7 +207,7 @@ pub fn detach(pins: &Path) -> anyhow::Result<()> {
     if let Ok(ledger) = dispatch::pinned_ledger(pins) {
         let listen = ledger.service().0;
         // Closed sockets have taken the program with them.
-        for listener in find_readers(&listeners::receiving(listen)?)? {
+        for listener in find_readers(&listeners::udp_socket_inodes(listen)?)? {
             if let Err(error) =
                 listeners::duplicate_socket(&listener).and_then(|socket| reuseport::detach(socket.as_fd()))
             {

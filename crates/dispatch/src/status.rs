@@ -65,7 +65,7 @@ pub fn read_pinned_status(pins: &[PathBuf]) -> anyhow::Result<Vec<ServiceStatus>
     pins.iter().map(|directory| Ok(ServiceStatus::from(&dispatch::pinned_ledger(directory)?))).collect()
 }
 
-pub fn text(services: &[ServiceStatus]) -> String {
+pub fn format_status(services: &[ServiceStatus]) -> String {
     let mut text = String::new();
     if services.is_empty() {
         text.push_str("no service is dispatched\n");
@@ -79,14 +79,14 @@ pub fn text(services: &[ServiceStatus]) -> String {
                 service.since_last_poll
             );
         }
-        let _ = writeln!(text, "{}", table(&service.workers));
+        let _ = writeln!(text, "{}", worker_table(&service.workers));
         let counters: Vec<String> = service.counters.iter().map(|(name, count)| format!("{name} {count}")).collect();
         let _ = writeln!(text, "{}", counters.join(", "));
     }
     text
 }
 
-fn table(workers: &[WorkerCounts]) -> comfy_table::Table {
+fn worker_table(workers: &[WorkerCounts]) -> comfy_table::Table {
     let mut table = comfy_table::Table::new();
     table.load_style(comfy_table::presets::ASCII_MARKDOWN).set_header([
         "worker",

@@ -83,12 +83,12 @@ pub struct Facts {
     /// Devices of default routes.
     pub default_routes: BTreeSet<String>,
     /// Online CPUs.
-    pub cpus: usize,
+    pub cpu_count: usize,
     pub clock: Clock,
     /// Firewalls and connection tracking.
     pub netfilter: Netfilter,
     /// Controller that answered, or the error; `None`: no address is configured, or this machine is a controller's.
-    pub controller: Option<Result<SocketAddr, String>>,
+    pub reachable_controller: Option<Result<SocketAddr, String>>,
     /// Services of this machine.
     pub services: Vec<Service>,
     /// Servers of these services.

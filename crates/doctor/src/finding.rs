@@ -30,11 +30,11 @@ impl Severity {
 pub struct Finding {
     pub severity: Severity,
     /// Measured value or state that the finding rests on.
-    pub found: String,
+    pub observation: String,
     /// Consequence of the finding; empty for `Ok`.
-    pub why: String,
+    pub consequence: String,
     /// Steps of the repair.
-    pub remedy: Vec<Remediation>,
+    pub remedies: Vec<Remediation>,
 }
 
 /// Step of a repair.
@@ -55,16 +55,16 @@ pub enum Fix {
         value: &'static str,
     },
     /// Writes a file of /sys, until the next boot.
-    Write { path: PathBuf, value: &'static str },
+    WriteFile { path: PathBuf, value: &'static str },
     /// Mounts the BPF file system at /sys/fs/bpf, until the next boot (systemd does it at boot).
     MountBpf,
     /// Removes access for all users but the owner.
-    OwnerOnly(PathBuf),
+    RestrictToOwner(PathBuf),
 }
 
 impl Finding {
     fn new(severity: Severity, found: impl Into<String>, why: &str) -> Self {
-        Self { severity, found: found.into(), why: why.to_owned(), remedy: Vec::new() }
+        Self { severity, observation: found.into(), consequence: why.to_owned(), remedies: Vec::new() }
     }
 
     pub fn ok(found: impl Into<String>) -> Self {
@@ -89,21 +89,21 @@ impl Finding {
     }
 
     /// Adds a step for the operator.
-    pub fn remedy(mut self, command: impl Into<String>) -> Self {
-        self.remedy.push(Remediation { command: command.into(), fix: None });
+    pub fn with_remediation(mut self, command: impl Into<String>) -> Self {
+        self.remedies.push(Remediation { command: command.into(), fix: None });
         self
     }
 
     /// Adds a step for `--fix`.
-    pub fn fix(mut self, fix: Fix) -> Self {
-        self.remedy.push(Remediation { command: fix.command(), fix: Some(fix) });
+    pub fn with_fix(mut self, fix: Fix) -> Self {
+        self.remedies.push(Remediation { command: fix.command(), fix: Some(fix) });
         self
     }
 
     /// Adds a sysctl to set, by `--fix` if this is `safe`.
     pub fn with_sysctl(self, path: String, value: &'static str, safe: bool) -> Self {
         let fix = Fix::Sysctl { path, value };
-        if safe { self.fix(fix) } else { self.remedy(fix.command()) }
+        if safe { self.with_fix(fix) } else { self.with_remediation(fix.command()) }
     }
 }
 
@@ -112,9 +112,9 @@ impl Fix {
         match self {
             // With slashes, because names of devices may contain dots.
             Fix::Sysctl { path, value } => format!("sysctl -w {}={value}", sysctl_name(path)),
-            Fix::Write { path, value } => format!("echo {value} > {}", path.display()),
+            Fix::WriteFile { path, value } => format!("echo {value} > {}", path.display()),
             Fix::MountBpf => "mount -t bpf bpf /sys/fs/bpf".to_owned(),
-            Fix::OwnerOnly(path) => format!("chmod 600 {}", path.display()),
+            Fix::RestrictToOwner(path) => format!("chmod 600 {}", path.display()),
         }
     }
 }
@@ -133,6 +133,6 @@ mod tests {
         let sysctl = |device: &str| Fix::Sysctl { path: format!("net/ipv4/conf/{device}/arp_ignore"), value: "1" };
         assert_eq!(sysctl("eth0").command(), "sysctl -w net.ipv4.conf.eth0.arp_ignore=1");
         assert_eq!(sysctl("eth0.7").command(), "sysctl -w net/ipv4/conf/eth0.7/arp_ignore=1");
-        assert_eq!(Fix::OwnerOnly("/s".into()).command(), "chmod 600 /s");
+        assert_eq!(Fix::RestrictToOwner("/s".into()).command(), "chmod 600 /s");
     }
 }

@@ -12,13 +12,13 @@ use crate::checks::Check;
 use crate::finding::{Finding, Fix, sysctl_name};
 
 /// Drop-in file with sysctls for the next boot.
-pub const DROP_IN: &str = "/etc/sysctl.d/90-coreward.conf";
+pub const SYSCTL_DROP_IN_PATH: &str = "/etc/sysctl.d/90-coreward.conf";
 
 /// Executes all safe repairs. Returns a sentence for each repair, done or failed.
 pub fn apply(findings: &[(&'static Check, Finding)]) -> Vec<String> {
     let mut done = Vec::new();
     for (check, finding) in findings {
-        for fix in finding.remedy.iter().filter_map(|remedy| remedy.fix.as_ref()) {
+        for fix in finding.remedies.iter().filter_map(|remedy| remedy.fix.as_ref()) {
             done.push(match apply_fix(fix, check.name) {
                 Ok(words) => words,
                 Err(error) => format!("NOT done: {}: {error:#}", fix.command()),
@@ -35,13 +35,13 @@ fn apply_fix(fix: &Fix, check: &str) -> anyhow::Result<String> {
             let before = fs::read_to_string(&file).with_context(|| file.display().to_string())?;
             fs::write(&file, value).with_context(|| file.display().to_string())?;
             let name = sysctl_name(path);
-            let kept = match write_drop_in(Path::new(DROP_IN), &name, value, check) {
-                Ok(()) => format!("also at the next boot, by {DROP_IN}"),
-                Err(error) => format!("until the next boot only ({DROP_IN}: {error})"),
+            let kept = match write_drop_in(Path::new(SYSCTL_DROP_IN_PATH), &name, value, check) {
+                Ok(()) => format!("also at the next boot, by {SYSCTL_DROP_IN_PATH}"),
+                Err(error) => format!("until the next boot only ({SYSCTL_DROP_IN_PATH}: {error})"),
             };
             Ok(format!("{name}: {} -> {value}, {kept}", before.trim()))
         }
-        Fix::Write { path, value } => {
+        Fix::WriteFile { path, value } => {
             let before = fs::read_to_string(path).with_context(|| path.display().to_string())?;
             fs::write(path, value).with_context(|| path.display().to_string())?;
             let words = "until the next boot, unless another program sets it again";
@@ -53,7 +53,7 @@ fn apply_fix(fix: &Fix, check: &str) -> anyhow::Result<String> {
                 .with_context(|| format!("mounting at {}", place.display()))?;
             Ok(format!("{}: mounted, until the next boot (systemd does it at boot)", place.display()))
         }
-        Fix::OwnerOnly(path) => {
+        Fix::RestrictToOwner(path) => {
             let before = fs::metadata(path).with_context(|| path.display().to_string())?.permissions().mode() & 0o777;
             fs::set_permissions(path, fs::Permissions::from_mode(0o600)).with_context(|| path.display().to_string())?;
             Ok(format!("{}: mode {before:o} -> 600", path.display()))
@@ -109,14 +109,15 @@ mod tests {
         let file = directory.path().join("rps_cpus");
         fs::write(&file, "f\n").unwrap();
         fs::set_permissions(&file, fs::Permissions::from_mode(0o644)).unwrap();
-        let fix = Fix::Write { path: file.clone(), value: "0" };
+        let fix = Fix::WriteFile { path: file.clone(), value: "0" };
         assert!(apply_fix(&fix, "rps").unwrap().contains("rps_cpus: f -> 0, until the next boot"));
         assert_eq!(fs::read_to_string(&file).unwrap(), "0");
         assert_eq!(
-            apply_fix(&Fix::OwnerOnly(file.clone()), "store").unwrap(),
+            apply_fix(&Fix::RestrictToOwner(file.clone()), "store").unwrap(),
             format!("{}: mode 644 -> 600", file.display())
         );
-        let nowhere = Finding::warning("x", "y").fix(Fix::Write { path: directory.path().join("no"), value: "0" });
+        let nowhere =
+            Finding::warning("x", "y").with_fix(Fix::WriteFile { path: directory.path().join("no"), value: "0" });
         let done = apply(&[(&crate::checks::CHECKS[0], nowhere)]);
         assert!(
             done.len() == 1 && done[0].starts_with("NOT done: echo 0 > ") && done[0].contains("No such file"),

@@ -31,7 +31,7 @@ pub struct Chain {
 pub struct NatRule {
     /// Conditions, all of which must hold. A condition that is not understood is omitted, so that the rule matches
     /// more.
-    pub conditions: Vec<Condition>,
+    pub conditions: Vec<MatchCondition>,
     /// Whether the rule changes destinations.
     pub translates: bool,
     /// Names of the chains to which the rule jumps.
@@ -40,18 +40,18 @@ pub struct NatRule {
 
 /// Condition on a packet's destination.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Condition {
+pub enum MatchCondition {
     Address(Vec<RangeInclusive<IpAddr>>),
     Port(Vec<RangeInclusive<u16>>),
     Protocol(Vec<Protocol>),
 }
 
-impl Condition {
+impl MatchCondition {
     fn allows(&self, service: &ServiceAddress) -> bool {
         match self {
-            Condition::Address(ranges) => ranges.iter().any(|range| range.contains(&service.socket.ip())),
-            Condition::Port(ranges) => ranges.iter().any(|range| range.contains(&service.socket.port())),
-            Condition::Protocol(protocols) => protocols.contains(&service.protocol),
+            MatchCondition::Address(ranges) => ranges.iter().any(|range| range.contains(&service.socket.ip())),
+            MatchCondition::Port(ranges) => ranges.iter().any(|range| range.contains(&service.socket.port())),
+            MatchCondition::Protocol(protocols) => protocols.contains(&service.protocol),
         }
     }
 }
@@ -61,7 +61,7 @@ pub fn translating_chains<'a>(chains: &'a [Chain], service: &ServiceAddress) -> 
     let (mut found, mut visited) = (BTreeSet::new(), BTreeSet::new());
     let mut pending: Vec<&Chain> = chains.iter().filter(|chain| chain.hook == "prerouting").collect();
     while let Some(chain) = pending.pop() {
-        if !is_of_family(chain, service) || !visited.insert(&chain.name) {
+        if !covers_address_family(chain, service) || !visited.insert(&chain.name) {
             continue;
         }
         for rule in chain.rules.iter().filter(|rule| rule.conditions.iter().all(|is| is.allows(service))) {
@@ -74,7 +74,7 @@ pub fn translating_chains<'a>(chains: &'a [Chain], service: &ServiceAddress) -> 
     found
 }
 
-fn is_of_family(chain: &Chain, service: &ServiceAddress) -> bool {
+fn covers_address_family(chain: &Chain, service: &ServiceAddress) -> bool {
     match chain.name.split(' ').next() {
         Some("ip") => service.socket.is_ipv4(),
         Some("ip6") => service.socket.is_ipv6(),
@@ -94,7 +94,7 @@ mod tests {
         NatRule { jumps: vec![target.to_owned()], ..NatRule::default() }
     }
 
-    fn dnat(conditions: Vec<Condition>) -> NatRule {
+    fn dnat(conditions: Vec<MatchCondition>) -> NatRule {
         NatRule { conditions, translates: true, jumps: vec![] }
     }
 
@@ -108,11 +108,11 @@ mod tests {
             let chains = [chain("ip nat PREROUTING", "prerouting", vec![dnat(conditions)])];
             !translating_chains(&chains, &service("10.200.0.1:80")).is_empty()
         };
-        let address = |from: &str, to: &str| Condition::Address(vec![from.parse().unwrap()..=to.parse().unwrap()]);
+        let address = |from: &str, to: &str| MatchCondition::Address(vec![from.parse().unwrap()..=to.parse().unwrap()]);
         assert!(found(vec![]));
-        assert!(found(vec![Condition::Port(vec![80..=80]), Condition::Protocol(vec![Protocol::Tcp])]));
-        assert!(!found(vec![Condition::Port(vec![8000..=9000])]));
-        assert!(!found(vec![Condition::Port(vec![80..=80]), Condition::Protocol(vec![Protocol::Udp])]));
+        assert!(found(vec![MatchCondition::Port(vec![80..=80]), MatchCondition::Protocol(vec![Protocol::Tcp])]));
+        assert!(!found(vec![MatchCondition::Port(vec![8000..=9000])]));
+        assert!(!found(vec![MatchCondition::Port(vec![80..=80]), MatchCondition::Protocol(vec![Protocol::Udp])]));
         assert!(found(vec![address("10.200.0.0", "10.200.0.255")]));
         assert!(!found(vec![address("10.96.0.0", "10.96.255.255")]));
         assert!(!found(vec![address("::", "ffff::")]));
@@ -120,7 +120,7 @@ mod tests {
 
     #[test]
     fn nat_chains_count_only_if_reachable() {
-        let other = NatRule { conditions: vec![Condition::Port(vec![443..=443])], ..jump("ip nat OTHER") };
+        let other = NatRule { conditions: vec![MatchCondition::Port(vec![443..=443])], ..jump("ip nat OTHER") };
         let chains = [
             chain("ip nat PREROUTING", "prerouting", vec![jump("ip nat DOCKER"), other]),
             chain("ip nat DOCKER", "", vec![dnat(vec![]), jump("ip nat DOCKER")]),

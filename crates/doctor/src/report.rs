@@ -31,10 +31,10 @@ pub fn text(facts: &Facts, findings: &[(&'static Check, Finding)], done: &[Strin
         let _ = writeln!(text, "fix      {line}");
     }
     for (check, finding) in findings {
-        let _ = writeln!(text, "{:<8} {:<16} {}", finding.severity.name(), check.name, finding.found);
+        let _ = writeln!(text, "{:<8} {:<16} {}", finding.severity.name(), check.name, finding.observation);
         if finding.severity >= Severity::Warning {
-            let _ = writeln!(text, "{:<25} why: {}", "", finding.why);
-            for remedy in &finding.remedy {
+            let _ = writeln!(text, "{:<25} why: {}", "", finding.consequence);
+            for remedy in &finding.remedies {
                 let by_fix = if remedy.fix.is_some() { "  (--fix does this)" } else { "" };
                 let _ = writeln!(text, "{:<25} remedy: {}{by_fix}", "", remedy.command);
             }
@@ -57,7 +57,7 @@ pub fn json(facts: &Facts, findings: &[(&'static Check, Finding)], done: &[Strin
     let remedy = |finding: &Finding| -> Vec<Value> {
         let step =
             |remedy: &crate::finding::Remediation| json!({ "command": remedy.command, "fix": remedy.fix.is_some() });
-        finding.remedy.iter().map(step).collect()
+        finding.remedies.iter().map(step).collect()
     };
     let findings: Vec<Value> = findings
         .iter()
@@ -65,8 +65,8 @@ pub fn json(facts: &Facts, findings: &[(&'static Check, Finding)], done: &[Strin
             json!({
                 "check": check.name,
                 "severity": finding.severity,
-                "found": finding.found,
-                "why": finding.why,
+                "found": finding.observation,
+                "why": finding.consequence,
                 "remedy": remedy(finding),
             })
         })

@@ -16,12 +16,12 @@ use crate::leadership::{Leadership, WriteOutcome};
 /// Version of the manifest's layout.
 const FORMAT: u32 = 1;
 /// Limit of operations in a transaction, below the default of etcd's --max-txn-ops, 128.
-const MAX_OPERATIONS: usize = 100;
+const MAX_TXN_OPERATIONS: usize = 100;
 /// Limit of a request in bytes, below the default of etcd's --max-request-bytes, 1.5 MiB.
-const MAX_BYTES: usize = 1_000_000;
+const MAX_REQUEST_BYTES: usize = 1_000_000;
 /// Number of chunks per read.
 const CHUNKS_PER_READ: i64 = 64;
-const MAX_ANSWER: usize = 256 << 20;
+const MAX_ANSWER_BYTES: usize = 256 << 20;
 const TIMEOUT: Duration = Duration::from_secs(10);
 
 /// State by name of the part.
@@ -34,7 +34,7 @@ pub struct ChunkedStore {
     manifest: Manifest,
     /// Modification revision of the manifest; 0: no manifest.
     revision: i64,
-    saved: Chunks,
+    saved_parts: Chunks,
 }
 
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -52,7 +52,7 @@ impl ChunkedStore {
             prefix: prefix.to_owned(),
             manifest: Manifest { format: FORMAT, ..Manifest::default() },
             revision: 0,
-            saved: Chunks::new(),
+            saved_parts: Chunks::new(),
         };
         store.load().await?;
         store.delete_unreferenced_parts().await?;
@@ -61,7 +61,7 @@ impl ChunkedStore {
 
     /// Returns the state in force; empty before the first change.
     pub fn parts(&self) -> &Chunks {
-        &self.saved
+        &self.saved_parts
     }
 
     /// Returns the leadership of the writer.
@@ -105,7 +105,7 @@ impl ChunkedStore {
         for (name, number) in &manifest.parts {
             let key = self.part_key(name, *number);
             let value = values.remove(&key).ok_or_else(|| self.content_error(&key, "it is in force, and not there"))?;
-            self.saved.insert(name.clone(), value);
+            self.saved_parts.insert(name.clone(), value);
         }
         (self.manifest, self.revision) = (manifest, written.mod_revision());
         Ok(())
@@ -123,7 +123,7 @@ impl ChunkedStore {
             }
             let request = |client: Client| {
                 let (from, options) = (from.clone(), options.clone());
-                let mut client = client.kv_client().max_decoding_message_size(MAX_ANSWER);
+                let mut client = client.kv_client().max_decoding_message_size(MAX_ANSWER_BYTES);
                 async move { client.get(from, Some(options)).await }
             };
             let mut page = self.leadership.cluster().call(Deadline::now() + TIMEOUT, request).await?;
@@ -146,7 +146,7 @@ impl ChunkedStore {
             self.manifest.parts.iter().map(|(name, number)| self.part_key(name, *number)).collect();
         let left: Vec<TxnOp> =
             there.keys().filter(|key| !needed.contains(*key)).map(|key| TxnOp::delete(key.clone(), None)).collect();
-        for batch in left.chunks(MAX_OPERATIONS) {
+        for batch in left.chunks(MAX_TXN_OPERATIONS) {
             self.leadership.write_if_leading(None, batch).await?;
         }
         Ok(())
@@ -158,13 +158,13 @@ impl ChunkedStore {
         let mut next = Manifest { number: self.manifest.number + 1, ..self.manifest.clone() };
         let mut superseded = Vec::new();
         for (name, number) in &self.manifest.parts {
-            if parts.get(name) != self.saved.get(name) {
+            if parts.get(name) != self.saved_parts.get(name) {
                 superseded.push(TxnOp::delete(self.part_key(name, *number), None));
                 next.parts.remove(name);
             }
         }
         let mut puts = Batches::default();
-        for (name, value) in parts.iter().filter(|(name, value)| self.saved.get(*name) != Some(*value)) {
+        for (name, value) in parts.iter().filter(|(name, value)| self.saved_parts.get(*name) != Some(*value)) {
             puts.add(TxnOp::put(self.part_key(name, next.number), value.clone(), None), value.len());
             next.parts.insert(name.clone(), next.number);
         }
@@ -175,11 +175,11 @@ impl ChunkedStore {
         for batch in &batches {
             self.leadership.write_if_leading(None, batch).await?;
         }
-        let later = superseded.split_off(superseded.len().min(MAX_OPERATIONS.saturating_sub(last.len())));
+        let later = superseded.split_off(superseded.len().min(MAX_TXN_OPERATIONS.saturating_sub(last.len())));
         last.extend(superseded);
         self.revision = self.write_manifest(&last, &encoded).await?;
-        (self.manifest, self.saved) = (next, parts);
-        for batch in later.chunks(MAX_OPERATIONS) {
+        (self.manifest, self.saved_parts) = (next, parts);
+        for batch in later.chunks(MAX_TXN_OPERATIONS) {
             // The change is in force; the next leader deletes remaining chunks.
             if let Err(error) = self.leadership.write_if_leading(None, batch).await {
                 tracing::warn!(
@@ -216,7 +216,7 @@ struct Batches {
 
 impl Batches {
     fn add(&mut self, operation: TxnOp, bytes: usize) {
-        let full = |batch: &Vec<TxnOp>| batch.len() == MAX_OPERATIONS || self.bytes + bytes > MAX_BYTES;
+        let full = |batch: &Vec<TxnOp>| batch.len() == MAX_TXN_OPERATIONS || self.bytes + bytes > MAX_REQUEST_BYTES;
         match self.batches.last_mut() {
             Some(batch) if !full(batch) => {
                 batch.push(operation);

@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use coreward_metrics::latency::LatencyHistogram;
-use coreward_tls::failure::{Failure, Reason};
+use coreward_tls::failure::{Failure, FailureReason};
 use etcd_client::{Client, ConnectOptions, Error, TlsOptions};
 use parking_lot::{Mutex, MutexGuard, RwLock};
 use tokio::runtime::Runtime;
@@ -23,7 +23,7 @@ const REQUEST_TIMEOUT: Duration = Duration::from_secs(1);
 pub(crate) const TIMEOUT: Duration = Duration::from_secs(3);
 /// Pause after all members failed.
 const ROUND_PAUSE: Duration = Duration::from_millis(100);
-const KEEP_ALIVE: Duration = Duration::from_secs(2);
+const KEEP_ALIVE_INTERVAL: Duration = Duration::from_secs(2);
 
 /// Connections to all members.
 pub struct Cluster {
@@ -54,7 +54,7 @@ impl Cluster {
     }
 
     /// Uses new certificates for new requests. On an error the previous ones stay in use.
-    pub async fn renew(self: Arc<Self>, tls: TlsOptions) -> Result<(), EtcdError> {
+    pub async fn replace_certificates(self: Arc<Self>, tls: TlsOptions) -> Result<(), EtcdError> {
         let cluster = self.clone();
         let connected = self.spawn(async move { connect(&cluster.endpoints, Some(&tls)).await }).await;
         let clients = connected.map_err(|_| EtcdError::Rejected("the thread for it has ended".to_owned()))??;
@@ -163,7 +163,7 @@ impl Cluster {
 async fn connect(endpoints: &[String], tls: Option<&TlsOptions>) -> Result<Vec<Client>, EtcdError> {
     let mut options = ConnectOptions::new()
         .with_connect_timeout(REQUEST_TIMEOUT)
-        .with_keep_alive(KEEP_ALIVE, KEEP_ALIVE)
+        .with_keep_alive(KEEP_ALIVE_INTERVAL, KEEP_ALIVE_INTERVAL)
         .with_keep_alive_while_idle(true);
     if let Some(tls) = tls {
         options = options.with_tls(tls.clone());
@@ -199,7 +199,7 @@ impl MemberError {
         };
         let causes: Vec<_> = std::iter::successors(Some(first), |cause| cause.source()).collect();
         let mut failures = causes.iter().rev().filter_map(|cause| Some(Failure::of(cause.downcast_ref()?)));
-        if let Some(failure) = failures.find(|failure| failure.reason != Reason::Broken) {
+        if let Some(failure) = failures.find(|failure| failure.reason != FailureReason::Broken) {
             return Self { message: failure.to_string(), is_tls_error: true };
         }
         let words = causes.last().map_or_else(|| error.to_string(), ToString::to_string);

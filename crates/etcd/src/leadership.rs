@@ -35,7 +35,7 @@ pub struct Candidate {
     pub value: String,
     /// Limit of the time for which a leader continues without etcd, and of the time without a leader after a failure.
     /// Whole seconds, at least 2.
-    pub lease: Duration,
+    pub lease_duration: Duration,
 }
 
 /// Result of reading the leader's key.
@@ -68,9 +68,9 @@ impl Candidate {
     pub async fn campaign(&self, cluster: Arc<Cluster>, mut seen: impl FnMut(LeaderState)) -> Leadership {
         let mut reported = None;
         loop {
-            let now = match self.attempt(&cluster).await {
-                Ok(Attempt::Elected(leadership)) => return leadership,
-                Ok(Attempt::Lost { leader, revision }) => {
+            let now = match self.try_campaign(&cluster).await {
+                Ok(CampaignOutcome::Elected(leadership)) => return leadership,
+                Ok(CampaignOutcome::Lost { leader, revision }) => {
                     let now = LeaderState::Leader(leader);
                     if reported.as_ref() != Some(&now) {
                         seen(now.clone());
@@ -79,7 +79,7 @@ impl Candidate {
                     self.wait_for_change(&cluster, revision).await;
                     continue;
                 }
-                Ok(Attempt::NoLeader) => LeaderState::NoLeader,
+                Ok(CampaignOutcome::NoLeader) => LeaderState::NoLeader,
                 Err(error) => LeaderState::Unknown(error.to_string()),
             };
             let unknown = matches!(now, LeaderState::Unknown(_));
@@ -95,20 +95,22 @@ impl Candidate {
 
     /// Takes the leader's key; fails if another process holds it.
     pub async fn campaign_once(&self, cluster: Arc<Cluster>) -> Result<Leadership, EtcdError> {
-        match self.attempt(&cluster).await? {
-            Attempt::Elected(leadership) => Ok(leadership),
-            Attempt::Lost { leader, .. } => Err(EtcdError::Deposed(format!("{leader} leads"))),
-            Attempt::NoLeader => Err(EtcdError::Deposed("other controllers campaign at the same time".to_owned())),
+        match self.try_campaign(&cluster).await? {
+            CampaignOutcome::Elected(leadership) => Ok(leadership),
+            CampaignOutcome::Lost { leader, .. } => Err(EtcdError::Deposed(format!("{leader} leads"))),
+            CampaignOutcome::NoLeader => {
+                Err(EtcdError::Deposed("other controllers campaign at the same time".to_owned()))
+            }
         }
     }
 
     pub async fn read_leader(&self, cluster: &Cluster) -> Result<LeaderState, EtcdError> {
-        let found = self.leader_of(cluster).await?;
+        let found = self.read_leader_key(cluster).await?;
         let value = found.kvs().first().map(|leader| String::from_utf8_lossy(leader.value()).into_owned());
         Ok(value.map_or(LeaderState::NoLeader, LeaderState::Leader))
     }
 
-    async fn leader_of(&self, cluster: &Cluster) -> Result<GetResponse, EtcdError> {
+    async fn read_leader_key(&self, cluster: &Cluster) -> Result<GetResponse, EtcdError> {
         let ask = |mut client: Client| {
             let key = self.key();
             async move { client.get(key, None).await }
@@ -116,13 +118,13 @@ impl Candidate {
         cluster.call(Deadline::now() + TIMEOUT, ask).await
     }
 
-    async fn attempt(&self, cluster: &Arc<Cluster>) -> Result<Attempt, EtcdError> {
-        let found = self.leader_of(cluster).await?;
+    async fn try_campaign(&self, cluster: &Arc<Cluster>) -> Result<CampaignOutcome, EtcdError> {
+        let found = self.read_leader_key(cluster).await?;
         if let Some(leader) = found.kvs().first() {
-            return Ok(Attempt::lost(leader));
+            return Ok(CampaignOutcome::lost(leader));
         }
         let began = Deadline::now();
-        let seconds = self.lease.as_secs() as i64;
+        let seconds = self.lease_duration.as_secs() as i64;
         let granted =
             cluster.call(began + TIMEOUT, |mut client| async move { client.lease_grant(seconds, None).await });
         let granted = granted.await?;
@@ -133,7 +135,7 @@ impl Candidate {
             return Err(EtcdError::Deposed("this process is ending".to_owned()));
         }
         let attempt = self.write_leader_key(cluster, lease, began, time).await;
-        if !matches!(attempt, Ok(Attempt::Elected(_))) {
+        if !matches!(attempt, Ok(CampaignOutcome::Elected(_))) {
             // The unused lease would expire; revoking it is faster.
             let held = cluster.clone();
             drop(cluster.spawn(async move { held.revoke(lease, Deadline::now() + TIMEOUT).await }));
@@ -148,7 +150,7 @@ impl Candidate {
         lease: i64,
         began: Deadline,
         time: Duration,
-    ) -> Result<Attempt, EtcdError> {
+    ) -> Result<CampaignOutcome, EtcdError> {
         let key = self.key();
         // Counted from the time before the first attempt, so the lease is never counted too long.
         let lease_end = began + (time - time / LEASE_MARGIN_DIVISOR);
@@ -161,13 +163,13 @@ impl Candidate {
         let outcome = cluster.call(lease_end, take).await?;
         let revision = outcome.header().map_or(0, etcd_client::ResponseHeader::revision);
         if outcome.succeeded() {
-            return Ok(Attempt::Elected(self.new_leadership(cluster, lease, revision, time, lease_end)));
+            return Ok(CampaignOutcome::Elected(self.new_leadership(cluster, lease, revision, time, lease_end)));
         }
         for response in outcome.op_responses() {
             let TxnOpResponse::Get(found) = response else { continue };
             // An earlier attempt succeeded, and its answer was lost.
             if let Some(mine) = found.kvs().iter().find(|leader| leader.lease() == lease) {
-                return Ok(Attempt::Elected(self.new_leadership(
+                return Ok(CampaignOutcome::Elected(self.new_leadership(
                     cluster,
                     lease,
                     mine.create_revision(),
@@ -176,10 +178,10 @@ impl Candidate {
                 )));
             }
             if let Some(leader) = found.kvs().first() {
-                return Ok(Attempt::lost(leader));
+                return Ok(CampaignOutcome::lost(leader));
             }
         }
-        Ok(Attempt::NoLeader)
+        Ok(CampaignOutcome::NoLeader)
     }
 
     fn new_leadership(
@@ -192,7 +194,8 @@ impl Candidate {
     ) -> Leadership {
         let (ending, ended) = watch::channel(None);
         let lease_end = Arc::new(AtomicU64::new(lease_end.since_boot().as_nanos() as u64));
-        let renewing = cluster.spawn(renew(cluster.clone(), lease, time, lease_end.clone(), ending)).abort_handle();
+        let renewing =
+            cluster.spawn(renew_lease(cluster.clone(), lease, time, lease_end.clone(), ending)).abort_handle();
         Leadership {
             cluster: cluster.clone(),
             key: self.key(),
@@ -222,13 +225,13 @@ impl Candidate {
     }
 }
 
-enum Attempt {
+enum CampaignOutcome {
     Elected(Leadership),
     Lost { leader: String, revision: i64 },
     NoLeader,
 }
 
-impl Attempt {
+impl CampaignOutcome {
     fn lost(leader: &etcd_client::KeyValue) -> Self {
         let value = String::from_utf8_lossy(leader.value()).into_owned();
         Self::Lost { leader: value, revision: leader.mod_revision() }
@@ -236,7 +239,7 @@ impl Attempt {
 }
 
 /// Renews the lease until that fails for good, and sends the reason to `ending`.
-async fn renew(
+async fn renew_lease(
     cluster: Arc<Cluster>,
     lease: i64,
     time: Duration,

@@ -23,7 +23,7 @@ pub use etcd_client::{Certificate, Identity, TlsOptions};
 
 /// Segments after the prefix. A prefix must not contain them: its keys would be among another fleet's records, which
 /// that fleet's leader deletes.
-pub const OWN_SEGMENTS: [&str; 3] = ["leader", "manifest", "parts"];
+pub const RESERVED_KEY_SEGMENTS: [&str; 3] = ["leader", "manifest", "parts"];
 
 /// Failure of a request to etcd.
 #[derive(Debug, thiserror::Error)]

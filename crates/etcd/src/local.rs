@@ -8,9 +8,9 @@ use std::sync::atomic::{AtomicU32, Ordering};
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Member {
     pub name: String,
-    pub client: SocketAddr,
+    pub client_address: SocketAddr,
     /// Address at which other members connect.
-    pub peer: SocketAddr,
+    pub peer_address: SocketAddr,
 }
 
 /// TLS files of a member (PEM).
@@ -27,8 +27,8 @@ impl Member {
     pub fn cluster(count: u16, address: IpAddr, port: u16) -> Vec<Self> {
         let member = |number: u16| Self {
             name: format!("etcd{}", number + 1),
-            client: (address, port + 2 * number).into(),
-            peer: (address, port + 2 * number + 1).into(),
+            client_address: (address, port + 2 * number).into(),
+            peer_address: (address, port + 2 * number + 1).into(),
         };
         (0..count).map(member).collect()
     }
@@ -36,17 +36,17 @@ impl Member {
     /// Returns a single member on free ports of this host.
     pub fn single() -> std::io::Result<Self> {
         let [client, peer] = [free_port()?, free_port()?];
-        Ok(Self { name: "etcd1".to_owned(), client, peer })
+        Ok(Self { name: "etcd1".to_owned(), client_address: client, peer_address: peer })
     }
 
     /// Returns its URL without TLS.
     pub fn endpoint(&self) -> String {
-        format!("http://{}", self.client)
+        format!("http://{}", self.client_address)
     }
 
     /// Returns its URL with TLS.
     pub fn secure_endpoint(&self) -> String {
-        format!("https://{}", self.client)
+        format!("https://{}", self.client_address)
     }
 
     /// Returns the command for one of `members`. Its data is below `directory`, the same after a restart.
@@ -67,11 +67,11 @@ impl Member {
 
     fn command_for(&self, members: &[Member], directory: &Path, endpoint: &str) -> Command {
         let initial: Vec<String> =
-            members.iter().map(|member| format!("{}=http://{}", member.name, member.peer)).collect();
+            members.iter().map(|member| format!("{}=http://{}", member.name, member.peer_address)).collect();
         let mut command = Command::new("etcd");
         command.args(["--name", &self.name, "--data-dir"]).arg(directory.join(&self.name));
         command.args(["--listen-client-urls", endpoint, "--advertise-client-urls", endpoint]);
-        let peer = format!("http://{}", self.peer);
+        let peer = format!("http://{}", self.peer_address);
         command.args(["--listen-peer-urls", &peer, "--initial-advertise-peer-urls", &peer]);
         command.args(["--initial-cluster", &initial.join(",")]);
         // Only processes are killed, so the page cache keeps what they wrote.

@@ -11,18 +11,18 @@ use crate::records::Records;
 /// Limit of entries; older ones are dropped.
 pub const MAX_ENTRIES: usize = 1000;
 /// Limit of a name, bytes. With these limits an entry has about 1 KB; fifty are written with each change.
-const NAME_LIMIT: usize = 100;
+const MAX_NAME_BYTES: usize = 100;
 /// Limit of `before` and of `after`, bytes.
-const STATE_LIMIT: usize = 500;
+const MAX_STATE_BYTES: usize = 500;
 /// Limit of one change of a document, bytes.
-const CHANGE_LIMIT: usize = 150;
+const MAX_CHANGE_BYTES: usize = 150;
 /// Limit of all changes in an entry, bytes.
-const CHANGES_LIMIT: usize = 400;
+const MAX_ALL_CHANGES_BYTES: usize = 400;
 const TRUNCATION_NOTE_BYTES: usize = 32;
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Author {
-    /// See [`AuditEntry::who`].
+    /// See [`AuditEntry::actor`].
     pub actor: String,
     /// See [`AuditEntry::from_address`].
     pub from_address: String,
@@ -57,8 +57,8 @@ pub struct ChangeDescription {
 pub fn describe_changes(changes: &[String]) -> String {
     let mut line = String::new();
     for (number, change) in changes.iter().enumerate() {
-        let change = truncated(change, CHANGE_LIMIT);
-        if line.len() + change.len() > CHANGES_LIMIT {
+        let change = truncated(change, MAX_CHANGE_BYTES);
+        if line.len() + change.len() > MAX_ALL_CHANGES_BYTES {
             return format!("{line}; and {} more", changes.len() - number);
         }
         line += if number == 0 { "" } else { "; " };
@@ -77,14 +77,14 @@ fn truncated(text: &str, limit: usize) -> String {
 }
 
 /// Returns the entry within the limits of its size.
-pub fn bounded(entry: AuditEntry) -> AuditEntry {
+pub fn truncate_entry(entry: AuditEntry) -> AuditEntry {
     AuditEntry {
-        actor: truncated(&entry.actor, NAME_LIMIT),
-        from_address: truncated(&entry.from_address, NAME_LIMIT),
-        action: truncated(&entry.action, NAME_LIMIT),
-        target: truncated(&entry.target, NAME_LIMIT),
-        before: truncated(&entry.before, STATE_LIMIT),
-        after: truncated(&entry.after, STATE_LIMIT),
+        actor: truncated(&entry.actor, MAX_NAME_BYTES),
+        from_address: truncated(&entry.from_address, MAX_NAME_BYTES),
+        action: truncated(&entry.action, MAX_NAME_BYTES),
+        target: truncated(&entry.target, MAX_NAME_BYTES),
+        before: truncated(&entry.before, MAX_STATE_BYTES),
+        after: truncated(&entry.after, MAX_STATE_BYTES),
         ..entry
     }
 }
@@ -93,7 +93,7 @@ impl Records {
     /// Appends an entry at this wall-clock time (since 1970).
     pub fn record_change(&mut self, author: &Author, note: ChangeDescription, wall: Duration) {
         let entries = Arc::make_mut(&mut self.audit);
-        entries.push(bounded(AuditEntry {
+        entries.push(truncate_entry(AuditEntry {
             id: entries.last().map_or(1, |newest| newest.id + 1),
             at_unix_ms: wall.as_millis() as u64,
             actor: author.actor.clone(),
@@ -133,7 +133,7 @@ mod tests {
         assert!(entry.before.ends_with("\u{e4} [9534 more bytes]"), "{}", entry.before);
         assert_eq!(entry.after, line);
         assert!(serde_json::to_vec(entry).unwrap().len() < 1500);
-        assert_eq!(&bounded(entry.clone()), entry, "an entry that is read again stays as it is");
+        assert_eq!(&truncate_entry(entry.clone()), entry, "an entry that is read again stays as it is");
     }
 
     #[test]

@@ -68,7 +68,7 @@ impl DrainRequest {
 }
 
 pub fn find_server(fleet: &Fleet, server: &str) -> Result<ServerId, DrainError> {
-    let id = fleet.id(server).filter(|id| fleet.servers[id].admin_state != AdminState::Left);
+    let id = fleet.server_id(server).filter(|id| fleet.servers[id].admin_state != AdminState::Left);
     id.ok_or_else(|| DrainError::UnknownServer(server.to_owned()))
 }
 
@@ -76,7 +76,7 @@ impl Records {
     /// Drains the server, in addition to earlier drains. `generation`: generation of the configuration that contains
     /// this drain. Returns whether anything changed.
     pub fn drain(&mut self, request: &DrainRequest, generation: u64, now: Duration) -> bool {
-        let named = |server: &&mut crate::records::ServerRecord| server.in_file && server.name == request.server;
+        let named = |server: &&mut crate::records::ServerRecord| server.is_in_document && server.name == request.server;
         let Some(server) = self.servers.values_mut().find(named) else { return false };
         let services = match (&server.drain, &request.services) {
             (None, services) => services.clone(),
@@ -108,7 +108,7 @@ impl Records {
             }
             drain.services.as_ref().is_none_or(|services| !services.is_empty()).then_some(drain)
         };
-        let servers = self.servers.values().filter(|server| server.in_file);
+        let servers = self.servers.values().filter(|server| server.is_in_document);
         servers.filter_map(|server| Some((server.name.clone(), goes_on(server.drain.as_ref()?)?))).collect()
     }
 }
@@ -141,7 +141,7 @@ mod tests {
     }
 
     fn drain<'a>(records: &'a Records, server: &str) -> Option<&'a DrainRecord> {
-        records.servers.values().find(|record| record.name == server && record.in_file)?.drain.as_ref()
+        records.servers.values().find(|record| record.name == server && record.is_in_document)?.drain.as_ref()
     }
 
     /// Records after applying a document.
@@ -175,10 +175,10 @@ mod tests {
         let mut records = records(&both);
         assert!(records.drain(&request("s1", &["api"]), 2, at(10)));
         let fleet = Fleet::new(&both, &records);
-        let id = fleet.id("s1").unwrap();
+        let id = fleet.server_id("s1").unwrap();
         let eligible: Vec<bool> = fleet.services.iter().map(|service| fleet.is_eligible(service, id)).collect();
         assert_eq!(eligible, [true, false]);
-        assert!(fleet.is_draining(id) && !fleet.is_draining(fleet.id("s2").unwrap()));
+        assert!(fleet.is_draining(id) && !fleet.is_draining(fleet.server_id("s2").unwrap()));
         assert!(!records.drain(&request("s1", &["api"]), 3, at(20)));
         assert!(records.drain(&request("s1", &["web"]), 3, at(20)));
         let services = drain(&records, "s1").unwrap().services.clone();

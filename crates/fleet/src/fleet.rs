@@ -8,8 +8,8 @@ use std::time::Duration;
 
 use coreward_api::types::AuditEntry;
 use coreward_model::bucket_history::BucketHistory;
-use coreward_model::consistency::{ServiceMode, Timestamps, Transfer};
-use coreward_model::health::{Check, Probe, WhenAllDown};
+use coreward_model::consistency::{ServiceMigration, ServiceMode, Timestamps};
+use coreward_model::health::{HealthCheck, Probe, WhenAllDown};
 use coreward_model::lb_stamping;
 use coreward_model::load::Alpha;
 use coreward_model::placement::BucketCount;
@@ -55,9 +55,9 @@ pub struct Fleet {
     pub document: Document,
     pub audit: Arc<Vec<AuditEntry>>,
     /// File of the document; `None`: the document was applied through the API.
-    pub file: Option<PathBuf>,
+    pub document_file: Option<PathBuf>,
     /// Ids by name, read for each agent of a rack and summary. Operators choose the names, so no keyed hash is needed.
-    ids: HashMap<String, ServerId, foldhash::fast::FixedState>,
+    server_ids_by_name: HashMap<String, ServerId, foldhash::fast::FixedState>,
 }
 
 #[derive(Debug, Clone, PartialEq)]
@@ -106,7 +106,7 @@ pub struct FleetService {
     /// Counters that the policy needs from load balancers.
     pub telemetry_level: TelemetryLevel,
     /// Health check of the service's servers, if any.
-    pub check: Option<Arc<Check>>,
+    pub check: Option<Arc<HealthCheck>>,
     /// Treatment of new connections when all servers are down.
     pub when_all_down: WhenAllDown,
     pub slow_start: Duration,
@@ -127,7 +127,7 @@ impl FleetService {
 
     /// Returns the other load balancer as a server that takes no new connections.
     fn other_balancer_as_server(&self) -> Option<Server> {
-        let (transfer, other) = self.mode.transfer.zip(self.other_balancer)?;
+        let (transfer, other) = self.mode.migration.zip(self.other_balancer)?;
         Some(Server {
             name: format!("balancer {}", other.address),
             id: transfer.other_balancer(),
@@ -169,7 +169,7 @@ impl Fleet {
             .servers
             .iter()
             .map(|(id, record)| {
-                let listed = listed.get(record.name.as_str()).filter(|_| record.in_file);
+                let listed = listed.get(record.name.as_str()).filter(|_| record.is_in_document);
                 (*id, fleet_server(record, listed.copied()))
             })
             .collect();
@@ -197,18 +197,18 @@ impl Fleet {
             load_balancers: records.load_balancers.clone(),
             document: records.document.clone(),
             audit: records.audit.clone(),
-            file: None,
-            ids,
+            document_file: None,
+            server_ids_by_name: ids,
         }
     }
 
     /// Sets values of the controller's own file: the document's path, and an RSS key that replaces the stored one.
     pub fn with_controller(self, file: Option<PathBuf>, rss_key: Option<RssKey>) -> Self {
-        Self { file, rss_key: rss_key.unwrap_or(self.rss_key), ..self }
+        Self { document_file: file, rss_key: rss_key.unwrap_or(self.rss_key), ..self }
     }
 
-    pub fn id(&self, name: &str) -> Option<ServerId> {
-        self.ids.get(name).copied()
+    pub fn server_id(&self, name: &str) -> Option<ServerId> {
+        self.server_ids_by_name.get(name).copied()
     }
 
     /// Returns the racks that the agent may use; `None`: any. The agent may always connect directly.
@@ -253,12 +253,12 @@ impl Fleet {
         service.members.get(&id) != Some(&Membership::Present) || self.servers[&id].admin_state == AdminState::Left
     }
 
-    pub fn is_stamping(&self, id: ServerId) -> bool {
+    pub fn is_stamping_server(&self, id: ServerId) -> bool {
         let by_servers = |service: &&FleetService| service.mode.timestamps == Timestamps::Server;
         self.services.iter().filter(by_servers).any(|service| service.members.contains_key(&id))
     }
 
-    pub fn for_load_balancers(&self, alive: impl Fn(&str) -> bool) -> FleetConfiguration {
+    pub fn load_balancer_configuration(&self, alive: impl Fn(&str) -> bool) -> FleetConfiguration {
         let server = |service: &FleetService, id: ServerId| {
             let server = &self.servers[&id];
             let eligible = self.is_eligible(service, id);
@@ -311,7 +311,7 @@ impl Fleet {
 
     /// Returns the configuration of a server's agent. `before`: servers that owned buckets of this server before. A
     /// server that left a service still stamps its connections.
-    pub fn for_agent(&self, id: ServerId, before: &BTreeSet<ServerId>) -> AgentConfiguration {
+    pub fn agent_configuration(&self, id: ServerId, before: &BTreeSet<ServerId>) -> AgentConfiguration {
         let services = self.services.iter().filter(|service| service.members.contains_key(&id));
         let stamped = |service: &FleetService| StampedService {
             name: service.name.clone(),
@@ -369,10 +369,14 @@ fn services(config: &FleetConfig, records: &Records) -> Vec<FleetService> {
                 None => free.find(|id| !records.servers.contains_key(id))?,
             };
             ids.insert(other.address, id);
-            Some(if other.is_handed_over { Transfer::HandedOverTo(id) } else { Transfer::AdoptedFrom(id) })
+            Some(if other.is_handed_over {
+                ServiceMigration::HandedOverTo(id)
+            } else {
+                ServiceMigration::AdoptedFrom(id)
+            })
         });
         let service = fleet_service(service, records, members.remove(service.name.as_str()).unwrap_or_default());
-        FleetService { mode: ServiceMode { transfer, ..service.mode }, ..service }
+        FleetService { mode: ServiceMode { migration: transfer, ..service.mode }, ..service }
     };
     config.services.iter().map(&mut with_transfer).collect()
 }
@@ -408,6 +412,6 @@ fn fleet_service(
         seed: record.seed,
         buckets: service.buckets,
         members,
-        bucket_history: record.buckets.clone(),
+        bucket_history: record.bucket_history.clone(),
     }
 }

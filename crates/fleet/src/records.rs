@@ -36,7 +36,7 @@ pub struct Records {
     pub document: Document,
     pub audit: Arc<Vec<AuditEntry>>,
     /// Time of the last write by the records' clock (whole seconds since 1970); `None`: unknown.
-    pub clock: Option<Duration>,
+    pub last_write_at: Option<Duration>,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -80,7 +80,7 @@ pub struct ServiceRecord {
     /// Seed of the policy's hash keys, and of the time key of LB-side stamping.
     pub seed: u64,
     /// Current and previous server of each bucket.
-    pub buckets: BucketHistory,
+    pub bucket_history: BucketHistory,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -88,7 +88,7 @@ pub struct ServerRecord {
     pub name: String,
     pub address: IpAddr,
     /// Whether the document contains the server.
-    pub in_file: bool,
+    pub is_in_document: bool,
     /// Services whose cookies may carry the server's id.
     pub services: BTreeMap<String, Membership>,
     pub drain: Option<DrainRecord>,
@@ -117,14 +117,14 @@ impl Records {
             load_balancers: BTreeMap::new(),
             document: Document::default(),
             audit: Arc::default(),
-            clock: Some(whole_seconds(now)),
+            last_write_at: Some(whole_seconds(now)),
         }
     }
 
     /// Applies a document. Fails, without a change, if chosen ids still belong to other servers, or no id is free.
     pub fn apply(&mut self, config: &FleetConfig, now: Duration, random: &mut impl Rng) -> Result<(), Diagnostics> {
         let mut next = self.clone();
-        next.retire(config.max_connection_lifetime, now);
+        next.remove_expired(config.max_connection_lifetime, now);
         next.apply_services(config, random);
         let ids = next.apply_servers(config, random)?;
         next.apply_memberships(config, &ids, now);
@@ -151,7 +151,7 @@ impl Records {
     }
 
     /// Forgets a load balancer, which frees its number. Returns whether it was known.
-    pub fn forget(&mut self, name: &str) -> bool {
+    pub fn forget_load_balancer(&mut self, name: &str) -> bool {
         self.load_balancers.remove(name).is_some()
     }
 
@@ -162,7 +162,7 @@ impl Records {
     }
 
     /// Forgets load balancers and servers whose cookies have expired. Returns whether anything was removed.
-    pub fn retire(&mut self, max_connection_lifetime: Duration, now: Duration) -> bool {
+    pub fn remove_expired(&mut self, max_connection_lifetime: Duration, now: Duration) -> bool {
         let load_balancers = self.load_balancers.len();
         self.load_balancers
             .retain(|_, known| known.left_at.is_none_or(|left| now.saturating_sub(left) < max_connection_lifetime));
@@ -192,7 +192,7 @@ impl Records {
             taken.insert(index);
             self.services.insert(
                 service.name.clone(),
-                ServiceRecord { index, seed: random.next_u64(), buckets: BucketHistory::default() },
+                ServiceRecord { index, seed: random.next_u64(), bucket_history: BucketHistory::default() },
             );
         }
     }
@@ -211,7 +211,7 @@ impl Records {
             let id = match (&server.id, had) {
                 (Some((id, span)), _) => self.chosen_id(&server.name, *id).map_err(|message| (span.clone(), message)),
                 (None, Some(id)) => Ok(*id),
-                (None, None) => draw(&mut free, room, random).ok_or_else(|| {
+                (None, None) => draw_server_id(&mut free, room, random).ok_or_else(|| {
                     let message = format!(
                         "no server id is free for {:?}: all {room} are in use, or reserved for connections of servers \
                          that \
@@ -246,7 +246,7 @@ impl Records {
     fn ids_by_name(&self) -> HashMap<String, ServerId> {
         let mut by_name = HashMap::new();
         for (id, server) in &self.servers {
-            if server.in_file || !by_name.contains_key(&server.name) {
+            if server.is_in_document || !by_name.contains_key(&server.name) {
                 by_name.insert(server.name.clone(), *id);
             }
         }
@@ -265,7 +265,7 @@ impl Records {
     fn apply_memberships(&mut self, config: &FleetConfig, ids: &[ServerId], now: Duration) {
         let mut drains = self.remaining_drains(config);
         for server in self.servers.values_mut() {
-            server.in_file = false;
+            server.is_in_document = false;
             server.drain = None;
             for membership in server.services.values_mut().filter(|membership| **membership == Membership::Present) {
                 *membership = Membership::LeftAt(whole_seconds(now));
@@ -276,7 +276,7 @@ impl Records {
             let record = ServerRecord {
                 name: server.name.clone(),
                 address: server.address,
-                in_file: true,
+                is_in_document: true,
                 services,
                 drain: drains.remove(&server.name),
                 racks: server.racks.clone(),
@@ -297,7 +297,7 @@ impl Records {
 impl ServerRecord {
     /// Returns whether the server is in the document, or cookies may carry its id.
     fn has_id_in_use(&self) -> bool {
-        self.in_file || !self.services.is_empty()
+        self.is_in_document || !self.services.is_empty()
     }
 }
 
@@ -309,7 +309,7 @@ fn lb_stamped_servers(config: &FleetConfig) -> HashSet<usize> {
 
 /// Draws one of the `free` ids at random, so flipped bits of a cookie do not enumerate the pool. `room`: number of ids
 /// that the cookie can hold. `free` stays in ascending order.
-fn draw(free: &mut Vec<ServerId>, room: u64, random: &mut impl Rng) -> Option<ServerId> {
+fn draw_server_id(free: &mut Vec<ServerId>, room: u64, random: &mut impl Rng) -> Option<ServerId> {
     let count = free.partition_point(|id| u64::from(id.get()) < room);
     let count = u32::try_from(count).ok().filter(|count| *count > 0)?;
     Some(free.remove(uniform_below(random, count) as usize))
@@ -364,7 +364,7 @@ mod tests {
         records.apply(&config(&["s4", "s3", "s2", "s1"], &["s1"]), at(20), random).unwrap();
         let after = ids(&records);
         assert!(before.iter().all(|(name, id)| after[name] == *id), "{before:?} {after:?}");
-        assert!(records.servers.values().all(|s| s.in_file && s.services["web"] == Membership::Present));
+        assert!(records.servers.values().all(|s| s.is_in_document && s.services["web"] == Membership::Present));
         assert_eq!(records.services, seeds);
         assert_eq!(records.generation, 3);
     }
@@ -382,8 +382,8 @@ mod tests {
              carry it: expected one that is free, or none to have one drawn"
         );
         assert_eq!(records.generation, 2, "a refused configuration changes nothing");
-        assert!(!records.retire(at(86_400), at(86_499)));
-        assert!(records.retire(at(86_400), at(86_500)));
+        assert!(!records.remove_expired(at(86_400), at(86_499)));
+        assert!(records.remove_expired(at(86_400), at(86_500)));
         records.apply(&config(&["s1", "s3=7"], &[]), at(86_500), random).unwrap();
         assert_eq!(ids(&records)["s3"], 7);
     }
@@ -394,7 +394,8 @@ mod tests {
         let mut records = Records::generate(at(0), random);
         records.apply(&config(&["s1=5"], &[]), at(0), random).unwrap();
         records.apply(&config(&["s1=6"], &[]), at(10), random).unwrap();
-        let states: Vec<_> = records.servers.iter().map(|(id, s)| (id.get(), s.in_file, s.services["web"])).collect();
+        let states: Vec<_> =
+            records.servers.iter().map(|(id, s)| (id.get(), s.is_in_document, s.services["web"])).collect();
         assert_eq!(states, [(5, false, Membership::LeftAt(at(10))), (6, true, Membership::Present)]);
         assert_eq!(records.ids_by_name()["s1"].get(), 6);
     }
@@ -432,7 +433,7 @@ mod tests {
         assert!(now("s1") < 2048 && now("s4") < 2048, "{by_name:?}");
         assert_eq!((now("s2"), now("s3")), (before["s2"], 9000));
         let left = &records.servers[&ServerId::try_from(u64::from(before["s1"])).unwrap()];
-        assert_eq!((left.in_file, left.services["web"]), (false, Membership::LeftAt(at(10))));
+        assert_eq!((left.is_in_document, left.services["web"]), (false, Membership::LeftAt(at(10))));
         records.apply(&lb_stamped, at(20), random).unwrap();
         assert_eq!(records.ids_by_name(), by_name, "they are drawn once");
     }
@@ -446,7 +447,7 @@ mod tests {
             let gone = ServerRecord {
                 name: format!("g{id}"),
                 address: [10, 0, 0, 1].into(),
-                in_file: false,
+                is_in_document: false,
                 services,
                 drain: None,
                 racks: None,
@@ -478,8 +479,8 @@ mod tests {
         assert_eq!((owner(&records, "lb16"), owner(&records, "lb17")), (Some(15), None));
         // After a day it is forgotten, and its number is reused.
         records.record_disconnect("lb2", at(100));
-        assert!(!records.retire(at(86_400), at(86_499)));
-        assert!(records.retire(at(86_400), at(86_500)));
+        assert!(!records.remove_expired(at(86_400), at(86_499)));
+        assert!(records.remove_expired(at(86_400), at(86_500)));
         records.register_load_balancer("lb18", None);
         assert_eq!((owner(&records, "lb18"), owner(&records, "lb1")), (Some(1), Some(0)));
     }

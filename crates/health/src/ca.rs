@@ -2,7 +2,7 @@
 
 use std::sync::{Arc, OnceLock};
 
-use coreward_model::health::Verification;
+use coreward_model::health::CertificateVerification;
 use rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier};
 use rustls::crypto::{CryptoProvider, ring, verify_tls12_signature, verify_tls13_signature};
 use rustls::{ClientConfig, DigitallySignedStruct, RootCertStore, SignatureScheme};
@@ -10,17 +10,17 @@ use rustls_pki_types::pem::PemObject as _;
 use rustls_pki_types::{CertificateDer, ServerName, UnixTime};
 
 /// Returns the TLS configuration of checks, or the reason why no certificate can be verified.
-pub fn client_config(verification: &Verification) -> Result<Arc<ClientConfig>, String> {
+pub fn client_config(verification: &CertificateVerification) -> Result<Arc<ClientConfig>, String> {
     let provider = Arc::new(ring::default_provider());
     let builder = ClientConfig::builder_with_provider(provider.clone());
     let builder = builder.with_safe_default_protocol_versions().map_err(|error| error.to_string())?;
     let builder = match verification {
-        Verification::Off => {
-            let verifier = Arc::new(AnyCertificate { provider });
+        CertificateVerification::Off => {
+            let verifier = Arc::new(AnyCertificateVerifier { provider });
             builder.dangerous().with_custom_certificate_verifier(verifier)
         }
-        Verification::System => builder.with_root_certificates(system_roots()?),
-        Verification::Authorities(pem) => builder.with_root_certificates(Arc::new(parse_authorities(pem)?)),
+        CertificateVerification::System => builder.with_root_certificates(system_roots()?),
+        CertificateVerification::Authorities(pem) => builder.with_root_certificates(Arc::new(parse_authorities(pem)?)),
     };
     Ok(Arc::new(builder.with_no_client_auth()))
 }
@@ -60,11 +60,11 @@ fn system_roots() -> Result<Arc<RootCertStore>, String> {
 
 /// Verifier that accepts any certificate, if the server has its key.
 #[derive(Debug)]
-struct AnyCertificate {
+struct AnyCertificateVerifier {
     provider: Arc<CryptoProvider>,
 }
 
-impl ServerCertVerifier for AnyCertificate {
+impl ServerCertVerifier for AnyCertificateVerifier {
     fn verify_server_cert(
         &self,
         _certificate: &CertificateDer<'_>,

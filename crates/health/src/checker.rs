@@ -9,7 +9,7 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use anyhow::Context as _;
-use coreward_model::health::{Check, HealthTracker, Verdict};
+use coreward_model::health::{HealthCheck, HealthTracker, HealthVerdict};
 use parking_lot::{Mutex, MutexGuard};
 use rand::RngExt as _;
 use rand::rand_core::UnwrapErr;
@@ -27,9 +27,9 @@ pub const MAX_CONCURRENT_CHECKS: usize = 1024;
 /// Limit of the random delay of a target's first check; the interval of the checks is the other limit.
 const MAX_FIRST_DELAY: Duration = Duration::from_millis(500);
 
-pub struct Service<K> {
+pub struct CheckedService<K> {
     /// Kind, interval and expectation.
-    pub check: Arc<Check>,
+    pub check: Arc<HealthCheck>,
     /// Address that clients connect to.
     pub vip: SocketAddr,
     /// Keys and own addresses of the servers; a key occurs once among all services.
@@ -44,11 +44,11 @@ pub struct CheckResult {
     /// Time of the verdict, or the due time of the first check.
     pub since: Instant,
     /// Error of the newest check; empty if the check passed, or none has ended.
-    pub error: String,
+    pub last_error: String,
     /// Duration of the newest answer; zero if there was none.
     pub latency: Duration,
-    pub checks: u64,
-    pub failures: u64,
+    pub check_count: u64,
+    pub failure_count: u64,
 }
 
 impl CheckResult {
@@ -57,29 +57,29 @@ impl CheckResult {
         Self {
             tracker: HealthTracker::default(),
             since,
-            error: String::new(),
+            last_error: String::new(),
             latency: Duration::ZERO,
-            checks: 0,
-            failures: 0,
+            check_count: 0,
+            failure_count: 0,
         }
     }
 
     /// Returns the verdict; `None` before enough checks.
-    pub fn verdict(&self) -> Option<Verdict> {
+    pub fn verdict(&self) -> Option<HealthVerdict> {
         self.tracker.verdict()
     }
 }
 
 /// A target, whose results stay while all fields are equal.
 #[derive(Clone, PartialEq)]
-struct Task {
-    check: Arc<Check>,
+struct TargetSpec {
+    check: Arc<HealthCheck>,
     vip: SocketAddr,
     server: IpAddr,
 }
 
 struct Target<K> {
-    task: Task,
+    spec: TargetSpec,
     prober: Arc<Prober>,
     key: K,
 }
@@ -87,13 +87,13 @@ struct Target<K> {
 /// Checks of all targets. The thread ends when `desired_targets` is dropped, so `desired_targets` is the first field.
 pub struct Checker<K> {
     desired_targets: watch::Sender<Arc<Vec<Target<K>>>>,
-    shared: Arc<Shared<K>>,
-    _thread: Thread,
+    shared_results: Arc<SharedResults<K>>,
+    _thread: CheckerThread,
 }
 
-struct Thread(Option<JoinHandle<()>>);
+struct CheckerThread(Option<JoinHandle<()>>);
 
-impl Drop for Thread {
+impl Drop for CheckerThread {
     fn drop(&mut self) {
         if self.0.take().is_some_and(|thread| thread.join().is_err()) {
             tracing::error!(
@@ -105,9 +105,9 @@ impl Drop for Thread {
     }
 }
 
-struct Shared<K> {
+struct SharedResults<K> {
     results_by_target: Mutex<BTreeMap<K, CheckResult>>,
-    changes: watch::Sender<u64>,
+    change_count: watch::Sender<u64>,
     permits: Semaphore,
 }
 
@@ -115,9 +115,9 @@ impl<K: Ord + Hash + Copy + Send + Sync + 'static> Checker<K> {
     /// Starts the thread, without targets.
     pub fn start() -> anyhow::Result<Self> {
         let (desired, receiver) = watch::channel(Arc::new(Vec::new()));
-        let shared = Arc::new(Shared {
+        let shared = Arc::new(SharedResults {
             results_by_target: Mutex::new(BTreeMap::new()),
-            changes: watch::Sender::new(0),
+            change_count: watch::Sender::new(0),
             permits: Semaphore::new(MAX_CONCURRENT_CHECKS),
         });
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
@@ -126,32 +126,32 @@ impl<K: Ord + Hash + Copy + Send + Sync + 'static> Checker<K> {
             .name("health".to_owned())
             .spawn(move || runtime.block_on(run(receiver, mine)))
             .context("a thread for health checks")?;
-        Ok(Self { desired_targets: desired, shared, _thread: Thread(Some(thread)) })
+        Ok(Self { desired_targets: desired, shared_results: shared, _thread: CheckerThread(Some(thread)) })
     }
 
     /// Sets the targets. Unchanged ones keep their results.
-    pub fn check(&self, services: Vec<Service<K>>) {
+    pub fn set_services(&self, services: Vec<CheckedService<K>>) {
         let mut desired = Vec::new();
         for service in services {
             let prober = Arc::new(Prober::new(service.check.clone(), service.vip, service.nat_table));
             for (key, server) in service.servers {
-                let task = Task { check: service.check.clone(), vip: service.vip, server };
-                desired.push(Target { task, prober: prober.clone(), key });
+                let task = TargetSpec { check: service.check.clone(), vip: service.vip, server };
+                desired.push(Target { spec: task, prober: prober.clone(), key });
             }
         }
         self.desired_targets.send_replace(Arc::new(desired));
     }
 
     pub fn results(&self) -> Vec<(K, CheckResult)> {
-        self.shared.results().iter().map(|(key, found)| (*key, found.clone())).collect()
+        self.shared_results.results().iter().map(|(key, found)| (*key, found.clone())).collect()
     }
 
-    pub fn changes(&self) -> watch::Receiver<u64> {
-        self.shared.changes.subscribe()
+    pub fn subscribe_to_changes(&self) -> watch::Receiver<u64> {
+        self.shared_results.change_count.subscribe()
     }
 }
 
-impl<K> Shared<K> {
+impl<K> SharedResults<K> {
     fn results(&self) -> MutexGuard<'_, BTreeMap<K, CheckResult>> {
         self.results_by_target.lock()
     }
@@ -159,7 +159,7 @@ impl<K> Shared<K> {
 
 /// A target's task, aborted on drop.
 struct TargetTask {
-    task: Task,
+    spec: TargetSpec,
     handle: AbortHandle,
 }
 
@@ -171,26 +171,26 @@ impl Drop for TargetTask {
 
 async fn run<K: Ord + Hash + Copy + Send + Sync + 'static>(
     mut desired: watch::Receiver<Arc<Vec<Target<K>>>>,
-    shared: Arc<Shared<K>>,
+    shared: Arc<SharedResults<K>>,
 ) {
     let mut checked: HashMap<K, TargetTask> = HashMap::new();
     while desired.changed().await.is_ok() {
         let targets = desired.borrow_and_update().clone();
-        let tasks: HashMap<K, &Task> = targets.iter().map(|target| (target.key, &target.task)).collect();
-        checked.retain(|key, running| tasks.get(key).is_some_and(|task| **task == running.task));
+        let tasks: HashMap<K, &TargetSpec> = targets.iter().map(|target| (target.key, &target.spec)).collect();
+        checked.retain(|key, running| tasks.get(key).is_some_and(|task| **task == running.spec));
         shared.results().retain(|key, _| checked.contains_key(key));
         for target in targets.iter() {
             checked.entry(target.key).or_insert_with(|| {
                 shared.results().insert(target.key, CheckResult::unchecked());
-                let checks = check_target(target.key, target.task.server, target.prober.clone(), shared.clone());
-                TargetTask { task: target.task.clone(), handle: tokio::spawn(checks).abort_handle() }
+                let checks = check_target(target.key, target.spec.server, target.prober.clone(), shared.clone());
+                TargetTask { spec: target.spec.clone(), handle: tokio::spawn(checks).abort_handle() }
             });
         }
-        shared.changes.send_modify(|count| *count += 1);
+        shared.change_count.send_modify(|count| *count += 1);
     }
 }
 
-async fn check_target<K: Ord + Copy>(key: K, server: IpAddr, prober: Arc<Prober>, shared: Arc<Shared<K>>) {
+async fn check_target<K: Ord + Copy>(key: K, server: IpAddr, prober: Arc<Prober>, shared: Arc<SharedResults<K>>) {
     let draw = || UnwrapErr(SysRng).random::<f64>();
     let check = prober.check();
     let mut due = Instant::now() + check.interval.min(MAX_FIRST_DELAY).mul_f64(draw());
@@ -203,18 +203,18 @@ async fn check_target<K: Ord + Copy>(key: K, server: IpAddr, prober: Arc<Prober>
         let latency = began.elapsed();
         if let Some(found) = shared.results().get_mut(&key) {
             found.latency = if outcome.is_ok() { latency } else { Duration::ZERO };
-            found.error = outcome.as_ref().err().map_or_else(String::new, ToString::to_string);
+            found.last_error = outcome.as_ref().err().map_or_else(String::new, ToString::to_string);
             let verdict_changed = match &outcome {
                 Err(unwell) if unwell.is_local() => found.tracker.record_local_fault(check.thresholds),
                 _ => {
-                    found.checks += 1;
-                    found.failures += u64::from(outcome.is_err());
+                    found.check_count += 1;
+                    found.failure_count += u64::from(outcome.is_err());
                     found.tracker.record_result(outcome.is_ok(), check.thresholds)
                 }
             };
             if verdict_changed {
                 found.since = Instant::now();
-                shared.changes.send_modify(|count| *count += 1);
+                shared.change_count.send_modify(|count| *count += 1);
             }
         }
         // Counted from the due time, which keeps the interval. Missed checks are not repeated.

@@ -9,19 +9,19 @@ use std::task::{Context, Poll};
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::{TcpSocket, TcpStream};
 
-use crate::path::{NatTable, Path};
+use crate::path::{NatPath, NatTable};
 
 /// Connection to a server. The fields are dropped in order: the closing reset needs the NAT entry.
 pub(crate) struct ServerConnection {
     stream: TcpStream,
-    _path: Option<OpenPath>,
+    _nat_entry: Option<NatEntryGuard>,
 }
 
 impl ServerConnection {
-    pub(crate) async fn open(socket: TcpSocket, to: SocketAddr, path: Option<OpenPath>) -> io::Result<Self> {
+    pub(crate) async fn open(socket: TcpSocket, to: SocketAddr, path: Option<NatEntryGuard>) -> io::Result<Self> {
         // Cancellation drops the future of `connect`, and its socket, before `path`.
         let stream = socket.connect(to).await?;
-        Ok(Self { stream, _path: path })
+        Ok(Self { stream, _nat_entry: path })
     }
 }
 
@@ -47,20 +47,20 @@ impl AsyncWrite for ServerConnection {
 }
 
 /// Entry of the NAT table, removed on drop.
-pub(crate) struct OpenPath {
-    path: Path,
+pub(crate) struct NatEntryGuard {
+    nat_path: NatPath,
     nat_table: Arc<dyn NatTable>,
 }
 
-impl OpenPath {
-    pub(crate) fn add(path: Path, nat_table: &Arc<dyn NatTable>) -> anyhow::Result<Self> {
+impl NatEntryGuard {
+    pub(crate) fn add(path: NatPath, nat_table: &Arc<dyn NatTable>) -> anyhow::Result<Self> {
         nat_table.add(&path)?;
-        Ok(Self { path, nat_table: nat_table.clone() })
+        Ok(Self { nat_path: path, nat_table: nat_table.clone() })
     }
 }
 
-impl Drop for OpenPath {
+impl Drop for NatEntryGuard {
     fn drop(&mut self) {
-        self.nat_table.remove(&self.path);
+        self.nat_table.remove(&self.nat_path);
     }
 }

@@ -4,7 +4,7 @@ use std::net::IpAddr;
 
 /// Addresses of a connection whose packets are rewritten from the server's own address to the VIP.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub struct Path {
+pub struct NatPath {
     /// The server's own address.
     pub server: IpAddr,
     /// Address of the same family that replaces the server's in packets.
@@ -17,7 +17,7 @@ pub struct Path {
 /// Address rewriting of health checks.
 pub trait NatTable: Send + Sync {
     /// Adds an entry; fails if the table is full.
-    fn add(&self, path: &Path) -> anyhow::Result<()>;
+    fn add(&self, path: &NatPath) -> anyhow::Result<()>;
 
-    fn remove(&self, path: &Path);
+    fn remove(&self, path: &NatPath);
 }

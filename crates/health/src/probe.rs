@@ -6,7 +6,7 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::sync::Arc;
 use std::time::Duration;
 
-use coreward_model::health::{Check, HttpProbe, Probe, ProbeAddress, StatusRange};
+use coreward_model::health::{HealthCheck, HttpProbe, Probe, ProbeAddress, StatusRange};
 use http_body_util::Empty;
 use hyper::body::Bytes;
 use hyper::client::conn::http1;
@@ -21,8 +21,8 @@ use tokio::net::TcpSocket;
 use tokio_rustls::TlsConnector;
 
 use crate::ca;
-use crate::connection::{OpenPath, ServerConnection};
-use crate::path::{NatTable, Path};
+use crate::connection::{NatEntryGuard, ServerConnection};
+use crate::path::{NatPath, NatTable};
 
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum ProbeError {
@@ -59,7 +59,7 @@ impl ProbeError {
 
 /// Returns whether files, ports or memory are exhausted, or a local firewall forbids the connection.
 fn is_local(error: &std::io::Error) -> bool {
-    const LOCAL: [Errno; 9] = [
+    const LOCAL_ERRNOS: [Errno; 9] = [
         Errno::EMFILE,
         Errno::ENFILE,
         Errno::ENOBUFS,
@@ -71,12 +71,12 @@ fn is_local(error: &std::io::Error) -> bool {
         Errno::EPERM,
         Errno::EACCES,
     ];
-    error.raw_os_error().is_some_and(|number| LOCAL.contains(&Errno::from_raw(number)))
+    error.raw_os_error().is_some_and(|number| LOCAL_ERRNOS.contains(&Errno::from_raw(number)))
 }
 
 /// Probes of the servers of one service.
 pub struct Prober {
-    check: Arc<Check>,
+    check: Arc<HealthCheck>,
     vip: SocketAddr,
     /// Connector for HTTPS, or the error of its setup.
     tls: Option<Result<TlsConnector, String>>,
@@ -85,7 +85,7 @@ pub struct Prober {
 
 impl Prober {
     /// Returns the probes of a service. `paths` is required for checks at the VIP.
-    pub fn new(check: Arc<Check>, vip: SocketAddr, paths: Option<Arc<dyn NatTable>>) -> Self {
+    pub fn new(check: Arc<HealthCheck>, vip: SocketAddr, paths: Option<Arc<dyn NatTable>>) -> Self {
         let tls = match &check.probe {
             Probe::Https(_, verification) => Some(ca::client_config(verification).map(TlsConnector::from)),
             Probe::Tcp | Probe::Http(_) | Probe::Agent => None,
@@ -93,7 +93,7 @@ impl Prober {
         Self { check, vip, tls, nat_table: paths }
     }
 
-    pub fn check(&self) -> &Check {
+    pub fn check(&self) -> &HealthCheck {
         &self.check
     }
 
@@ -108,14 +108,14 @@ impl Prober {
         let connection = self.connect(server).await?;
         match (&self.check.probe, &self.tls) {
             (Probe::Tcp | Probe::Agent, _) => Ok(()),
-            (Probe::Http(http), _) => self.request(connection, http, server).await,
+            (Probe::Http(http), _) => self.send_http_request(connection, http, server).await,
             (Probe::Https(http, _), Some(Ok(tls))) => {
                 let name = self.server_name(http, server)?;
                 let connection = tls
                     .connect(name, connection)
                     .await
                     .map_err(|error| ProbeError::from_error(&error, ProbeError::Tls))?;
-                self.request(connection, http, server).await
+                self.send_http_request(connection, http, server).await
             }
             (Probe::Https(..), Some(Err(problem))) => Err(ProbeError::Tls(problem.clone())),
             (Probe::Https(..), None) => unreachable!("made with the prober"),
@@ -134,12 +134,12 @@ impl Prober {
     }
 
     /// Adds the NAT entry for a check at the VIP from the socket's port.
-    fn add_path_to_vip(
+    fn add_nat_entry(
         &self,
         socket: &TcpSocket,
         server: IpAddr,
         nat: &Arc<dyn NatTable>,
-    ) -> Result<OpenPath, ProbeError> {
+    ) -> Result<NatEntryGuard, ProbeError> {
         let local = |error: std::io::Error| ProbeError::from_error(&error, ProbeError::Network);
         let vip = self.vip.ip();
         let any = match (server, vip) {
@@ -152,8 +152,8 @@ impl Prober {
         };
         socket.bind((any, 0).into()).map_err(local)?;
         let own_port = socket.local_addr().map_err(local)?.port();
-        let path = Path { server, vip, port: self.port(), source_port: own_port };
-        OpenPath::add(path, nat).map_err(|error| ProbeError::Local(format!("{error:#}")))
+        let path = NatPath { server, vip, port: self.port(), source_port: own_port };
+        NatEntryGuard::add(path, nat).map_err(|error| ProbeError::Local(format!("{error:#}")))
     }
 
     fn server_name(&self, http: &HttpProbe, server: IpAddr) -> Result<ServerName<'static>, ProbeError> {
@@ -176,13 +176,13 @@ impl Prober {
         let socket = if server.is_ipv4() { TcpSocket::new_v4() } else { TcpSocket::new_v6() }.map_err(network)?;
         socket.set_zero_linger().map_err(network)?;
         let path = match (&self.nat_table, self.check.probe_address) {
-            (Some(nat), ProbeAddress::Vip) => Some(self.add_path_to_vip(&socket, server, nat)?),
+            (Some(nat), ProbeAddress::Vip) => Some(self.add_nat_entry(&socket, server, nat)?),
             _ => None,
         };
         ServerConnection::open(socket, SocketAddr::new(server, self.port()), path).await.map_err(network)
     }
 
-    async fn request<C: AsyncRead + AsyncWrite + Unpin>(
+    async fn send_http_request<C: AsyncRead + AsyncWrite + Unpin>(
         &self,
         connection: C,
         http: &HttpProbe,
@@ -210,9 +210,9 @@ impl Prober {
             _ = &mut driver => exchange.await,
         };
         let status = response.map_err(unwell)?.status();
-        match http.expect.contains(status.as_u16()) {
+        match http.expected_status.contains(status.as_u16()) {
             true => Ok(()),
-            false => Err(ProbeError::Status(status, http.expect.clone())),
+            false => Err(ProbeError::Status(status, http.expected_status.clone())),
         }
     }
 }

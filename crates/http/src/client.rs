@@ -11,8 +11,8 @@ use std::time::Duration;
 use anyhow::{Context as _, anyhow, ensure};
 use coreward_config::Secret;
 use coreward_tls::connect::HttpsConnector;
-use coreward_tls::failure::{Failure, Reason};
-use coreward_tls::verify::Host;
+use coreward_tls::failure::{Failure, FailureReason};
+use coreward_tls::verify::ExpectedHost;
 use hyper::Method;
 use percent_encoding::{NON_ALPHANUMERIC, utf8_percent_encode};
 use serde::Serialize;
@@ -29,7 +29,7 @@ use coreward_api::types::{
 use exchange::{PendingRequest, exchange};
 
 /// Time limit for each of several controllers to report whether it leads.
-const PROBE_TIMEOUT: Duration = Duration::from_secs(5);
+const LEADER_PROBE_TIMEOUT: Duration = Duration::from_secs(5);
 
 fn drain_path(server: &str) -> String {
     format!("servers/{}/drain", utf8_percent_encode(server, NON_ALPHANUMERIC))
@@ -48,16 +48,20 @@ impl Client {
     /// others than its owner.
     pub fn new(controller: ControllerUrl, token_file: &Path) -> anyhow::Result<Self> {
         let proof = Credential::Token { file: token_file.to_owned(), ca: None };
-        Self::with_controllers(vec![controller], &proof, Host::Requested)
+        Self::with_controllers(vec![controller], &proof, ExpectedHost::Requested)
     }
 
     /// Returns a client of all controllers of a fleet. `host`: expected host in certificates, for `https://`. Fails
     /// when a file cannot be read, a secret is readable by others than its owner, or `https://` is used without a `ca`.
-    pub fn with_controllers(controllers: Vec<ControllerUrl>, proof: &Credential, host: Host) -> anyhow::Result<Self> {
+    pub fn with_controllers(
+        controllers: Vec<ControllerUrl>,
+        proof: &Credential,
+        host: ExpectedHost,
+    ) -> anyhow::Result<Self> {
         let (token, https) = match proof {
             Credential::Token { file, ca } => {
                 let without = |ca| HttpsConnector::without_certificate(ca, host);
-                (Some(token(file)?), ca.as_deref().map(without).transpose()?)
+                (Some(read_api_token(file)?), ca.as_deref().map(without).transpose()?)
             }
             Credential::Certificate(files) => (None, Some(HttpsConnector::with_certificate(files, host)?)),
         };
@@ -178,8 +182,9 @@ impl Client {
             let (client, controller) = (self.clone(), controller.clone());
             looks.spawn(async move {
                 let request = PendingRequest { method: Method::GET, path: "health".to_owned(), body: None };
-                let health = tokio::time::timeout(PROBE_TIMEOUT, client.send_to::<Health>(&controller, request)).await;
-                let late = || anyhow!("no answer within {} s", PROBE_TIMEOUT.as_secs());
+                let health =
+                    tokio::time::timeout(LEADER_PROBE_TIMEOUT, client.send_to::<Health>(&controller, request)).await;
+                let late = || anyhow!("no answer within {} s", LEADER_PROBE_TIMEOUT.as_secs());
                 (position, health.unwrap_or_else(|_| Err(late())))
             });
         }
@@ -216,7 +221,7 @@ impl Client {
         let token = self.token.as_ref().map(|token| token.expose().as_str());
         let unreachable = |error: anyhow::Error| {
             let expected = match find_tls_failure(&error) {
-                Some(failure) if failure.reason == Reason::WrongName => {
+                Some(failure) if failure.reason == FailureReason::WrongName => {
                     "expected the host that its certificate names, or `--controller-name` with its name"
                 }
                 _ => "expected a running `coreward controller` with this `api`",
@@ -237,7 +242,7 @@ fn find_tls_failure(error: &anyhow::Error) -> Option<&Failure> {
     error.root_cause().downcast_ref::<io::Error>()?.get_ref()?.downcast_ref()
 }
 
-fn token(file: &Path) -> anyhow::Result<Secret<String>> {
+fn read_api_token(file: &Path) -> anyhow::Result<Secret<String>> {
     read_token(file).map_err(|problem| {
         anyhow!(
             "{problem} (the controller writes viewer.token and operator.token into its `token_directory`; --token-file \

@@ -35,7 +35,7 @@ struct Connection {
     /// Number of active requests.
     active_requests: usize,
     /// Number of the last answer, or of the connection's arrival.
-    idle_since: u64,
+    idle_since_sequence: u64,
     close_signal: Arc<Notify>,
 }
 
@@ -50,7 +50,7 @@ impl Connections {
         let idle = || self.by_number.values().filter(|connection| connection.active_requests == 0);
         let mut counts: HashMap<IpAddr, usize> = HashMap::new();
         idle().for_each(|connection| *counts.entry(connection.network).or_default() += 1);
-        idle().min_by_key(|connection| (std::cmp::Reverse(counts[&connection.network]), connection.idle_since))
+        idle().min_by_key(|connection| (std::cmp::Reverse(counts[&connection.network]), connection.idle_since_sequence))
     }
 }
 
@@ -64,7 +64,7 @@ impl ConnectionSlots {
     }
 
     /// Waits for a slot for a connection from this address.
-    pub(crate) async fn take(self: &Arc<Self>, address: IpAddr) -> Permit {
+    pub(crate) async fn take(self: &Arc<Self>, address: IpAddr) -> ConnectionPermit {
         let permit = loop {
             if let Ok(permit) = self.free_slots.clone().try_acquire_owned() {
                 break permit;
@@ -82,23 +82,23 @@ impl ConnectionSlots {
         let connection = Connection {
             network: network(address),
             active_requests: 0,
-            idle_since: number,
+            idle_since_sequence: number,
             close_signal: leave.clone(),
         };
         connections.by_number.insert(number, connection);
         drop(connections);
-        Permit { slots: self.clone(), number, close_signal: leave, _permit: permit }
+        ConnectionPermit { slots: self.clone(), number, close_signal: leave, _permit: permit }
     }
 }
 
-pub(crate) struct Permit {
+pub(crate) struct ConnectionPermit {
     slots: Arc<ConnectionSlots>,
     number: u64,
     close_signal: Arc<Notify>,
     _permit: OwnedSemaphorePermit,
 }
 
-impl Permit {
+impl ConnectionPermit {
     /// Marks a request as active until the result is dropped.
     pub(crate) fn begin_request(self: &Arc<Self>) -> RequestGuard {
         self.update_connection(|connection, _| connection.active_requests += 1);
@@ -130,19 +130,19 @@ impl Permit {
     }
 }
 
-impl Drop for Permit {
+impl Drop for ConnectionPermit {
     fn drop(&mut self) {
         self.slots.connections().by_number.remove(&self.number);
     }
 }
 
 /// Guard of an active request.
-pub(crate) struct RequestGuard(Arc<Permit>);
+pub(crate) struct RequestGuard(Arc<ConnectionPermit>);
 
 impl Drop for RequestGuard {
     fn drop(&mut self) {
         self.0.update_connection(|connection, moment| {
-            (connection.active_requests, connection.idle_since) = (connection.active_requests - 1, moment)
+            (connection.active_requests, connection.idle_since_sequence) = (connection.active_requests - 1, moment)
         });
     }
 }

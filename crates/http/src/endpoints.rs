@@ -20,7 +20,7 @@ use utoipa::openapi::security::{HttpAuthScheme, HttpBuilder, SecurityRequirement
 use utoipa::openapi::{ContentBuilder, OpenApi, Ref, RefOr, Response as DescribedResponse, ResponseBuilder};
 use utoipa_axum::router::{OpenApiRouter, UtoipaMethodRouter};
 
-use crate::limits::Limits;
+use crate::limits::RateLimits;
 use crate::problem::PROBLEM_JSON;
 use crate::serve::Peer;
 use crate::sessions::Sessions;
@@ -53,27 +53,34 @@ impl RequestCounts {
 }
 
 /// Access control of the API.
-pub struct Guard {
+pub struct AccessControl {
     tokens: Arc<Tokens>,
     sessions: Sessions,
     /// Revoked certificates.
     revocation_list: RevocationList,
-    limits: Limits,
-    requests: Arc<RequestCounts>,
+    limits: RateLimits,
+    request_counts: Arc<RequestCounts>,
     /// Number of changes of permissions.
     permission_changes: watch::Sender<u64>,
 }
 
-impl Guard {
+impl AccessControl {
     /// Returns a guard that accepts callers with one of these tokens, or a certificate that is not revoked.
     pub fn new(tokens: Arc<Tokens>, revoked: RevocationList, requests: Arc<RequestCounts>) -> Self {
-        let (sessions, limits) = (Sessions::default(), Limits::default());
-        Self { tokens, sessions, revocation_list: revoked, limits, requests, permission_changes: watch::Sender::new(0) }
+        let (sessions, limits) = (Sessions::default(), RateLimits::default());
+        Self {
+            tokens,
+            sessions,
+            revocation_list: revoked,
+            limits,
+            request_counts: requests,
+            permission_changes: watch::Sender::new(0),
+        }
     }
 
     /// Reads the tokens again. If they changed, sessions that a token began end. Sessions that a certificate began
-    /// always end, because it may be revoked now. Streaming answers end, too ([`Guard::permission_changes`]), and
-    /// permitted callers reconnect. If a token is unusable, fails and keeps the previous tokens.
+    /// always end, because it may be revoked now. Streaming answers end, too ([`AccessControl::permission_changes`]),
+    /// and permitted callers reconnect. If a token is unusable, fails and keeps the previous tokens.
     pub fn reload(&self) -> anyhow::Result<()> {
         let outcome = self.tokens.reload();
         self.sessions.end_sessions_of_certificates();
@@ -137,13 +144,13 @@ pub fn token_id(token: &str) -> String {
 /// Checks before the handler of one endpoint.
 #[derive(Clone)]
 struct RouteGuard {
-    guard: Arc<Guard>,
+    guard: Arc<AccessControl>,
     required_role: Role,
 }
 
 async fn authorize(State(gate): State<RouteGuard>, request: Request, next: Next) -> Response {
     let response = admit(&gate, request, next).await;
-    gate.guard.requests.count(response.status().as_u16());
+    gate.guard.request_counts.count(response.status().as_u16());
     response
 }
 
@@ -174,7 +181,7 @@ async fn admit(gate: &RouteGuard, mut request: Request, next: Next) -> Response 
 
 /// Router of all endpoints, and their OpenAPI document.
 pub struct Endpoints<S> {
-    guard: Arc<Guard>,
+    guard: Arc<AccessControl>,
     router: OpenApiRouter<S>,
 }
 
@@ -184,7 +191,7 @@ struct CommonHeaders;
 
 impl<S: Clone + Send + Sync + 'static> Endpoints<S> {
     /// Returns a router without endpoints.
-    pub fn new(guard: Arc<Guard>, title: &str, description: &str) -> Self {
+    pub fn new(guard: Arc<AccessControl>, title: &str, description: &str) -> Self {
         let mut document = CommonHeaders::openapi();
         document.info.title = title.to_owned();
         document.info.description = Some(description.to_owned());

@@ -11,7 +11,7 @@ use serde::{Deserialize, Deserializer, Serialize};
 
 use crate::Problem;
 use crate::endpoints::DEFAULT_MAX_BODY_BYTES;
-use crate::work::{self, Size};
+use crate::work::{self, WorkSize};
 
 /// Parameters of the query.
 #[derive(Debug, FromRequestParts)]
@@ -36,7 +36,7 @@ impl<S: Send + Sync, T: DeserializeOwned + Send + 'static> FromRequest<S> for Js
         let empty = Request::from_parts(head.clone(), Body::from("{}"));
         axum::Json::<JsonObject<IgnoredAny>>::from_request(empty, state).await.map(drop)?;
         let bytes = Bytes::from_request(Request::from_parts(head, body), state).await?;
-        let size = if bytes.len() > DEFAULT_MAX_BODY_BYTES { Size::Large } else { Size::Small };
+        let size = if bytes.len() > DEFAULT_MAX_BODY_BYTES { WorkSize::Large } else { WorkSize::Small };
         let axum::Json(JsonObject(body)) = work::run(size, move || axum::Json::from_bytes(&bytes)).await??;
         Ok(Self(body))
     }

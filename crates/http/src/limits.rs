@@ -31,21 +31,25 @@ const BURST: u32 = 5;
 const MAX_CALLERS: usize = 4096;
 
 /// The rate limits.
-pub struct Limits {
+pub struct RateLimits {
     clock: MonotonicClock,
-    reads: Limiter<(Role, IpAddr)>,
-    writes: Limiter<(Role, IpAddr)>,
-    refusals: Limiter<IpAddr>,
+    read_limiter: Limiter<(Role, IpAddr)>,
+    write_limiter: Limiter<(Role, IpAddr)>,
+    refusal_limiter: Limiter<IpAddr>,
 }
 
-impl Default for Limits {
+impl Default for RateLimits {
     fn default() -> Self {
         let clock = MonotonicClock;
         let quota = |rate: NonZeroU32| Quota::per_second(rate).allow_burst(rate.saturating_mul(BURST_FACTOR));
         Self {
-            reads: RateLimiter::new(quota(MAX_READS_PER_SECOND), DashMapStateStore::default(), clock.clone()),
-            writes: RateLimiter::new(quota(MAX_WRITES_PER_SECOND), DashMapStateStore::default(), clock.clone()),
-            refusals: RateLimiter::new(quota(MAX_REFUSALS_PER_SECOND), DashMapStateStore::default(), clock.clone()),
+            read_limiter: RateLimiter::new(quota(MAX_READS_PER_SECOND), DashMapStateStore::default(), clock.clone()),
+            write_limiter: RateLimiter::new(quota(MAX_WRITES_PER_SECOND), DashMapStateStore::default(), clock.clone()),
+            refusal_limiter: RateLimiter::new(
+                quota(MAX_REFUSALS_PER_SECOND),
+                DashMapStateStore::default(),
+                clock.clone(),
+            ),
             clock,
         }
     }
@@ -53,26 +57,26 @@ impl Default for Limits {
 
 const BURST_FACTOR: NonZeroU32 = NonZeroU32::new(BURST).unwrap();
 
-impl Limits {
+impl RateLimits {
     /// Counts a request of an authenticated caller.
     pub fn count_request(&self, role: Role, address: IpAddr, writes: bool) -> Result<(), Problem> {
-        self.check(if writes { &self.writes } else { &self.reads }, &(role, network(address)))
+        self.check(if writes { &self.write_limiter } else { &self.read_limiter }, &(role, network(address)))
     }
 
     /// Counts a request of an unauthenticated caller.
     pub fn count_rejected(&self, address: IpAddr) -> Result<(), Problem> {
-        self.check(&self.refusals, &network(address))
+        self.check(&self.refusal_limiter, &network(address))
     }
 
     fn check<K: std::hash::Hash + Eq + Clone>(&self, limiter: &Limiter<K>, key: &K) -> Result<(), Problem> {
         if limiter.len() > MAX_CALLERS {
             limiter.retain_recent();
         }
-        limiter.check_key(key).map_err(|not_yet| too_many(not_yet.wait_time_from(self.clock.now())))
+        limiter.check_key(key).map_err(|not_yet| too_many_requests(not_yet.wait_time_from(self.clock.now())))
     }
 }
 
-fn too_many(wait: Duration) -> Problem {
+fn too_many_requests(wait: Duration) -> Problem {
     let seconds = wait.as_millis().div_ceil(1000).max(1) as u64;
     Problem::new(ProblemKind::TooManyRequests, format!("too many requests: expected none within {seconds} s"))
         .retry_after(seconds)
@@ -92,7 +96,7 @@ mod tests {
 
     #[test]
     fn excess_requests_get_retry_after() {
-        let limits = Limits::default();
+        let limits = RateLimits::default();
         let address = |last: u16| IpAddr::from(Ipv6Addr::new(0xfd00, 0, 0, 0, 0, 0, 0, last));
         let began = std::time::Instant::now();
         let (allowed, problem) = (0..=u16::MAX)

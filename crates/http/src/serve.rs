@@ -16,7 +16,7 @@ use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::TcpStream;
 use tokio::sync::oneshot;
 
-use crate::connection_limit::{ConnectionSlots, Permit, TrackedBody};
+use crate::connection_limit::{ConnectionPermit, ConnectionSlots, TrackedBody};
 use crate::work;
 use coreward_api::Role;
 
@@ -29,7 +29,7 @@ pub struct ConnectionLimits {
     /// is not limited.
     pub head_timeout: Duration,
     /// Limit of a request's head, bytes.
-    pub head_bytes: usize,
+    pub max_head_bytes: usize,
     /// Time after which a client that reads nothing of an answer is disconnected.
     pub write_timeout: Duration,
 }
@@ -39,7 +39,7 @@ impl Default for ConnectionLimits {
         Self {
             max_connections: 512,
             head_timeout: Duration::from_secs(10),
-            head_bytes: 32 << 10,
+            max_head_bytes: 32 << 10,
             write_timeout: Duration::from_secs(20),
         }
     }
@@ -97,9 +97,9 @@ pub trait Acceptor: Clone + Send + Sync + 'static {
 
 /// Accepts connections without TLS.
 #[derive(Debug, Clone, Copy)]
-pub struct Plain;
+pub struct PlainAcceptor;
 
-impl Acceptor for Plain {
+impl Acceptor for PlainAcceptor {
     type Stream = TcpStream;
 
     async fn accept(&self, stream: TcpStream, address: SocketAddr) -> io::Result<(TcpStream, Peer)> {
@@ -167,7 +167,7 @@ impl Listener {
                 };
                 tokio::select! {
                     _ = &mut dropped => {}
-                    () = accept(listener, self.connection_limits, acceptor, router) => {}
+                    () = accept_connections(listener, self.connection_limits, acceptor, router) => {}
                     () = background => {}
                 }
             });
@@ -182,7 +182,12 @@ pub struct RunningServer {
     _alive: oneshot::Sender<std::convert::Infallible>,
 }
 
-async fn accept(listener: tokio::net::TcpListener, bounds: ConnectionLimits, acceptor: impl Acceptor, router: Router) {
+async fn accept_connections(
+    listener: tokio::net::TcpListener,
+    bounds: ConnectionLimits,
+    acceptor: impl Acceptor,
+    router: Router,
+) {
     let slots = ConnectionSlots::new(bounds.max_connections);
     loop {
         let (stream, address) = match listener.accept().await {
@@ -204,7 +209,7 @@ async fn accept(listener: tokio::net::TcpListener, bounds: ConnectionLimits, acc
             let ended = tokio::select! {
                 // A pending request comes first, so that a client that has just sent one keeps its connection.
                 biased;
-                ended = connection(stream, address, bounds, &permit, acceptor, router) => ended,
+                ended = serve_connection(stream, address, bounds, &permit, acceptor, router) => ended,
                 () = permit.wait_until_needed() => Err("idle, and its slot is needed for another connection".into()),
             };
             if let Err(error) = ended {
@@ -219,11 +224,11 @@ async fn accept(listener: tokio::net::TcpListener, bounds: ConnectionLimits, acc
     }
 }
 
-async fn connection(
+async fn serve_connection(
     stream: TcpStream,
     address: SocketAddr,
     bounds: ConnectionLimits,
-    permit: &Arc<Permit>,
+    permit: &Arc<ConnectionPermit>,
     acceptor: impl Acceptor,
     router: Router,
 ) -> Result<(), Box<dyn std::error::Error + Send + Sync>> {
@@ -238,7 +243,7 @@ async fn connection(
     http1::Builder::new()
         .timer(TokioTimer::new())
         .header_read_timeout(bounds.head_timeout)
-        .max_buf_size(bounds.head_bytes)
+        .max_buf_size(bounds.max_head_bytes)
         .serve_connection(TokioIo::new(stream), service)
         .await?;
     Ok(())

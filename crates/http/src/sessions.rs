@@ -65,7 +65,7 @@ impl Sessions {
         if sessions.len() >= MAX_SESSIONS {
             sessions.remove(0);
         }
-        let cookie = set_cookie(&id, SESSION_LIFETIME, encrypted);
+        let cookie = cookie_header_value(&id, SESSION_LIFETIME, encrypted);
         sessions.push(Session { id, proof: by, expires_at: Instant::now() + SESSION_LIFETIME });
         cookie
     }
@@ -83,7 +83,7 @@ impl Sessions {
         for id in session_ids(headers) {
             self.live_sessions().retain(|session| !session.matches(id));
         }
-        set_cookie("", Duration::ZERO, encrypted)
+        cookie_header_value("", Duration::ZERO, encrypted)
     }
 
     /// Ends all sessions that were begun by a token.
@@ -112,7 +112,7 @@ impl Session {
 
 /// Returns a cookie. RFC 6265bis, Sect. 4.1.2.5: browsers send `Secure` cookies by TLS only, and accept none in clear
 /// text.
-fn set_cookie(id: &str, life: Duration, encrypted: bool) -> String {
+fn cookie_header_value(id: &str, life: Duration, encrypted: bool) -> String {
     let secure = if encrypted { "; Secure" } else { "" };
     format!("{COOKIE_NAME}={id}; Path=/; HttpOnly; SameSite=Strict; Max-Age={}{secure}", life.as_secs())
 }

@@ -70,7 +70,7 @@ impl Tokens {
 
 fn read_or_create_token(path: &Path) -> anyhow::Result<Secret<String>> {
     if !path.exists() {
-        write_new(path, &random_text::<TOKEN_BYTES>())
+        create_token_file(path, &random_text::<TOKEN_BYTES>())
             .with_context(|| format!("{}: the token cannot be written", path.display()))?;
         tracing::info!(
             event = "token-created",
@@ -104,7 +104,7 @@ fn random_text<const BYTES: usize>() -> String {
 
 /// Writes the file atomically, even if the machine stops. Of several controllers with one directory the first one
 /// creates the token.
-fn write_new(path: &Path, token: &str) -> std::io::Result<()> {
+fn create_token_file(path: &Path, token: &str) -> std::io::Result<()> {
     // A unique name: process ids are equal in two containers that share a directory.
     let temporary = path.with_extension(format!("new-{}", random_text::<TEMPORARY_NAME_BYTES>()));
     let mut file = std::fs::OpenOptions::new().write(true).create_new(true).mode(0o600).open(&temporary)?;

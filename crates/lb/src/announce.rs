@@ -20,23 +20,23 @@ use tokio_stream::StreamExt as _;
 use crate::config::Announce;
 
 /// Protocol of the routes in `ip route`: a number that the kernel's and iproute2's lists do not use.
-const PROTOCOL: RouteProtocol = RouteProtocol::Other(174);
+const ROUTE_PROTOCOL: RouteProtocol = RouteProtocol::Other(174);
 /// Interval of checks for changes of the table by other programs.
 const READ_INTERVAL: Duration = Duration::from_secs(10);
 
 pub struct Announcer {
     handle: Handle,
-    table: u32,
+    route_table_id: u32,
     announced_vips: BTreeSet<IpAddr>,
     last_read: Instant,
-    reader_task: AbortHandle,
+    netlink_task: AbortHandle,
 }
 
 /// VIPs that can be announced, and reasons against the others.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct AnnounceState {
     /// VIPs whose packets can be forwarded.
-    pub announceable: BTreeSet<IpAddr>,
+    pub announceable_vips: BTreeSet<IpAddr>,
     /// Reasons why the other VIPs are not announced.
     pub blocked_reasons: Vec<String>,
 }
@@ -48,21 +48,21 @@ impl Announcer {
         let answers = tokio::spawn(connection).abort_handle();
         let mut announcer = Self {
             handle,
-            table: config.table,
+            route_table_id: config.table,
             announced_vips: BTreeSet::new(),
             last_read: Instant::now(),
-            reader_task: answers,
+            netlink_task: answers,
         };
         announcer.read().await?;
         Ok(announcer)
     }
 
     /// Returns the number of the kernel's table with the routes.
-    pub fn table(&self) -> u32 {
-        self.table
+    pub fn route_table_id(&self) -> u32 {
+        self.route_table_id
     }
 
-    pub fn count(&self) -> usize {
+    pub fn announced_count(&self) -> usize {
         self.announced_vips.len()
     }
 
@@ -73,25 +73,25 @@ impl Announcer {
         }
         let gone: Vec<IpAddr> = self.announced_vips.difference(wanted).copied().collect();
         for vip in gone {
-            let deleted = self.handle.route().del(route(vip, self.table)?).execute().await;
+            let deleted = self.handle.route().del(vip_route(vip, self.route_table_id)?).execute().await;
             deleted.with_context(|| format!("VIP {vip} cannot be withdrawn"))?;
             self.announced_vips.remove(&vip);
             tracing::info!(
                 event = "vip-withdrawn",
                 %vip,
-                table = self.table,
+                table = self.route_table_id,
                 "the load balancer has deleted the route that announces the VIP"
             );
         }
         let new: Vec<IpAddr> = wanted.difference(&self.announced_vips).copied().collect();
         for vip in new {
-            let added = self.handle.route().add(route(vip, self.table)?).replace().execute().await;
+            let added = self.handle.route().add(vip_route(vip, self.route_table_id)?).replace().execute().await;
             added.with_context(|| format!("VIP {vip} cannot be announced"))?;
             self.announced_vips.insert(vip);
             tracing::info!(
                 event = "vip-announced",
                 %vip,
-                table = self.table,
+                table = self.route_table_id,
                 "the load balancer has added the route that announces the VIP"
             );
         }
@@ -99,7 +99,7 @@ impl Announcer {
     }
 
     /// Returns whether the interface is up. Fails when the interface does not exist.
-    pub async fn is_up(&self, interface: &str) -> anyhow::Result<bool> {
+    pub async fn is_interface_up(&self, interface: &str) -> anyhow::Result<bool> {
         let links = self.handle.link().get().match_name(interface.to_owned()).execute();
         let mut links = std::pin::pin!(links);
         let missing = || format!("interface {interface}: expected a device of this network namespace");
@@ -115,7 +115,7 @@ impl Announcer {
             let mut routes = std::pin::pin!(routes);
             while let Some(route) = routes.next().await {
                 let route = route.context("cannot read the kernel's routes")?;
-                found.extend(vip_of(&route, self.table));
+                found.extend(announced_vip(&route, self.route_table_id));
             }
         }
         (self.announced_vips, self.last_read) = (found, Instant::now());
@@ -127,24 +127,24 @@ fn prefix_length(vip: IpAddr) -> u8 {
     if vip.is_ipv4() { 32 } else { 128 }
 }
 
-fn route(vip: IpAddr, table: u32) -> anyhow::Result<RouteMessage> {
+fn vip_route(vip: IpAddr, table: u32) -> anyhow::Result<RouteMessage> {
     let route = RouteMessageBuilder::<IpAddr>::new().destination_prefix(vip, prefix_length(vip))?;
-    Ok(route.table_id(table).protocol(PROTOCOL).kind(RouteType::BlackHole).build())
+    Ok(route.table_id(table).protocol(ROUTE_PROTOCOL).kind(RouteType::BlackHole).build())
 }
 
 impl Drop for Announcer {
     fn drop(&mut self) {
-        self.reader_task.abort();
+        self.netlink_task.abort();
     }
 }
 
-fn vip_of(route: &RouteMessage, table: u32) -> Option<IpAddr> {
+fn announced_vip(route: &RouteMessage, table: u32) -> Option<IpAddr> {
     let in_attribute = route.attributes.iter().find_map(|attribute| match attribute {
         RouteAttribute::Table(table) => Some(*table),
         _ => None,
     });
     let its_table = in_attribute.unwrap_or(route.header.table.into());
-    if its_table != table || route.header.protocol != PROTOCOL {
+    if its_table != table || route.header.protocol != ROUTE_PROTOCOL {
         return None;
     }
     let destination = route.attributes.iter().find_map(|attribute| match attribute {
@@ -165,14 +165,14 @@ mod tests {
             let vip: IpAddr = vip.parse().unwrap();
             let vip_in = |table, protocol, length| {
                 let builder = RouteMessageBuilder::<IpAddr>::new().destination_prefix(vip, length).unwrap();
-                vip_of(&builder.table_id(table).protocol(protocol).build(), 7400)
+                announced_vip(&builder.table_id(table).protocol(protocol).build(), 7400)
             };
             let length = prefix_length(vip);
-            assert_eq!(vip_in(7400, PROTOCOL, length), Some(vip));
-            assert_eq!(vip_of(&route(vip, 7400).unwrap(), 7400), Some(vip));
-            assert_eq!(vip_in(7401, PROTOCOL, length), None);
+            assert_eq!(vip_in(7400, ROUTE_PROTOCOL, length), Some(vip));
+            assert_eq!(announced_vip(&vip_route(vip, 7400).unwrap(), 7400), Some(vip));
+            assert_eq!(vip_in(7401, ROUTE_PROTOCOL, length), None);
             assert_eq!(vip_in(7400, RouteProtocol::Static, length), None);
-            assert_eq!(vip_in(7400, PROTOCOL, network_length), None);
+            assert_eq!(vip_in(7400, ROUTE_PROTOCOL, network_length), None);
         }
     }
 }

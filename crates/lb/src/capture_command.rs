@@ -56,8 +56,8 @@ pub fn run(args: &CaptureArgs) -> anyhow::Result<()> {
     let service = find_service(&args.service, &capture::services(&config.pin_directory)?)?;
     let options = Options { pin_directory: config.pin_directory, service, capture_length: args.length };
     let mut sink = match &args.out {
-        Some(path) => Sink::File(PcapNg::create(path, args.annotate)?),
-        None => Sink::Text,
+        Some(path) => PacketSink::File(PcapNg::create(path, args.annotate)?),
+        None => PacketSink::Text,
     };
     let mut capture = Capture::start(options)?;
     eprintln!("capturing {service}");
@@ -115,30 +115,30 @@ fn epoch_of_monotonic_clock() -> anyhow::Result<Duration> {
     Ok(now.saturating_sub(clock_gettime(ClockId::CLOCK_MONOTONIC)?.into()))
 }
 
-enum Sink {
+enum PacketSink {
     Text,
     File(PcapNg),
 }
 
-impl Sink {
+impl PacketSink {
     fn write_packet(&mut self, time: Duration, packet: &CapturedPacket) -> anyhow::Result<()> {
         match self {
-            Sink::Text => {
+            PacketSink::Text => {
                 let verdict = DecisionComment(packet);
                 let (seconds, micros) = (time.as_secs(), time.subsec_micros());
                 Ok(writeln!(std::io::stdout(), "{seconds}.{micros:06} {} bytes: {verdict}", packet.length)?)
             }
-            Sink::File(file) => file.write(time, packet),
+            PacketSink::File(file) => file.write(time, packet),
         }
     }
 }
 
-impl Sink {
+impl PacketSink {
     /// Flushes the file, and returns the error that a drop would hide.
     fn finish(self) -> anyhow::Result<()> {
         match self {
-            Sink::Text => Ok(()),
-            Sink::File(file) => file.writer.into_inner().flush().context("writing the capture"),
+            PacketSink::Text => Ok(()),
+            PacketSink::File(file) => file.writer.into_inner().flush().context("writing the capture"),
         }
     }
 }
@@ -146,7 +146,7 @@ impl Sink {
 /// A pcapng file (draft-ietf-opsawg-pcapng) with one Ethernet interface.
 struct PcapNg {
     writer: PcapNgWriter<BufWriter<File>>,
-    verdict: bool,
+    annotates: bool,
 }
 
 impl PcapNg {
@@ -160,12 +160,12 @@ impl PcapNg {
             options: vec![InterfaceDescriptionOption::IfTsResol(9)],
         };
         writer.write_pcapng_block(interface)?;
-        Ok(Self { writer, verdict })
+        Ok(Self { writer, annotates: verdict })
     }
 
     fn write(&mut self, time: Duration, packet: &CapturedPacket) -> anyhow::Result<()> {
         let mut options = Vec::new();
-        if self.verdict {
+        if self.annotates {
             options.push(EnhancedPacketOption::Comment(DecisionComment(packet).to_string().into()));
         }
         self.writer.write_pcapng_block(EnhancedPacketBlock {

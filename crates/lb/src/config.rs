@@ -5,8 +5,8 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use coreward_config::{
-    AbsolutePath, BoundedDuration, HOUR, Interface, MINUTE, Name, Number, SECOND, config_file, config_struct,
-    string_enum,
+    AbsolutePath, BoundedDuration, HOUR_NS, InterfaceName, MINUTE_NS, Name, Number, SECOND_NS, config_file,
+    config_struct, string_enum,
 };
 use coreward_daemon::Controllers;
 use coreward_dataplane::lb::{MAX_FLOW_TABLE_ENTRIES, Options, XdpMode};
@@ -31,7 +31,7 @@ config_struct! {
         /// Addresses of the controllers: one, or a list.
         pub controllers as "controller": Controllers,
         /// Interface that receives and sends packets for VIPs.
-        pub interface: String as Interface,
+        pub interface: String as InterfaceName,
         /// VLAN of packets for VIPs; without it they are untagged.
         pub vlan: Option<Vlan>,
         /// Directory of the data plane in a BPF file system, created if missing; one per load balancer.
@@ -70,7 +70,7 @@ config_struct! {
         /// Treatment of announced VIPs when the daemon stops: "withdraw", or "keep", as the data plane goes on.
         pub on_stop: OnStop = OnStop::Withdraw,
         /// Time between the withdrawal of VIPs and the end, for routers to learn of the withdrawal.
-        pub drain: Duration as BoundedDuration<0, MINUTE> = BoundedDuration(Duration::from_secs(5)),
+        pub drain: Duration as BoundedDuration<0, MINUTE_NS> = BoundedDuration(Duration::from_secs(5)),
     }
 }
 
@@ -81,7 +81,7 @@ string_enum!(
 );
 
 /// Range of a timer: an entry is checked at least once a day, and at most once a second.
-type Timer = BoundedDuration<SECOND, { 24 * HOUR }>;
+type Timer = BoundedDuration<SECOND_NS, { 24 * HOUR_NS }>;
 
 config_struct! {
     /// Times without packets after which a server is queried about a connection.

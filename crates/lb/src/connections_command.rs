@@ -37,7 +37,7 @@ pub enum SortBy {
 }
 
 impl SortBy {
-    fn weight(self, connection: &Connection) -> u64 {
+    fn sort_key(self, connection: &Connection) -> u64 {
         match self {
             SortBy::Packets => connection.packets,
             SortBy::Bytes => connection.bytes,
@@ -45,27 +45,27 @@ impl SortBy {
     }
 }
 
-const PIN_DIRECTORIES: &str = "/sys/fs/bpf/coreward";
+const PIN_ROOT: &str = "/sys/fs/bpf/coreward";
 
 /// Returns the text to print. Fails when the pin directory is ambiguous or has no load balancer, or the service is
 /// unknown.
 pub fn run(args: &ConnectionsArgs) -> anyhow::Result<String> {
     let directory = match &args.pin_directory {
         Some(directory) => directory.clone(),
-        None => only_load_balancer(Path::new(PIN_DIRECTORIES))?,
+        None => find_pin_directory(Path::new(PIN_ROOT))?,
     };
     let pinned = PinnedConnections::open(&directory)?;
     let service = find_service(&args.service, &pinned.services())?;
     let mut count = 0;
     let counted = pinned.connections(service).inspect(|_| count += 1);
-    let top = heaviest(counted, args.top, |connection| args.by.weight(connection));
+    let top = heaviest(counted, args.top, |connection| args.by.sort_key(connection));
     let entries = pinned.size().entry_count();
     let head = format!("{service}: {count} connections in a table of {entries} entries");
-    Ok(format!("{head}\n{}", table(&top, pinned.clock())))
+    Ok(format!("{head}\n{}", format_table(&top, pinned.clock())))
 }
 
 /// Returns the only directory below `root` in which a load balancer has pinned its maps.
-fn only_load_balancer(root: &Path) -> anyhow::Result<PathBuf> {
+fn find_pin_directory(root: &Path) -> anyhow::Result<PathBuf> {
     let listed = std::fs::read_dir(root).with_context(|| format!("{}: give --pin-directory", root.display()))?;
     let has_table = |directory: &PathBuf| directory.join("lb/connections").exists();
     let found: Vec<PathBuf> = listed.flatten().map(|entry| entry.path()).filter(has_table).collect();
@@ -79,7 +79,7 @@ fn only_load_balancer(root: &Path) -> anyhow::Result<PathBuf> {
     }
 }
 
-fn table(connections: &[Connection], now: ClockTicks) -> Table {
+fn format_table(connections: &[Connection], now: ClockTicks) -> Table {
     let mut table = Table::new();
     table.load_style(presets::NOTHING);
     table.set_header(["client", "server", "packets", "bytes", "age, s", "idle, s", "state"]);
@@ -89,9 +89,9 @@ fn table(connections: &[Connection], now: ClockTicks) -> Table {
             connection.identity.server.to_string(),
             connection.packets.to_string(),
             connection.bytes.to_string(),
-            seconds(now.since(connection.opened_at)),
-            seconds(now.since(connection.last_seen)),
-            state(connection).to_owned(),
+            format_seconds(now.since(connection.opened_at)),
+            format_seconds(now.since(connection.last_seen)),
+            state_name(connection).to_owned(),
         ]);
     }
     for column in table.column_iter_mut().skip(1).take(5) {
@@ -100,11 +100,11 @@ fn table(connections: &[Connection], now: ClockTicks) -> Table {
     table
 }
 
-fn seconds(time: Duration) -> String {
+fn format_seconds(time: Duration) -> String {
     format!("{:.1}", time.as_secs_f64())
 }
 
-fn state(connection: &Connection) -> &'static str {
+fn state_name(connection: &Connection) -> &'static str {
     match connection {
         Connection { packets: 0..=1, .. } => "half-open",
         Connection { is_closing: true, .. } => "closing",
@@ -115,7 +115,7 @@ fn state(connection: &Connection) -> &'static str {
 #[cfg(test)]
 mod tests {
     use coreward_model::ServerId;
-    use coreward_model::connection_table::{ConnectionIndex, Identity};
+    use coreward_model::connection_table::{ConnectionIndex, EntryIdentity};
 
     use super::*;
 
@@ -124,7 +124,7 @@ mod tests {
         let server = ServerId::try_from(77).unwrap();
         let connection = Connection {
             index: ConnectionIndex::new(0, 5),
-            identity: Identity { tag: 1, generation: 2, service: 0, server },
+            identity: EntryIdentity { tag: 1, generation: 2, service: 0, server },
             client: "10.1.0.7:40312".parse().unwrap(),
             packets: 12,
             bytes: 3456,
@@ -133,7 +133,7 @@ mod tests {
             is_closing: true,
         };
         let half_open = Connection { packets: 1, ..connection };
-        let shown = table(&[connection, half_open], ClockTicks(230)).to_string();
+        let shown = format_table(&[connection, half_open], ClockTicks(230)).to_string();
         let words: Vec<Vec<&str>> = shown.lines().skip(1).map(|line| line.split_whitespace().collect()).collect();
         assert_eq!(words[0], ["10.1.0.7:40312", "77", "12", "3456", "13.0", "0.5", "closing"]);
         assert_eq!(words[1][6], "half-open");
@@ -142,11 +142,11 @@ mod tests {
     #[test]
     fn without_a_directory_there_must_be_one_load_balancer() {
         let root = tempfile::tempdir().unwrap();
-        let refused = |root: &Path| only_load_balancer(root).unwrap_err().to_string();
+        let refused = |root: &Path| find_pin_directory(root).unwrap_err().to_string();
         assert!(refused(root.path()).starts_with("no load balancer has pinned its maps below "));
         let pinned = ["lb1", "lb2"].map(|name| {
             std::fs::create_dir_all(root.path().join(name).join("lb/connections")).unwrap();
-            only_load_balancer(root.path())
+            find_pin_directory(root.path())
         });
         assert_eq!(pinned[0].as_ref().unwrap(), &root.path().join("lb1"));
         assert!(pinned[1].as_ref().unwrap_err().to_string().starts_with("several load balancers"));

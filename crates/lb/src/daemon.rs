@@ -7,8 +7,8 @@ use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
 use anyhow::Context as _;
-use coreward_daemon::Connection;
-use coreward_daemon::metrics_endpoint::Scrapes;
+use coreward_daemon::ControllerConnection;
+use coreward_daemon::metrics_endpoint::ScrapeReceiver;
 use coreward_dataplane::lb::{self, LoadBalancer};
 use coreward_dataplane::pins::{self, PinLock};
 use coreward_dataplane::routes::Routes;
@@ -29,7 +29,7 @@ use tokio_stream::wrappers::ReceiverStream;
 use crate::announce::{AnnounceState, Announcer};
 use crate::config::{Announce, Config, OnStop};
 use crate::forwarder::{Forwarder, PROGRAM_LOAD_TIMEOUT};
-use crate::health::Health;
+use crate::health::HealthChecks;
 use crate::last_configuration::LastConfiguration;
 use crate::resolvers::{Resolution, Resolvers};
 use crate::sweeper::Sweeper;
@@ -40,7 +40,7 @@ const TICK_INTERVAL: Duration = Duration::from_millis(100);
 const MIN_STATE_INTERVAL: Duration = Duration::from_millis(20);
 /// Length of the queue of messages to the controller: a state, counts and socket queries.
 const MESSAGE_QUEUE_LENGTH: usize = 64;
-const UNRESOLVED: &str = "a thread that resolves MAC addresses has ended";
+const RESOLVER_ENDED: &str = "a thread that resolves MAC addresses has ended";
 
 /// Runs until SIGTERM or SIGINT; pinned objects stay in use. Fails when the file is invalid, another daemon uses the
 /// pin directory, the interface does not exist, or the kernel rejects the program.
@@ -49,7 +49,7 @@ pub fn run(config: &Path) -> anyhow::Result<()> {
     // Health checks of many servers are many concurrent connections.
     coreward_daemon::raise_file_limit();
     let _pin_lock = PinLock::new(&config.pin_directory)?;
-    let mut balancer = LoadBalancer::load(options(&config))?;
+    let mut balancer = LoadBalancer::load(lb_options(&config))?;
     let attachment = balancer.attach(&config.interface, config.xdp_mode)?;
     let action = match (balancer.is_taken_over(), balancer.is_upgrade_pending()) {
         (true, _) => "taken over its XDP program",
@@ -65,7 +65,7 @@ pub fn run(config: &Path) -> anyhow::Result<()> {
     );
     let (resolvers, changes) = Resolvers::start(&config.interface)?;
     let timers = config.connection_timers;
-    let health = Health::start(config.interface.clone())?;
+    let health = HealthChecks::start(config.interface.clone())?;
     let ways = (resolvers, Routes::open().context("cannot open a netlink socket for routes")?);
     let device = (config.interface.clone(), config.vlan.unwrap_or_default());
     let forwarder = Forwarder::new(config.name.clone(), device, balancer, attachment, ways, timers, health);
@@ -77,7 +77,7 @@ pub fn run(config: &Path) -> anyhow::Result<()> {
 pub fn detach(config: &Path) -> anyhow::Result<()> {
     let config = Config::load(config)?;
     let _pin_lock = PinLock::new(&config.pin_directory)?;
-    let mut balancer = LoadBalancer::load(options(&config))?;
+    let mut balancer = LoadBalancer::load(lb_options(&config))?;
     if !balancer.is_taken_over() && !balancer.is_upgrade_pending() {
         tracing::info!(
             event = "nothing-pinned",
@@ -88,13 +88,13 @@ pub fn detach(config: &Path) -> anyhow::Result<()> {
         balancer.attach(&config.interface, config.xdp_mode)?;
     }
     if let Some(announce) = &config.announce {
-        tokio::runtime::Builder::new_current_thread().enable_all().build()?.block_on(withdraw(announce))?;
+        tokio::runtime::Builder::new_current_thread().enable_all().build()?.block_on(withdraw_vips(announce))?;
     }
     balancer.detach()?;
     pins::remove_if_empty(&config.pin_directory)
 }
 
-fn options(config: &Config) -> lb::Options {
+fn lb_options(config: &Config) -> lb::Options {
     lb::Options {
         pin_directory: Some(config.pin_directory.clone()),
         flow_table_entries: config.flow_table,
@@ -112,19 +112,21 @@ async fn serve(
 ) -> anyhow::Result<()> {
     let mut ticker = tokio::time::interval(TICK_INTERVAL);
     ticker.set_missed_tick_behavior(MissedTickBehavior::Delay);
-    let scrapes = Scrapes::listen(config.metrics)?;
+    let scrapes = ScrapeReceiver::listen(config.metrics)?;
     let announcer = match &config.announce {
         Some(announce) => Some(Announcer::start(announce).await?),
         None => None,
     };
-    let mut connection = Connection::new(config.controllers.clone(), config.tls.as_ref(), &[Role::Controller])?;
+    let mut connection =
+        ControllerConnection::new(config.controllers.clone(), config.tls.as_ref(), &[Role::Controller])?;
     let sweeper = Sweeper::new(&config.connection_timers);
     let mut last = LastConfiguration::new(&config.state_directory, &config.name);
     // The program of another version continues with its tables until this version has a controller's tables.
     if !forwarder.is_upgrade_pending() {
         last.restore(&mut forwarder);
     }
-    let mut tasks = BackgroundTasks { neighbours, ticker, scrapes, announcer, sweeper, last_configuration: last };
+    let mut tasks =
+        BackgroundTasks { resolutions: neighbours, ticker, scrapes, announcer, sweeper, last_configuration: last };
     let work = run_sessions(&config, &mut connection, &mut forwarder, &mut tasks);
     let outcome = coreward_daemon::run_until_shutdown(work).await;
     tasks.last_configuration.save(&mut forwarder);
@@ -143,7 +145,7 @@ async fn serve(
 }
 
 /// Withdraws all VIPs, and returns after the drain time of the routers.
-async fn withdraw(announce: &Announce) -> anyhow::Result<()> {
+async fn withdraw_vips(announce: &Announce) -> anyhow::Result<()> {
     Announcer::start(announce).await?.announce(&BTreeSet::new()).await?;
     tokio::time::sleep(announce.drain).await;
     Ok(())
@@ -151,9 +153,9 @@ async fn withdraw(announce: &Announce) -> anyhow::Result<()> {
 
 /// Tasks that do not depend on a controller.
 struct BackgroundTasks {
-    neighbours: mpsc::UnboundedReceiver<Resolution>,
+    resolutions: mpsc::UnboundedReceiver<Resolution>,
     ticker: Interval,
-    scrapes: Scrapes,
+    scrapes: ScrapeReceiver,
     announcer: Option<Announcer>,
     sweeper: Sweeper,
     last_configuration: LastConfiguration,
@@ -164,7 +166,7 @@ impl BackgroundTasks {
     fn tick(&mut self, forwarder: &mut Forwarder, limit: usize) -> anyhow::Result<Vec<SocketQuery>> {
         forwarder.tick();
         let due = forwarder.sweep()?;
-        forwarder.free(&self.sweeper.queue(&due, uptime()))?;
+        forwarder.free_connections(&self.sweeper.queue(&due, uptime()))?;
         Ok(self.sweeper.next_queries(uptime(), limit))
     }
 
@@ -174,34 +176,34 @@ impl BackgroundTasks {
         let Some(announcer) = &mut self.announcer else { return Ok(()) };
         // Without a configuration, the announcements of an earlier process stay.
         let Some(mut state) = forwarder.announce_state() else { return Ok(()) };
-        if !announcer.is_up(interface).await? {
+        if !announcer.is_interface_up(interface).await? {
             state = AnnounceState {
                 blocked_reasons: vec![format!("no VIP is announced: {interface} is down")],
                 ..AnnounceState::default()
             };
         }
-        if let Err(error) = announcer.announce(&state.announceable).await {
+        if let Err(error) = announcer.announce(&state.announceable_vips).await {
             tracing::warn!(
                 event = "announcement-failed",
-                table = announcer.table(),
+                table = announcer.route_table_id(),
                 error = format!("{error:#}"),
                 "the load balancer cannot change the routes that announce its VIPs and retries every second"
             );
             state.blocked_reasons.push(format!("{error:#}"));
         }
-        forwarder.set_announced_vips(announcer.count(), state.blocked_reasons);
+        forwarder.set_announced_vips(announcer.announced_count(), state.blocked_reasons);
         Ok(())
     }
 
     /// Returns the daemon's state, for the controller and Prometheus.
-    fn state(&self, forwarder: &Forwarder, connection: &Connection) -> v1::LoadBalancerState {
+    fn state(&self, forwarder: &Forwarder, connection: &ControllerConnection) -> v1::LoadBalancerState {
         let mut state = forwarder.state();
         state.warnings.extend(connection.warnings());
         state.warnings.extend(self.last_configuration.problem().map(str::to_owned));
         state
     }
 
-    fn metrics(&self, forwarder: &Forwarder, connection: &Connection) -> Snapshot {
+    fn metrics(&self, forwarder: &Forwarder, connection: &ControllerConnection) -> Snapshot {
         let mut page = forwarder.metrics(&self.state(forwarder, connection));
         connection.add_metrics(&mut page);
         page
@@ -211,14 +213,14 @@ impl BackgroundTasks {
     async fn run_while<T>(
         &mut self,
         forwarder: &mut Forwarder,
-        connection: &Connection,
+        connection: &ControllerConnection,
         other: impl Future<Output = T>,
     ) -> anyhow::Result<T> {
         tokio::pin!(other);
         loop {
             tokio::select! {
                 outcome = &mut other => return Ok(outcome),
-                change = self.neighbours.recv() => forwarder.apply_resolution(change.context(UNRESOLVED)?),
+                change = self.resolutions.recv() => forwarder.apply_resolution(change.context(RESOLVER_ENDED)?),
                 // Without a controller the queries time out, and agents count as absent.
                 _ = self.ticker.tick() => drop(self.tick(forwarder, usize::MAX)?),
                 scrape = self.scrapes.next() => drop(scrape.send(self.metrics(forwarder, connection))),
@@ -229,7 +231,7 @@ impl BackgroundTasks {
 
 async fn run_sessions(
     config: &Config,
-    connection: &mut Connection,
+    connection: &mut ControllerConnection,
     forwarder: &mut Forwarder,
     tasks: &mut BackgroundTasks,
 ) -> anyhow::Result<()> {
@@ -244,14 +246,14 @@ async fn run_sessions(
 
 async fn run_session(
     config: &Config,
-    connection: &mut Connection,
+    connection: &mut ControllerConnection,
     forwarder: &mut Forwarder,
     tasks: &mut BackgroundTasks,
 ) -> anyhow::Result<()> {
     let channel = tasks.run_while(forwarder, connection, connection.connect()).await??;
     let mut client = ControlClient::new(channel).max_decoding_message_size(64 << 20);
     let (messages, receiver) = mpsc::channel(MESSAGE_QUEUE_LENGTH);
-    messages.send(message(Message::Registration(registration(config, forwarder.applied_generation())))).await?;
+    messages.send(wrap_message(Message::Registration(registration(config, forwarder.applied_generation())))).await?;
     let stream = client.load_balancer(ReceiverStream::new(receiver));
     let begun = tasks.run_while(forwarder, connection, stream).await??;
     let mut updates = connection.accept_stream(begun)?;
@@ -263,7 +265,7 @@ async fn run_session(
     forwarder.begin_stream();
     let mut tick = tokio::time::interval(STATE_INTERVAL);
     tick.set_missed_tick_behavior(MissedTickBehavior::Delay);
-    let mut traffic = every(forwarder.report_interval());
+    let mut traffic = skipping_interval(forwarder.report_interval());
     let mut reported = (0, 0);
     let (mut state_is_due, mut next_state) = (false, tokio::time::Instant::now());
     loop {
@@ -273,24 +275,24 @@ async fn run_session(
             update = updates.message() => {
                 let Some(update) = update? else { return Ok(()) };
                 connection.record_message();
-                let in_force = apply(forwarder, &mut tasks.sweeper, update);
+                let in_force = apply_update(forwarder, &mut tasks.sweeper, update);
                 anyhow::ensure!(
                     !forwarder.needs_configuration(),
                     "a change does not fit the configuration in force: expected a complete configuration"
                 );
                 if let Some(in_force) = in_force {
                     // The message is for latency metrics only, so it may be lost.
-                    let _ = messages.try_send(message(Message::TableInForce(in_force)));
+                    let _ = messages.try_send(wrap_message(Message::TableInForce(in_force)));
                 }
                 if traffic.period() != forwarder.report_interval() {
-                    traffic = every(forwarder.report_interval());
+                    traffic = skipping_interval(forwarder.report_interval());
                 }
                 reported != (forwarder.table_count(), forwarder.confirmed_generation())
             }
-            change = tasks.neighbours.recv() => {
-                forwarder.apply_resolution(change.context(UNRESOLVED)?);
+            change = tasks.resolutions.recv() => {
+                forwarder.apply_resolution(change.context(RESOLVER_ENDED)?);
                 // With one message per change, ten thousand servers would cause ten thousand states.
-                while let Ok(change) = tasks.neighbours.try_recv() {
+                while let Ok(change) = tasks.resolutions.try_recv() {
                     forwarder.apply_resolution(change);
                 }
                 true
@@ -302,8 +304,8 @@ async fn run_session(
             }
             _ = traffic.tick() => {
                 // Counts are totals, so the next message replaces a lost one.
-                if let Some(counts) = forwarder.traffic() {
-                    let _ = messages.try_send(message(Message::Traffic((&counts).into())));
+                if let Some(counts) = forwarder.traffic_message() {
+                    let _ = messages.try_send(wrap_message(Message::Traffic((&counts).into())));
                 }
                 false
             }
@@ -314,10 +316,10 @@ async fn run_session(
             _ = tasks.ticker.tick() => {
                 // Half of the queue is for unsolicited messages.
                 for query in tasks.tick(forwarder, messages.capacity() / 2)? {
-                    let _ = messages.try_send(message(Message::SocketQuery((&query).into())));
+                    let _ = messages.try_send(wrap_message(Message::SocketQuery((&query).into())));
                 }
                 if let Some(news) = forwarder.next_health_message() {
-                    let _ = messages.try_send(message(Message::Health((&news).into())));
+                    let _ = messages.try_send(wrap_message(Message::Health((&news).into())));
                 }
                 false
             }
@@ -327,12 +329,12 @@ async fn run_session(
             reported = (forwarder.table_count(), forwarder.confirmed_generation());
             (state_is_due, next_state) = (false, tokio::time::Instant::now() + MIN_STATE_INTERVAL);
             // The next state replaces a lost one.
-            let _ = messages.try_send(message(Message::State(tasks.state(forwarder, connection))));
+            let _ = messages.try_send(wrap_message(Message::State(tasks.state(forwarder, connection))));
         }
     }
 }
 
-fn every(period: Duration) -> Interval {
+fn skipping_interval(period: Duration) -> Interval {
     let mut interval = tokio::time::interval(period);
     interval.set_missed_tick_behavior(MissedTickBehavior::Skip);
     interval
@@ -355,13 +357,17 @@ fn registration(config: &Config, applied_generation: u64) -> v1::LoadBalancerReg
     }
 }
 
-fn message(message: Message) -> v1::LoadBalancerMessage {
+fn wrap_message(message: Message) -> v1::LoadBalancerMessage {
     v1::LoadBalancerMessage { message: Some(message) }
 }
 
 /// Applies an update. An unusable update is logged and reported, and leaves the previous state in force. Returns the
 /// acknowledgement of a table.
-fn apply(forwarder: &mut Forwarder, sweeper: &mut Sweeper, update: v1::DataplaneUpdate) -> Option<v1::TableInForce> {
+fn apply_update(
+    forwarder: &mut Forwarder,
+    sweeper: &mut Sweeper,
+    update: v1::DataplaneUpdate,
+) -> Option<v1::TableInForce> {
     let began = Instant::now();
     match update.update {
         Some(Update::Configuration(configuration)) => {
@@ -393,14 +399,14 @@ fn apply(forwarder: &mut Forwarder, sweeper: &mut Sweeper, update: v1::Dataplane
             log_rejection("change", taken);
         }
         Some(Update::Table(bytes)) => {
-            let in_force = install(forwarder, bytes)?;
+            let in_force = install_table(forwarder, bytes)?;
             forwarder.record_install_time(began.elapsed());
             return Some(in_force);
         }
         Some(Update::SocketAnswer(answer)) => {
             let freed = SocketAnswer::try_from(answer)
                 .map_err(anyhow::Error::from)
-                .and_then(|answer| forwarder.free(&sweeper.handle_answer(&answer, uptime())));
+                .and_then(|answer| forwarder.free_connections(&sweeper.handle_answer(&answer, uptime())));
             log_rejection("socket-answer", freed);
         }
         None => tracing::warn!(
@@ -423,18 +429,18 @@ fn log_rejection(kind: &str, outcome: anyhow::Result<()>) {
 }
 
 /// Installs a table and returns its acknowledgement; `None`: the table is unusable, which is reported.
-fn install(forwarder: &mut Forwarder, bytes: Bytes) -> Option<v1::TableInForce> {
+fn install_table(forwarder: &mut Forwarder, bytes: Bytes) -> Option<v1::TableInForce> {
     let outcome = match table::decode(bytes.clone()) {
         Ok((service, table)) => {
-            let outcome = forwarder.install(service, &table);
-            forwarder.record_table(service.get().into(), table.generation, &outcome);
+            let outcome = forwarder.install_table(service, &table);
+            forwarder.record_table_outcome(service.get().into(), table.generation, &outcome);
             outcome.map(|()| v1::TableInForce { service_index: service.get().into(), generation: table.generation })
         }
         Err(error) => {
             // Most unusable tables still name their service.
             let message = v1::PlacementTable::decode(bytes).unwrap_or_default();
             let outcome = Err::<(), anyhow::Error>(error.into());
-            forwarder.record_table(message.service_index, message.generation, &outcome);
+            forwarder.record_table_outcome(message.service_index, message.generation, &outcome);
             outcome.map(|()| v1::TableInForce::default())
         }
     };

@@ -29,7 +29,7 @@ use coreward_model::{ServerId, ServiceAddress};
 use coreward_wire::{HealthMessage, Peer, Service, ServiceIndex, TrafficMessage, v1};
 
 use crate::announce::AnnounceState;
-use crate::health::{Health, Target};
+use crate::health::{CheckTarget, HealthChecks};
 use crate::resolvers::{Neighbour, Resolution, Resolvers};
 use crate::routing;
 use refusals::Refusals;
@@ -39,7 +39,7 @@ use table_ages::TableAges;
 /// Report interval before the first configuration.
 const DEFAULT_REPORT_INTERVAL: Duration = Duration::from_millis(100);
 /// Calls of [`Forwarder::sweep`] for the whole connection table: one second.
-const SWEEP_CALLS: u32 = 10;
+const CALLS_PER_SWEEP: u32 = 10;
 /// Limit of entries (64 bytes each) that one call sweeps: a table of four million takes three seconds.
 const MAX_SWEPT_ENTRIES: u32 = 131_072;
 /// Time after which servers that do not answer ARP no longer delay an upgrade.
@@ -54,7 +54,7 @@ const COUNT_INTERVAL: Duration = Duration::from_secs(10);
 /// The load balancer's program and its inputs.
 pub struct Forwarder {
     balancer: LoadBalancer,
-    attachment: lb::Attachment,
+    attachment: lb::AttachedXdpMode,
     resolvers: Resolvers,
     macs: HashMap<Neighbour, MacAddress>,
     /// The kernel's routing table.
@@ -62,7 +62,7 @@ pub struct Forwarder {
     /// Next hops of servers that packets are encapsulated for; a server without a route is missing.
     next_hops: HashMap<Neighbour, IpAddr>,
     /// Warnings about servers without a route.
-    unrouted: BTreeSet<String>,
+    route_warnings: BTreeSet<String>,
     /// Servers (service, index) behind each neighbour: the server itself, or a router.
     servers_by_neighbour: HashMap<Neighbour, Vec<(ServiceIndex, usize)>>,
     services: BTreeMap<ServiceIndex, (Service, lb::ServiceIndex)>,
@@ -76,7 +76,7 @@ pub struct Forwarder {
     table_ages: TableAges,
     timers: Timeouts,
     /// Time of the last count of connections.
-    last_count: Duration,
+    last_count_at: Duration,
     /// Newest generation that was confirmed in this stream; 0: none yet.
     confirmed_generation: u64,
     /// Number of the configuration; `None`: no configuration yet, or it could not be applied.
@@ -86,7 +86,7 @@ pub struct Forwarder {
     /// Cookie keys in force; `None`: no configuration yet.
     keys: Option<FleetKeys>,
     /// Time at which a missing configuration is logged; `None`: it was logged.
-    missing_logged_at: Option<Duration>,
+    missing_log_due: Option<Duration>,
     /// Whether the configuration in force is not saved yet.
     is_unsaved: bool,
     /// Whether a change did not apply to the configuration in force.
@@ -103,11 +103,11 @@ pub struct Forwarder {
     announced_vips: Option<usize>,
     /// Reasons for which VIPs are not announced.
     blocked_reasons: Vec<String>,
-    health: Health,
+    health: HealthChecks,
     /// Servers that are down by this load balancer's checks.
-    down: BTreeSet<Target>,
+    down_targets: BTreeSet<CheckTarget>,
     /// Targets that get no new connections from this load balancer, even if the controller's table has them.
-    masked: BTreeSet<Target>,
+    masked_targets: BTreeSet<CheckTarget>,
     configured_at: Option<Duration>,
     /// Unusable updates.
     refusals: Refusals,
@@ -120,10 +120,10 @@ impl Forwarder {
         name: String,
         (interface, vlan): (String, Vlan),
         balancer: LoadBalancer,
-        attachment: lb::Attachment,
+        attachment: lb::AttachedXdpMode,
         (resolvers, routes): (Resolvers, Routes),
         timers: Timeouts,
-        health: Health,
+        health: HealthChecks,
     ) -> Self {
         Self {
             balancer,
@@ -132,17 +132,17 @@ impl Forwarder {
             macs: HashMap::new(),
             routes,
             next_hops: HashMap::new(),
-            unrouted: BTreeSet::new(),
+            route_warnings: BTreeSet::new(),
             servers_by_neighbour: HashMap::new(),
             services: BTreeMap::new(),
             name,
             peers: Vec::new(),
             report_interval: DEFAULT_REPORT_INTERVAL,
             table_lifetime: DEFAULT_TABLE_LIFETIME,
-            missing_logged_at: Some(monotonic() + CONFIGURATION_TIMEOUT),
+            missing_log_due: Some(monotonic() + CONFIGURATION_TIMEOUT),
             table_ages: TableAges::new(monotonic()),
             timers,
-            last_count: monotonic(),
+            last_count_at: monotonic(),
             confirmed_generation: 0,
             configuration_number: None,
             applied_generation: 0,
@@ -157,8 +157,8 @@ impl Forwarder {
             announced_vips: None,
             blocked_reasons: Vec::new(),
             health,
-            down: BTreeSet::new(),
-            masked: BTreeSet::new(),
+            down_targets: BTreeSet::new(),
+            masked_targets: BTreeSet::new(),
             configured_at: None,
             refusals: Refusals::default(),
             symptoms: Symptoms::default(),
@@ -191,7 +191,7 @@ impl Forwarder {
         self.confirmed_generation
     }
 
-    fn mac_of(&self, peer: &Peer) -> Option<MacAddress> {
+    fn peer_mac(&self, peer: &Peer) -> Option<MacAddress> {
         self.macs.get(&self.peer_neighbour(peer)?).copied()
     }
 
@@ -227,12 +227,12 @@ impl Forwarder {
         self.balancer.tick(monotonic());
         self.balancer.update_source_limit();
         if self.routes.has_changed() {
-            self.follow_routes();
+            self.refresh_next_hops();
         }
         if let Some(down) = self.health.servers_down_if_changed() {
-            let before = std::mem::replace(&mut self.down, down);
+            let before = std::mem::replace(&mut self.down_targets, down);
             let changed: BTreeSet<ServiceIndex> =
-                before.symmetric_difference(&self.down).map(|(service, _)| *service).collect();
+                before.symmetric_difference(&self.down_targets).map(|(service, _)| *service).collect();
             changed.into_iter().for_each(|service| self.set_servers(service));
         }
         self.choose_for_expired_tables();
@@ -244,16 +244,16 @@ impl Forwarder {
     /// because its own network may have failed.
     fn mask_down_servers(&mut self, index: ServiceIndex) {
         let Some((service, place)) = self.services.get(&index) else { return };
-        let is_down = |server: &&coreward_wire::Server| self.down.contains(&(index, server.id));
+        let is_down = |server: &&coreward_wire::Server| self.down_targets.contains(&(index, server.id));
         let (down, up): (Vec<_>, Vec<_>) =
             service.servers.iter().filter(|server| server.is_eligible).partition(is_down);
         let fails_open = up.is_empty() && service.when_all_down == WhenAllDown::FailOpen;
-        let masked: BTreeSet<Target> =
+        let masked: BTreeSet<CheckTarget> =
             if fails_open { BTreeSet::new() } else { down.iter().map(|server| (index, server.id)).collect() };
         for server in &service.servers {
             let target = (index, server.id);
             self.balancer.set_masked(*place, server.id, masked.contains(&target));
-            match (self.masked.contains(&target), masked.contains(&target)) {
+            match (self.masked_targets.contains(&target), masked.contains(&target)) {
                 (false, true) => tracing::warn!(
                     event = "server-masked",
                     server = server.name,
@@ -269,13 +269,13 @@ impl Forwarder {
                 _ => {}
             }
         }
-        self.masked.retain(|(service, _)| *service != index);
-        self.masked.extend(masked);
+        self.masked_targets.retain(|(service, _)| *service != index);
+        self.masked_targets.extend(masked);
     }
 
     /// Returns whether a server gets new connections from this load balancer.
     fn is_eligible(&self, service: ServiceIndex, server: &coreward_wire::Server) -> bool {
-        server.is_eligible && !self.masked.contains(&(service, server.id))
+        server.is_eligible && !self.masked_targets.contains(&(service, server.id))
     }
 
     /// Sweeps the next section of the connection table: frees entries that need no query, and returns entries that may
@@ -286,10 +286,11 @@ impl Forwarder {
         if self.configured_at.is_some() && !self.services.values().any(is_stateful) {
             return Ok(Vec::new());
         }
-        let entries = self.balancer.connection_table_size().entry_count().div_ceil(SWEEP_CALLS).min(MAX_SWEPT_ENTRIES);
+        let entries =
+            self.balancer.connection_table_size().entry_count().div_ceil(CALLS_PER_SWEEP).min(MAX_SWEPT_ENTRIES);
         let due = self.balancer.due_connections(&self.timers, entries);
         let (ask, free): (Vec<_>, Vec<_>) = due.into_iter().partition(|(_, due)| due.needs_server_query());
-        self.free(&free.into_iter().map(|(connection, _)| connection).collect::<Vec<_>>())?;
+        self.free_connections(&free.into_iter().map(|(connection, _)| connection).collect::<Vec<_>>())?;
         let services: BTreeMap<u16, ServiceAddress> =
             self.services.values().map(|(service, index)| (index.get(), service.address)).collect();
         let with_service = |(connection, _): (Connection, _)| {
@@ -299,7 +300,7 @@ impl Forwarder {
     }
 
     /// Frees the entries that have not changed since the sweep. Fails when the kernel offers no grace period.
-    pub fn free(&mut self, connections: &[Connection]) -> anyhow::Result<()> {
+    pub fn free_connections(&mut self, connections: &[Connection]) -> anyhow::Result<()> {
         let freed = if connections.is_empty() { 0 } else { self.balancer.free_connections(connections)? };
         tracing::debug!(
             event = "connections-freed",
@@ -317,7 +318,7 @@ impl Forwarder {
 
     /// Returns the traffic to servers; `None`: no policy needs it. A server's counts are sums over services, so all
     /// services are in the message.
-    pub fn traffic(&self) -> Option<TrafficMessage> {
+    pub fn traffic_message(&self) -> Option<TrafficMessage> {
         if self.services.values().all(|(service, _)| service.telemetry_level == TelemetryLevel::Nothing) {
             return None;
         }
@@ -369,7 +370,7 @@ impl Forwarder {
 
     /// Installs a service's table. Fails when the service is not configured, or the data plane cannot hold the table;
     /// the previous table then stays in force.
-    pub fn install(&mut self, service: ServiceIndex, table: &PlacementTable) -> anyhow::Result<()> {
+    pub fn install_table(&mut self, service: ServiceIndex, table: &PlacementTable) -> anyhow::Result<()> {
         let Some((configuration, index)) = self.services.get(&service) else {
             anyhow::bail!(
                 "the table is for service index {}: expected the index of a configured service",
@@ -399,7 +400,7 @@ impl Forwarder {
     fn switch_when_ready(&mut self) -> anyhow::Result<()> {
         let Some(configured) = self.configured_at.filter(|_| self.balancer.is_upgrade_pending()) else { return Ok(()) };
         let waited = monotonic().saturating_sub(configured);
-        let ready = self.table_count() == self.services.len() && self.unresolved().is_empty();
+        let ready = self.table_count() == self.services.len() && self.unresolved_servers().is_empty();
         if ready || waited > UPGRADE_TIMEOUT {
             self.balancer.commit_upgrade()?;
             tracing::info!(
@@ -416,9 +417,9 @@ impl Forwarder {
     pub fn maintain(&mut self) -> anyhow::Result<()> {
         anyhow::ensure!(self.resolvers.are_alive(), "a thread that resolves MAC addresses has ended");
         let now = monotonic();
-        if now.saturating_sub(self.last_count) >= COUNT_INTERVAL {
+        if now.saturating_sub(self.last_count_at) >= COUNT_INTERVAL {
             self.balancer.count_connections();
-            self.last_count = now;
+            self.last_count_at = now;
         }
         self.log_problems();
         self.update_symptoms();
@@ -433,7 +434,7 @@ impl Forwarder {
         let mut stamped = stamped.filter(|service| service.mode.timestamps == Timestamps::LoadBalancer);
         let mut problems = Vec::new();
         if stamped.clone().any(|service| service.address.socket.is_ipv4()) {
-            problems = self.devices().values().flat_map(|device| routing::problems(device)).collect();
+            problems = self.devices().values().flat_map(|device| routing::ipv4_problems(device)).collect();
         }
         if stamped.any(|service| service.address.socket.is_ipv6()) {
             problems.extend(routing::ipv6_problem());
@@ -474,7 +475,7 @@ impl Forwarder {
 
     /// Returns the clocks of servers with LB-side stamping. A service with unreadable clocks is omitted and logged.
     fn server_clocks(&self) -> Vec<v1::ServerClock> {
-        self.lb_stamped().flat_map(|(service, index)| self.clocks_of_service(service, *index)).collect()
+        self.lb_stamped_services().flat_map(|(service, index)| self.clocks_of_service(service, *index)).collect()
     }
 
     fn clocks_of_service(&self, service: &Service, index: lb::ServiceIndex) -> Vec<v1::ServerClock> {
@@ -530,10 +531,10 @@ impl Forwarder {
             } else if self.balancer.servers(*index).iter().all(|(_, server)| server.mac.is_none()) {
                 blocked.insert(vip, "the MAC address of none of its servers is known");
             } else {
-                state.announceable.insert(vip);
+                state.announceable_vips.insert(vip);
             }
         }
-        let blocked = blocked.into_iter().filter(|(vip, _)| !state.announceable.contains(vip));
+        let blocked = blocked.into_iter().filter(|(vip, _)| !state.announceable_vips.contains(vip));
         state.blocked_reasons = blocked.map(|(vip, reason)| format!("VIP {vip} is not announced: {reason}")).collect();
         Some(state)
     }
@@ -543,7 +544,7 @@ impl Forwarder {
         (self.announced_vips, self.blocked_reasons) = (Some(count), blocked);
     }
 
-    fn unresolved(&self) -> BTreeSet<String> {
+    fn unresolved_servers(&self) -> BTreeSet<String> {
         let mut unresolved = BTreeSet::new();
         for (service, index) in self.services.values() {
             let known = |id: ServerId| self.balancer.server(*index, id).and_then(|server| server.mac);
@@ -559,15 +560,15 @@ impl Forwarder {
             Some((service.name.clone(), generation))
         });
         let Counters { packets, events, .. } = self.balancer.total_counters();
-        let unresolved = |peer: &&Peer| peer.name != self.name && peer.owner.is_some() && self.mac_of(peer).is_none();
+        let unresolved = |peer: &&Peer| peer.name != self.name && peer.owner.is_some() && self.peer_mac(peer).is_none();
         let unresolved_load_balancers = self.peers.iter().filter(unresolved).map(|peer| peer.name.clone()).collect();
         let mode = match self.attachment {
-            lb::Attachment::Native => "native",
-            lb::Attachment::Generic => "generic",
+            lb::AttachedXdpMode::Native => "native",
+            lb::AttachedXdpMode::Generic => "generic",
         };
         v1::LoadBalancerState {
             table_generations: generations.collect(),
-            unresolved_servers: self.unresolved().into_iter().collect(),
+            unresolved_servers: self.unresolved_servers().into_iter().collect(),
             counters: COUNTER_NAMES.iter().map(|name| (*name).to_owned()).zip(packets).collect(),
             xdp_mode: mode.to_owned(),
             configuration_generation: self.confirmed_generation,
@@ -582,7 +583,7 @@ impl Forwarder {
         }
     }
 
-    fn lb_stamped(&self) -> impl Iterator<Item = &(Service, lb::ServiceIndex)> {
+    fn lb_stamped_services(&self) -> impl Iterator<Item = &(Service, lb::ServiceIndex)> {
         self.services.values().filter(|(service, _)| service.mode.timestamps == Timestamps::LoadBalancer)
     }
 
@@ -591,6 +592,6 @@ impl Forwarder {
             let StampedPackets { by_cookie, by_flow_table } = self.balancer.stamped_packets(*index);
             v1::StampedPackets { service: service.name.clone(), by_cookie, by_flow_table }
         };
-        self.lb_stamped().map(counted).collect()
+        self.lb_stamped_services().map(counted).collect()
     }
 }

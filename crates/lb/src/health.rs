@@ -6,9 +6,9 @@ use std::time::Duration;
 
 use coreward_dataplane::health_check_nat::{self, NatEntry, NatPrograms};
 use coreward_health::checker::{self, Checker, MAX_CONCURRENT_CHECKS};
-use coreward_health::path::{NatTable, Path};
+use coreward_health::path::{NatPath, NatTable};
 use coreward_model::ServerId;
-use coreward_model::health::{ProbeAddress, Verdict};
+use coreward_model::health::{HealthVerdict, ProbeAddress};
 use coreward_wire::{CheckedServer, HealthMessage, Service, ServiceIndex};
 use tokio::sync::watch;
 use tokio::time::Instant;
@@ -17,13 +17,13 @@ const MESSAGE_INTERVAL: Duration = Duration::from_secs(2);
 
 const _: () = assert!(MAX_CONCURRENT_CHECKS <= health_check_nat::MAX_CONNECTIONS);
 
-pub type Target = (ServiceIndex, ServerId);
+pub type CheckTarget = (ServiceIndex, ServerId);
 
 /// Checks of this load balancer. The fields are dropped in order: connections end before their NAT entries.
-pub struct Health {
-    checker: Checker<Target>,
+pub struct HealthChecks {
+    checker: Checker<CheckTarget>,
     reported_changes: watch::Receiver<u64>,
-    /// Counter of reported_changes, for [`Health::servers_down_if_changed`].
+    /// Counter of reported_changes, for [`HealthChecks::servers_down_if_changed`].
     mask_changes: watch::Receiver<u64>,
     /// Time of the last message; `None`: no message in this stream.
     last_message_at: Option<Instant>,
@@ -31,32 +31,32 @@ pub struct Health {
     /// NAT for checks at the VIP. Created for the first such check, and kept: a removed check may be in progress.
     nat_programs: Option<NatPrograms>,
     /// Reason why checks at the VIP are impossible; `None`: they are possible.
-    problem: Option<String>,
+    nat_problem: Option<String>,
 }
 
-struct DataPlane(Arc<health_check_nat::NatTable>);
+struct HealthCheckNat(Arc<health_check_nat::NatTable>);
 
-fn nat_entry(path: &Path) -> NatEntry {
-    let Path { server, vip, port, source_port: own_port } = *path;
+fn nat_entry(path: &NatPath) -> NatEntry {
+    let NatPath { server, vip, port, source_port: own_port } = *path;
     NatEntry { server, vip, port, own_port }
 }
 
-impl NatTable for DataPlane {
-    fn add(&self, path: &Path) -> anyhow::Result<()> {
+impl NatTable for HealthCheckNat {
+    fn add(&self, path: &NatPath) -> anyhow::Result<()> {
         self.0.add(&nat_entry(path))
     }
 
-    fn remove(&self, path: &Path) {
+    fn remove(&self, path: &NatPath) {
         self.0.remove(&nat_entry(path));
     }
 }
 
-impl Health {
+impl HealthChecks {
     /// Starts without checks. `interface` leads to the servers. Fails when no thread can be created.
     pub fn start(interface: String) -> anyhow::Result<Self> {
         let checker = Checker::start()?;
-        let reported_changes = checker.changes();
-        let mask_changes = checker.changes();
+        let reported_changes = checker.subscribe_to_changes();
+        let mask_changes = checker.subscribe_to_changes();
         Ok(Self {
             checker,
             reported_changes,
@@ -64,7 +64,7 @@ impl Health {
             last_message_at: None,
             interface,
             nat_programs: None,
-            problem: None,
+            nat_problem: None,
         })
     }
 
@@ -72,23 +72,23 @@ impl Health {
     pub fn configure<'a>(&mut self, services: impl Iterator<Item = &'a Service> + Clone) {
         let checks = services.clone().filter_map(|service| service.check.as_ref());
         if checks.clone().any(|check| check.probe_address == ProbeAddress::Vip) {
-            self.open_paths();
+            self.attach_nat_programs();
         } else {
-            self.problem = None;
+            self.nat_problem = None;
         }
         let wanted: Vec<_> = services.filter_map(|service| self.checker_service(service)).collect();
-        self.checker.check(wanted);
+        self.checker.set_services(wanted);
     }
 
-    fn open_paths(&mut self) {
+    fn attach_nat_programs(&mut self) {
         if self.nat_programs.is_some() {
             return;
         }
         match NatPrograms::attach(&self.interface) {
-            Ok(paths) => (self.nat_programs, self.problem) = (Some(paths), None),
+            Ok(paths) => (self.nat_programs, self.nat_problem) = (Some(paths), None),
             Err(error) => {
                 let problem = format!("servers cannot be checked at the VIP, and are not: {error:#}");
-                if self.problem.as_ref() != Some(&problem) {
+                if self.nat_problem.as_ref() != Some(&problem) {
                     tracing::warn!(
                         event = "checks-off",
                         interface = self.interface,
@@ -96,22 +96,24 @@ impl Health {
                         "the load balancer cannot attach the programs for health checks at the VIP: such checks are off"
                     );
                 }
-                self.problem = Some(problem);
+                self.nat_problem = Some(problem);
             }
         }
     }
 
     /// Returns the service's check; `None`: not configured, or impossible.
-    fn checker_service(&self, service: &Service) -> Option<checker::Service<Target>> {
+    fn checker_service(&self, service: &Service) -> Option<checker::CheckedService<CheckTarget>> {
         let check = service.check.clone()?;
-        let paths =
-            self.nat_programs.as_ref().map(|held| Arc::new(DataPlane(held.nat_table().clone())) as Arc<dyn NatTable>);
+        let paths = self
+            .nat_programs
+            .as_ref()
+            .map(|held| Arc::new(HealthCheckNat(held.nat_table().clone())) as Arc<dyn NatTable>);
         if check.probe_address == ProbeAddress::Vip && paths.is_none() {
             return None;
         }
         let servers = service.servers.iter().filter(|server| !server.has_left);
         let servers = servers.map(|server| ((service.index, server.id), server.address)).collect();
-        Some(checker::Service { check, vip: service.address.socket, servers, nat_table: paths })
+        Some(checker::CheckedService { check, vip: service.address.socket, servers, nat_table: paths })
     }
 
     pub fn begin_stream(&mut self) {
@@ -132,12 +134,12 @@ impl Health {
     }
 
     /// Returns the servers that are down by these checks, if they may have changed since the last call.
-    pub fn servers_down_if_changed(&mut self) -> Option<BTreeSet<Target>> {
+    pub fn servers_down_if_changed(&mut self) -> Option<BTreeSet<CheckTarget>> {
         if !self.mask_changes.has_changed().unwrap_or(false) {
             return None;
         }
         self.mask_changes.mark_unchanged();
-        let down = self.checker.results().into_iter().filter(|(_, found)| found.verdict() == Some(Verdict::Down));
+        let down = self.checker.results().into_iter().filter(|(_, found)| found.verdict() == Some(HealthVerdict::Down));
         Some(down.map(|(target, _)| target).collect())
     }
 
@@ -146,16 +148,16 @@ impl Health {
             let checked = CheckedServer {
                 verdict: found.verdict(),
                 verdict_duration: found.since.elapsed(),
-                error: found.error,
+                error: found.last_error,
                 latency: found.latency,
-                checks: found.checks,
-                failures: found.failures,
+                checks: found.check_count,
+                failures: found.failure_count,
             };
             (service, server, checked)
         })
     }
 
     pub fn problem(&self) -> Option<&str> {
-        self.problem.as_deref()
+        self.nat_problem.as_deref()
     }
 }

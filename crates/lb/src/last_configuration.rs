@@ -52,7 +52,7 @@ impl LastConfiguration {
 
     /// Writes the configuration in force, if it has changed. Called once a second, which also retries a failed write.
     pub fn save(&mut self, forwarder: &mut Forwarder) {
-        self.save_changed(forwarder.changed_configuration());
+        self.save_changed(forwarder.take_changed_configuration());
     }
 
     /// Writes `changed`, or retries a failed write. `changed`: the configuration in force, if it changed since the last

@@ -25,7 +25,7 @@ pub struct Resolution {
 /// One resolver for each VLAN with neighbours.
 pub struct Resolvers {
     interface: String,
-    changes: UnboundedSender<Resolution>,
+    resolution_sender: UnboundedSender<Resolution>,
     by_vlan: BTreeMap<Vlan, Resolver>,
 }
 
@@ -34,7 +34,8 @@ impl Resolvers {
     /// allowed.
     pub fn start(interface: &str) -> anyhow::Result<(Self, UnboundedReceiver<Resolution>)> {
         let (changes, receiver) = unbounded_channel();
-        let mut resolvers = Self { interface: interface.to_owned(), changes, by_vlan: BTreeMap::new() };
+        let mut resolvers =
+            Self { interface: interface.to_owned(), resolution_sender: changes, by_vlan: BTreeMap::new() };
         resolvers.open(Vlan::UNTAGGED)?;
         Ok((resolvers, receiver))
     }
@@ -61,8 +62,8 @@ impl Resolvers {
     /// Starts the resolver of a VLAN, if none runs.
     fn open(&mut self, vlan: Vlan) -> anyhow::Result<()> {
         if !self.by_vlan.contains_key(&vlan) {
-            let changes = self.changes.clone();
-            let notify = move |change: neighbour::Change| {
+            let changes = self.resolution_sender.clone();
+            let notify = move |change: neighbour::MacChange| {
                 let neighbour = Neighbour { vlan, address: change.address };
                 changes.send(Resolution { neighbour, mac: change.mac }).is_ok()
             };

@@ -4,12 +4,12 @@
 use std::path::Path;
 
 /// Directory of sysctls, with a subdirectory per device, and `all`.
-const SYSCTLS: &str = "/proc/sys/net/ipv4/conf";
+const SYSCTL_DIRECTORY: &str = "/proc/sys/net/ipv4/conf";
 
 /// Returns problems with the sysctl's name, value and expectation. Unreadable sysctls are skipped.
-pub fn problems(interface: &str) -> Vec<String> {
+pub fn ipv4_problems(interface: &str) -> Vec<String> {
     let value = |directory: &str, name: &str| {
-        let text = std::fs::read_to_string(Path::new(SYSCTLS).join(directory).join(name)).ok()?;
+        let text = std::fs::read_to_string(Path::new(SYSCTL_DIRECTORY).join(directory).join(name)).ok()?;
         text.trim().parse().ok()
     };
     problems_of(interface, value)
@@ -81,6 +81,6 @@ mod tests {
         ] {
             assert!(all.contains(named), "{all}");
         }
-        assert!(problems("there is no such device").iter().all(|problem| problem.contains("conf.all.")));
+        assert!(ipv4_problems("there is no such device").iter().all(|problem| problem.contains("conf.all.")));
     }
 }

@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use coreward_model::connection_table::{Connection, ConnectionIndex, Timeouts};
 use coreward_model::{ServerId, ServiceAddress};
-use coreward_wire::sockets::MAX_CLIENTS;
+use coreward_wire::sockets::MAX_CLIENTS_PER_QUERY;
 use coreward_wire::{SocketAnswer, SocketQuery};
 
 /// Limit of open queries.
@@ -19,7 +19,7 @@ const MAX_OPEN_QUERIES: usize = 64;
 /// Limit of open queries to one server: the second one waits at the server while it answers the first.
 const MAX_OPEN_QUERIES_PER_SERVER: usize = 2;
 /// Time after which an open query counts as lost.
-const TIMEOUT: Duration = Duration::from_secs(5);
+const QUERY_TIMEOUT: Duration = Duration::from_secs(5);
 /// Time after which a connection with a socket is checked again, or the idle time if that is shorter.
 const RECHECK_INTERVAL: Duration = Duration::from_secs(60);
 /// Interval of queries to a server whose agent is absent.
@@ -37,13 +37,13 @@ type QueueKey = (ServerId, ServiceAddress);
 pub struct Sweeper {
     requery_interval: Duration,
     last_query_number: u64,
-    waiting: BTreeMap<QueueKey, Vec<Connection>>,
+    queued_connections: BTreeMap<QueueKey, Vec<Connection>>,
     open_queries: BTreeMap<u64, OpenQuery>,
     open_query_counts: HashMap<ServerId, usize>,
     /// Time before which a connection is not queued again.
-    not_before: HashMap<ConnectionIndex, Duration>,
+    requery_times: HashMap<ConnectionIndex, Duration>,
     absent_agents: HashMap<ServerId, AbsentAgent>,
-    cursor: Option<QueueKey>,
+    last_queried_key: Option<QueueKey>,
     last_prune: Duration,
 }
 
@@ -56,7 +56,7 @@ struct OpenQuery {
 
 #[derive(Debug)]
 struct AbsentAgent {
-    since: Duration,
+    absent_since: Duration,
     next_query_at: Duration,
 }
 
@@ -65,12 +65,12 @@ impl Sweeper {
         Self {
             requery_interval: RECHECK_INTERVAL.min(timers.idle),
             last_query_number: 0,
-            waiting: BTreeMap::new(),
+            queued_connections: BTreeMap::new(),
             open_queries: BTreeMap::new(),
             open_query_counts: HashMap::new(),
-            not_before: HashMap::new(),
+            requery_times: HashMap::new(),
             absent_agents: HashMap::new(),
-            cursor: None,
+            last_queried_key: None,
             last_prune: Duration::ZERO,
         }
     }
@@ -80,23 +80,25 @@ impl Sweeper {
     pub fn queue(&mut self, due: &[(Connection, ServiceAddress)], now: Duration) -> Vec<Connection> {
         let mut free = Vec::new();
         for (connection, service) in due {
-            if self.not_before.get(&connection.index).is_some_and(|until| *until > now) {
+            if self.requery_times.get(&connection.index).is_some_and(|until| *until > now) {
                 continue;
             }
             let queue = (connection.identity.server, *service);
-            if self.is_lost(queue.0, now) && self.waiting.get(&queue).is_some_and(|waiting| !waiting.is_empty()) {
+            if self.is_agent_lost(queue.0, now)
+                && self.queued_connections.get(&queue).is_some_and(|waiting| !waiting.is_empty())
+            {
                 // One connection stays queued: its query detects the agent's return.
                 free.push(*connection);
                 continue;
             }
-            self.not_before.insert(connection.index, Duration::MAX);
-            self.waiting.entry(queue).or_default().push(*connection);
+            self.requery_times.insert(connection.index, Duration::MAX);
+            self.queued_connections.entry(queue).or_default().push(*connection);
         }
         free
     }
 
-    fn is_lost(&self, server: ServerId, now: Duration) -> bool {
-        self.absent_agents.get(&server).is_some_and(|away| now.saturating_sub(away.since) >= MAX_AGENT_ABSENCE)
+    fn is_agent_lost(&self, server: ServerId, now: Duration) -> bool {
+        self.absent_agents.get(&server).is_some_and(|away| now.saturating_sub(away.absent_since) >= MAX_AGENT_ABSENCE)
     }
 
     fn can_query(&self, server: ServerId, now: Duration) -> bool {
@@ -110,67 +112,68 @@ impl Sweeper {
 
     /// Returns up to `most` queries, from all queues by rotation.
     pub fn next_queries(&mut self, now: Duration, most: usize) -> Vec<SocketQuery> {
-        self.forget_unanswered(now);
+        self.expire_queries(now);
         self.prune(now);
         let most = most.min(MAX_OPEN_QUERIES - self.open_queries.len().min(MAX_OPEN_QUERIES));
         let mut queries = Vec::new();
-        for queue in self.queue_order() {
+        for queue in self.rotated_queues() {
             if queries.len() == most {
                 break;
             }
             if self.can_query(queue.0, now) {
                 queries.extend(self.next_query_of(queue, now));
-                self.cursor = Some(queue);
+                self.last_queried_key = Some(queue);
             }
         }
         queries
     }
 
     /// Returns all queues, starting after the queue of the last query.
-    fn queue_order(&self) -> Vec<QueueKey> {
-        let queues = self.waiting.keys().copied();
-        let Some(cursor) = self.cursor else { return queues.collect() };
+    fn rotated_queues(&self) -> Vec<QueueKey> {
+        let queues = self.queued_connections.keys().copied();
+        let Some(cursor) = self.last_queried_key else { return queues.collect() };
         let (before, behind): (Vec<_>, Vec<_>) = queues.partition(|queue| *queue <= cursor);
         behind.into_iter().chain(before).collect()
     }
 
     fn next_query_of(&mut self, queue: QueueKey, now: Duration) -> Option<SocketQuery> {
-        let waiting = self.waiting.get_mut(&queue)?;
-        let connections: Vec<Connection> = waiting.drain(..waiting.len().min(MAX_CLIENTS)).collect();
+        let waiting = self.queued_connections.get_mut(&queue)?;
+        let connections: Vec<Connection> = waiting.drain(..waiting.len().min(MAX_CLIENTS_PER_QUERY)).collect();
         if waiting.is_empty() {
-            self.waiting.remove(&queue);
+            self.queued_connections.remove(&queue);
         }
         let (server, service) = queue;
         let clients = connections.iter().map(|connection| connection.client).collect();
         self.last_query_number += 1;
         *self.open_query_counts.entry(server).or_default() += 1;
-        self.open_queries.insert(self.last_query_number, OpenQuery { server, connections, expires_at: now + TIMEOUT });
+        self.open_queries
+            .insert(self.last_query_number, OpenQuery { server, connections, expires_at: now + QUERY_TIMEOUT });
         Some(SocketQuery { number: self.last_query_number, load_balancer_session: 0, server, service, clients })
     }
 
     pub fn handle_answer(&mut self, answer: &SocketAnswer, now: Duration) -> Vec<Connection> {
-        let Some(asked) = self.take(answer.number) else { return Vec::new() };
+        let Some(asked) = self.close_query(answer.number) else { return Vec::new() };
         if answer.is_absent() {
             return self.mark_agent_absent(asked, now);
         }
         if asked.connections.len() != answer.is_open.len() {
-            self.restore_unsent(&asked.connections);
+            self.allow_requery(&asked.connections);
             return Vec::new();
         }
         self.absent_agents.remove(&asked.server);
         let mut gone = Vec::new();
         for (connection, open) in asked.connections.into_iter().zip(&answer.is_open) {
             if *open {
-                self.not_before.insert(connection.index, now + self.requery_interval);
+                self.requery_times.insert(connection.index, now + self.requery_interval);
             } else {
-                self.not_before.remove(&connection.index);
+                self.requery_times.remove(&connection.index);
                 gone.push(connection);
             }
         }
         gone
     }
 
-    fn take(&mut self, number: u64) -> Option<OpenQuery> {
+    fn close_query(&mut self, number: u64) -> Option<OpenQuery> {
         let asked = self.open_queries.remove(&number)?;
         if let Some(count) = self.open_query_counts.get_mut(&asked.server) {
             *count -= 1;
@@ -183,30 +186,31 @@ impl Sweeper {
 
     /// Records that the agent is absent; returns connections that may be freed nevertheless.
     fn mark_agent_absent(&mut self, asked: OpenQuery, now: Duration) -> Vec<Connection> {
-        self.restore_unsent(&asked.connections);
-        let away = self.absent_agents.entry(asked.server).or_insert(AbsentAgent { since: now, next_query_at: now });
+        self.allow_requery(&asked.connections);
+        let away =
+            self.absent_agents.entry(asked.server).or_insert(AbsentAgent { absent_since: now, next_query_at: now });
         away.next_query_at = now + ABSENT_AGENT_RETRY;
-        if self.is_lost(asked.server, now) { asked.connections } else { Vec::new() }
+        if self.is_agent_lost(asked.server, now) { asked.connections } else { Vec::new() }
     }
 
-    fn restore_unsent(&mut self, connections: &[Connection]) {
+    fn allow_requery(&mut self, connections: &[Connection]) {
         for connection in connections {
-            self.not_before.remove(&connection.index);
+            self.requery_times.remove(&connection.index);
         }
     }
 
     /// Removes queries that timed out: the next sweep queues their connections again.
-    fn forget_unanswered(&mut self, now: Duration) {
+    fn expire_queries(&mut self, now: Duration) {
         let over: Vec<u64> =
             self.open_queries.iter().filter(|(_, asked)| asked.expires_at <= now).map(|(number, _)| *number).collect();
-        for asked in over.into_iter().filter_map(|number| self.take(number)).collect::<Vec<_>>() {
+        for asked in over.into_iter().filter_map(|number| self.close_query(number)).collect::<Vec<_>>() {
             self.mark_agent_absent(asked, now);
         }
     }
 
     fn prune(&mut self, now: Duration) {
         if now.saturating_sub(self.last_prune) >= PRUNE_INTERVAL {
-            self.not_before.retain(|_, until| *until > now);
+            self.requery_times.retain(|_, until| *until > now);
             self.last_prune = now;
         }
     }
@@ -214,13 +218,13 @@ impl Sweeper {
 
 #[cfg(test)]
 mod tests {
-    use coreward_model::connection_table::{ClockTicks, Identity};
+    use coreward_model::connection_table::{ClockTicks, EntryIdentity};
     use coreward_model::tuple::Protocol;
 
     use super::*;
 
     fn due(slot: u32, server: u64) -> (Connection, ServiceAddress) {
-        let identity = Identity { tag: slot, generation: 0, service: 0, server: server.try_into().unwrap() };
+        let identity = EntryIdentity { tag: slot, generation: 0, service: 0, server: server.try_into().unwrap() };
         let connection = Connection {
             index: ConnectionIndex::new(slot / 1024, slot % 1024),
             identity,
@@ -329,7 +333,7 @@ mod tests {
         free: Vec<usize>,
         /// End of each entry's socket, by index.
         open_until: Vec<u32>,
-        next: usize,
+        next_position: usize,
     }
 
     const SERVER_COUNT: u64 = 1000;
@@ -344,7 +348,7 @@ mod tests {
                 entries: vec![None; entries],
                 free: (0..entries).rev().collect(),
                 open_until: vec![0; entries],
-                next: 0,
+                next_position: 0,
             }
         }
 
@@ -376,12 +380,12 @@ mod tests {
         fn tick(&mut self, beat: u32, answers: impl Fn(u64) -> Agent) {
             let service = due(0, 0).1;
             let slice = self.entries.len() / SWEEP_CALLS;
-            let inspected = (0..slice).filter_map(|n| self.entries[(self.next + n) % self.entries.len()]);
+            let inspected = (0..slice).filter_map(|n| self.entries[(self.next_position + n) % self.entries.len()]);
             let over = inspected
                 .filter(|connection| connection.last_seen.0 + CONNECTION_CALLS <= beat)
                 .map(|connection| (connection, service));
             let over: Vec<_> = over.collect();
-            self.next = (self.next + slice) % self.entries.len();
+            self.next_position = (self.next_position + slice) % self.entries.len();
             let now = Duration::from_millis(u64::from(beat) * 100);
             let free = self.sweeper.queue(&over, now);
             self.release(free);

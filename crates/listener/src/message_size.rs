@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::task::{Context, Poll};
 
 use coreward_rpc::v1::control_server::{Control, ControlServer, SERVICE_NAME};
-use coreward_wire::AGENT_MESSAGE_BYTES;
+use coreward_wire::MAX_AGENT_MESSAGE_BYTES;
 use http::Request;
 use tonic::server::NamedService;
 use tower_service::Service;
@@ -25,7 +25,7 @@ impl<T: Control> SizedControl<T> {
     pub fn new(methods: T) -> Self {
         let methods = Arc::new(methods);
         let limited = |bytes| ControlServer::from_arc(methods.clone()).max_decoding_message_size(bytes);
-        Self { agents: limited(AGENT_MESSAGE_BYTES), other_calls: limited(MESSAGE_BYTES) }
+        Self { agents: limited(MAX_AGENT_MESSAGE_BYTES), other_calls: limited(MESSAGE_BYTES) }
     }
 }
 

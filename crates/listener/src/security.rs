@@ -4,17 +4,17 @@ use std::io;
 use std::net::SocketAddr;
 use std::sync::Arc;
 
-use coreward_daemon::add_expiry;
+use coreward_daemon::add_certificate_expiry;
 use coreward_http::serve::{Acceptor, CertificateIdentity, Peer};
 use coreward_metrics::metrics;
 use coreward_metrics::snapshot::Snapshot;
-use coreward_metrics::table::Kind::Counter;
+use coreward_metrics::table::MetricKind::Counter;
 use coreward_metrics::table::{Component, Family, family};
 use coreward_tls::certificate::Fingerprint;
-use coreward_tls::failure::{Failure, Failures, Reason};
+use coreward_tls::failure::{Failure, FailureCounters, FailureReason};
 use coreward_tls::verify::RevocationList;
 use coreward_tls::{
-    AcceptedConnection, Caller, ClientCertificates, ConnectionAcceptor, CredentialFiles, Limits, Role, Tls,
+    AcceptedConnection, AcceptorLimits, Caller, ClientCertificates, ConnectionAcceptor, CredentialFiles, Role, Tls,
 };
 use tokio::net::TcpStream;
 use tonic::{Request, Status};
@@ -40,7 +40,7 @@ pub struct Security {
     /// Own certificates; `None`: connections are neither encrypted nor authenticated.
     pub tls: Option<Arc<Tls>>,
     /// Counters of rejected peers.
-    pub failures: Arc<Failures>,
+    pub failures: Arc<FailureCounters>,
     pub revoked: RevocationList,
 }
 
@@ -61,7 +61,7 @@ impl Security {
     }
 
     /// Returns the acceptor for gRPC, which requires a certificate of one of these roles.
-    pub fn grpc_acceptor(&self, accepted: &[Role], limits: Limits) -> Arc<ConnectionAcceptor> {
+    pub fn grpc_acceptor(&self, accepted: &[Role], limits: AcceptorLimits) -> Arc<ConnectionAcceptor> {
         let failures = self.failures.clone();
         match &self.tls {
             Some(tls) => {
@@ -78,18 +78,18 @@ impl Security {
         let failures = self.failures.clone();
         let gate = match self.tls.clone().filter(|_| !address.ip().is_loopback()) {
             Some(tls) => {
-                let (accepted, revoked) = (ClientCertificates::Accepted, self.revoked.clone());
+                let (accepted, revoked) = (ClientCertificates::Optional, self.revoked.clone());
                 ConnectionAcceptor::with_tls(
                     tls,
                     &Role::ALL,
                     accepted,
                     &["http/1.1"],
                     revoked,
-                    Limits::default(),
+                    AcceptorLimits::default(),
                     failures,
                 )
             }
-            None => ConnectionAcceptor::without_tls(Limits::default(), failures),
+            None => ConnectionAcceptor::without_tls(AcceptorLimits::default(), failures),
         };
         ApiAcceptor(gate)
     }
@@ -103,7 +103,7 @@ impl Security {
     }
 
     pub fn add_metrics(&self, page: &mut Snapshot) {
-        self.tls.iter().for_each(|tls| add_expiry(tls, page));
+        self.tls.iter().for_each(|tls| add_certificate_expiry(tls, page));
         for (reason, count) in self.failures.counts() {
             page.add(&TLS_HANDSHAKE_FAILURES_TOTAL, [reason.name()], count as f64);
         }
@@ -135,7 +135,7 @@ impl Acceptor for ApiAcceptor {
             let (fingerprint, not_after) = certificate;
             Some(CertificateIdentity { role, name: identity.to_string().into(), fingerprint, not_after })
         });
-        let peer = Peer { address: address.ip(), certificate: certified, is_encrypted: caller.is_protected };
+        let peer = Peer { address: address.ip(), certificate: certified, is_encrypted: caller.is_encrypted };
         Ok((admitted, peer))
     }
 }
@@ -154,14 +154,14 @@ impl AuthenticatedPeer {
 
     /// Requires one of these roles. Fails with PERMISSION_DENIED, which names the peer and the expectation.
     pub fn require(&self, roles: &[Role]) -> Result<(), Status> {
-        self.caller.require(roles).inspect_err(|status| self.count_failure(Reason::WrongRole, status))
+        self.caller.require(roles).inspect_err(|status| self.count_failure(FailureReason::WrongRole, status))
     }
 
     pub fn require_name(&self, role: Role, name: &str) -> Result<(), Status> {
-        self.caller.require_name(role, name).inspect_err(|status| self.count_failure(Reason::WrongName, status))
+        self.caller.require_name(role, name).inspect_err(|status| self.count_failure(FailureReason::WrongName, status))
     }
 
-    fn count_failure(&self, reason: Reason, status: &Status) {
+    fn count_failure(&self, reason: FailureReason, status: &Status) {
         self.security.failures.count(&self.caller, &Failure { reason, message: status.message().to_owned() });
     }
 }

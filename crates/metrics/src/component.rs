@@ -4,7 +4,7 @@ use coreward_wire::v1;
 
 use crate::metrics;
 use crate::snapshot::Snapshot;
-use crate::table::Kind::{Counter, Gauge, MaxGauge};
+use crate::table::MetricKind::{Counter, Gauge, MaxGauge};
 use crate::table::{Component, Family, family};
 
 /// Daemons that report the requests of UDP services.
@@ -184,6 +184,6 @@ mod tests {
         let expected: BTreeSet<&str> = served.map(|metric| metric.name).collect();
         assert_eq!(page.names().collect::<BTreeSet<_>>(), expected);
         let line = "coreward_dispatch_dispatched_total{server=\"\",service=\"0.0.0.0:53\",worker=\"3\"} 7.0\n";
-        assert!(page.text().contains(line), "{}", page.text());
+        assert!(page.to_openmetrics().contains(line), "{}", page.to_openmetrics());
     }
 }

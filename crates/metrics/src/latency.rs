@@ -10,7 +10,7 @@ pub const BUCKET_BOUNDS_S: [f64; 13] =
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct LatencyHistogram {
     counts: [u64; BUCKET_BOUNDS_S.len() + 1],
-    sum: f64,
+    sum_s: f64,
 }
 
 impl LatencyHistogram {
@@ -18,12 +18,12 @@ impl LatencyHistogram {
         let seconds = took.as_secs_f64();
         let class = BUCKET_BOUNDS_S.iter().position(|bound| seconds <= *bound).unwrap_or(BUCKET_BOUNDS_S.len());
         self.counts[class] += 1;
-        self.sum += seconds;
+        self.sum_s += seconds;
     }
 
     /// Returns the sum of all durations (s).
     pub fn sum(&self) -> f64 {
-        self.sum
+        self.sum_s
     }
 
     /// Returns the number of durations.

@@ -10,13 +10,13 @@ use prometheus_client::metrics::gauge::ConstGauge;
 use prometheus_client::registry::Registry;
 
 use crate::latency::LatencyHistogram;
-use crate::table::{Family, Histogram, Kind, Metric};
+use crate::table::{Family, Histogram, Metric, MetricKind};
 
-/// Limit of series per metric. Further series are combined into one series with the label [`OTHERS`]: their sum or
-/// maximum.
+/// Limit of series per metric. Further series are combined into one series with the label [`OTHERS_LABEL`]: their sum
+/// or maximum.
 pub const MAX_SERIES: usize = 2_000;
 /// Label of the combined series beyond [`MAX_SERIES`].
-pub const OTHERS: &str = "(others)";
+pub const OTHERS_LABEL: &str = "(others)";
 
 /// Values of one metric, each with its labels.
 type Series = Vec<(Vec<String>, f64)>;
@@ -37,7 +37,7 @@ impl Snapshot {
 
     /// Adds values whose second label is their position, from 0. A fleet of ten thousand servers has half a million
     /// cores.
-    pub fn add_numbered(&mut self, family: &'static Family<2>, label: &str, values: impl Iterator<Item = f64>) {
+    pub fn add_indexed_values(&mut self, family: &'static Family<2>, label: &str, values: impl Iterator<Item = f64>) {
         let (metric, series) = self.series(family.metric());
         for (number, value) in values.enumerate() {
             push(series, metric.kind, value, || vec![label.to_owned(), number.to_string()]);
@@ -59,7 +59,7 @@ impl Snapshot {
     }
 
     /// Returns the snapshot as text in OpenMetrics 1.0.
-    pub fn text(&self) -> String {
+    pub fn to_openmetrics(&self) -> String {
         let mut registry = Registry::default();
         registry.register_collector(Box::new(self.clone()));
         let mut text = String::new();
@@ -69,14 +69,14 @@ impl Snapshot {
 }
 
 /// Adds a value, or combines it with earlier values beyond [`MAX_SERIES`].
-fn push(series: &mut Series, kind: Kind, value: f64, labels: impl FnOnce() -> Vec<String>) {
+fn push(series: &mut Series, kind: MetricKind, value: f64, labels: impl FnOnce() -> Vec<String>) {
     let is_full = series.len() == MAX_SERIES;
     match series.last_mut() {
         Some(last) if is_full => {
-            if last.0.iter().any(|label| label != OTHERS) {
-                last.0.iter_mut().for_each(|label| OTHERS.clone_into(label));
+            if last.0.iter().any(|label| label != OTHERS_LABEL) {
+                last.0.iter_mut().for_each(|label| OTHERS_LABEL.clone_into(label));
             }
-            last.1 = if kind == Kind::MaxGauge { last.1.max(value) } else { last.1 + value };
+            last.1 = if kind == MetricKind::MaxGauge { last.1.max(value) } else { last.1 + value };
         }
         _ => series.push((labels(), value)),
     }
@@ -90,7 +90,7 @@ impl Collector for Snapshot {
             histogram.encode_histogram::<NoLabelSet>(latencies.sum(), latencies.count(), &buckets, None)?;
         }
         for (metric, series) in self.series.values() {
-            let counts = metric.kind == Kind::Counter;
+            let counts = metric.kind == MetricKind::Counter;
             let kind = if counts { MetricType::Counter } else { MetricType::Gauge };
             // The encoder appends `_total` to a counter's name.
             let name = if counts { metric.name.trim_end_matches("_total") } else { metric.name };
@@ -117,7 +117,7 @@ impl Collector for Snapshot {
 mod tests {
     use super::*;
     use crate::metrics;
-    use crate::table::Kind::{Counter, Gauge, MaxGauge};
+    use crate::table::MetricKind::{Counter, Gauge, MaxGauge};
     use crate::table::family;
 
     metrics! {
@@ -134,7 +134,7 @@ mod tests {
         page.add(&REFUSED, ["no_cores"], 3.0);
         page.add(&LOAD, ["a \"b\"\\", "0"], 0.25);
         page.add(&REPORTS, [], 18_446_744_073_709.0);
-        let text = page.text();
+        let text = page.to_openmetrics();
         for line in [
             "# TYPE coreward_refused counter",
             "coreward_refused_total{reason=\"no_cores\"} 3.0",
@@ -155,15 +155,15 @@ mod tests {
             page.add(&AGE, [&format!("s{server}")], server as f64);
         }
         for server in 0..MAX_SERIES / 64 + 1 {
-            page.add_numbered(&LOAD, &format!("s{server}"), (0..64).map(|core| core as f64));
+            page.add_indexed_values(&LOAD, &format!("s{server}"), (0..64).map(|core| core as f64));
         }
         let (_, loads) = &page.series["coreward_load_ratio"];
         assert_eq!(loads[63 + 2 * 64], (vec!["s2".to_owned(), "63".to_owned()], 63.0));
-        assert_eq!((loads.len(), loads.last()), (MAX_SERIES, Some(&(vec![OTHERS.to_owned(); 2], 63.0))));
+        assert_eq!((loads.len(), loads.last()), (MAX_SERIES, Some(&(vec![OTHERS_LABEL.to_owned(); 2], 63.0))));
         for (name, last) in [("coreward_connections", 11.0), ("coreward_age_seconds", 2009.0)] {
             let (_, series) = &page.series[name];
             assert_eq!(series.len(), MAX_SERIES);
-            assert_eq!(series.last(), Some(&(vec![OTHERS.to_owned()], last)));
+            assert_eq!(series.last(), Some(&(vec![OTHERS_LABEL.to_owned()], last)));
         }
     }
 }

@@ -43,7 +43,7 @@ impl Component {
 
 /// Kind of a metric. The kind decides how series beyond the limit are combined.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Kind {
+pub enum MetricKind {
     /// Counter; series are combined by their sum.
     Counter,
     /// Gauge that counts objects; series are combined by their sum.
@@ -56,7 +56,7 @@ pub enum Kind {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Metric {
     pub name: &'static str,
-    pub kind: Kind,
+    pub kind: MetricKind,
     pub labels: &'static [&'static str],
     /// Daemons that serve the metric.
     pub components: &'static [Component],
@@ -73,7 +73,7 @@ pub struct Histogram(Metric);
 
 /// Declares a [`Family`] of this kind. A counter's name ends with `_total`.
 pub const fn family<const LABELS: usize>(
-    kind: Kind,
+    kind: MetricKind,
     name: &'static str,
     labels: &'static [&'static str; LABELS],
     parts: &'static [Component],
@@ -84,7 +84,7 @@ pub const fn family<const LABELS: usize>(
 
 /// Declares a [`Histogram`].
 pub const fn histogram(name: &'static str, parts: &'static [Component], help: &'static str) -> Histogram {
-    Histogram(Metric { name, kind: Kind::Histogram, labels: &[], components: parts, help })
+    Histogram(Metric { name, kind: MetricKind::Histogram, labels: &[], components: parts, help })
 }
 
 impl<const LABELS: usize> Family<LABELS> {

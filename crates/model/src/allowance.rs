@@ -16,14 +16,14 @@ const EXPECTED_ALPHA: f64 = 0.1;
 pub struct Allowance {
     remaining: f64,
     /// Smoothed fair share in connections per second.
-    expected: f64,
+    expected_per_second: f64,
     is_limited: bool,
 }
 
 impl Allowance {
     /// Returns the full allowance of a server whose fair share is `expected` connections per second.
     pub fn full(expected: f64) -> Self {
-        Self { remaining: Self::max_allowance(expected), expected, is_limited: false }
+        Self { remaining: Self::max_allowance(expected), expected_per_second: expected, is_limited: false }
     }
 
     fn max_allowance(expected: f64) -> f64 {
@@ -32,8 +32,8 @@ impl Allowance {
 
     /// Accounts for `seconds` (at most 10) with `expected` connections as the fair share and `opened` opened ones.
     pub fn update(&mut self, expected: f64, opened: f64, seconds: f64) {
-        self.expected += EXPECTED_ALPHA * (expected - self.expected * seconds);
-        let most = Self::max_allowance(self.expected);
+        self.expected_per_second += EXPECTED_ALPHA * (expected - self.expected_per_second * seconds);
+        let most = Self::max_allowance(self.expected_per_second);
         self.remaining = (self.remaining + MAX_SHARE_MULTIPLE * expected - opened).clamp(-most, most);
         self.is_limited = self.remaining < if self.is_limited { most / 2.0 } else { 0.0 };
     }
@@ -89,7 +89,7 @@ mod tests {
             whole.update(200.0, 300.0, 1.0);
             (0..4).for_each(|_| parts.update(50.0, 75.0, 0.25));
         }
-        assert!((whole.expected / parts.expected - 1.0).abs() < 0.01, "{whole:?} {parts:?}");
+        assert!((whole.expected_per_second / parts.expected_per_second - 1.0).abs() < 0.01, "{whole:?} {parts:?}");
         assert!((whole.remaining / parts.remaining - 1.0).abs() < 0.01, "{whole:?} {parts:?}");
     }
 

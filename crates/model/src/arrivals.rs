@@ -38,7 +38,7 @@ pub struct Arrival {
     /// Start of the connection and of its first request (us after the log's start).
     pub start_us: u64,
     /// Index of the client's address (0 .. [`ArrivalLog::source_address_count`]).
-    pub source_address: u16,
+    pub source_address_index: u16,
     /// Source port (1..=65535). The pair of address and port is unique in the log.
     pub source_port: u16,
     /// Number of requests, at least 1. The client closes after the last answer.
@@ -62,7 +62,7 @@ impl Arrival {
 
     /// Returns the 4-tuple in the demo's network, where a log needs addresses without a network.
     pub fn four_tuple(&self) -> FourTuple {
-        let client = Ipv4Addr::from_bits(FIRST_CLIENT.to_bits() + u32::from(self.source_address));
+        let client = Ipv4Addr::from_bits(FIRST_CLIENT.to_bits() + u32::from(self.source_address_index));
         FourTuple::ipv4((client, self.source_port), (DEMO_VIP, 80))
     }
 
@@ -147,8 +147,11 @@ impl Workload {
     /// have start within the ramp, each with the rest of its lifetime. Panics when the log needs more connections than
     /// pairs of source address and port exist.
     pub fn generate(&self, seed: u64) -> ArrivalLog {
-        let mut draw =
-            ArrivalGenerator { rng: seeded_rng(seed, RNG_STREAM_ARRIVALS), used: HashSet::new(), workload: *self };
+        let mut draw = ArrivalGenerator {
+            rng: seeded_rng(seed, RNG_STREAM_ARRIVALS),
+            used_sources: HashSet::new(),
+            workload: *self,
+        };
         let work_us_per_s = u64::from(self.core_count) * u64::from(self.mean_load_permille) * 1_000;
         let elephant_work_us_per_s = work_us_per_s * u64::from(self.elephant_work_permille) / 1_000;
         let mouse_work_us_per_s = work_us_per_s - elephant_work_us_per_s;
@@ -182,16 +185,16 @@ impl Workload {
         for _ in 0..mouse_work_us_per_s * (self.duration_us / 1_000) / 1_000 / mouse_work_us.max(1) {
             let start_us = draw.random_below(self.duration_us);
             let requests = draw.random_between(u64::from(fewest), u64::from(most)) as u32;
-            arrivals.extend(draw.connection(start_us, requests, self.mouse_interval_us));
+            arrivals.extend(draw.truncated_arrival(start_us, requests, self.mouse_interval_us));
         }
-        arrivals.sort_by_key(|arrival| (arrival.start_us, arrival.source_address, arrival.source_port));
+        arrivals.sort_by_key(|arrival| (arrival.start_us, arrival.source_address_index, arrival.source_port));
         ArrivalLog { seed, duration_us: self.duration_us, source_address_count: self.source_address_count, arrivals }
     }
 }
 
 struct ArrivalGenerator {
     rng: rand_xoshiro::Xoshiro256PlusPlus,
-    used: HashSet<(u16, u16)>,
+    used_sources: HashSet<(u16, u16)>,
     workload: Workload,
 }
 
@@ -208,16 +211,23 @@ impl ArrivalGenerator {
 
     fn elephant_arrival(&mut self, start_us: u64, life_us: u64) -> Option<Arrival> {
         let interval_us = self.workload.elephant_interval_us();
-        self.connection(start_us, (life_us / u64::from(interval_us)) as u32 + 1, interval_us)
+        self.truncated_arrival(start_us, (life_us / u64::from(interval_us)) as u32 + 1, interval_us)
     }
 
     /// Returns a connection cut off at the end of the run; `None` when it would start after it.
-    fn connection(&mut self, start_us: u64, requests: u32, interval_us: u32) -> Option<Arrival> {
+    fn truncated_arrival(&mut self, start_us: u64, requests: u32, interval_us: u32) -> Option<Arrival> {
         let left_us = self.workload.duration_us.checked_sub(start_us + 1)?;
         let requests = u64::from(requests).min(left_us / u64::from(interval_us.max(1)) + 1) as u32;
         let (source_address, source_port) = self.draw_source();
         let service_us = self.workload.service_us;
-        Some(Arrival { start_us, source_address, source_port, request_count: requests, interval_us, service_us })
+        Some(Arrival {
+            start_us,
+            source_address_index: source_address,
+            source_port,
+            request_count: requests,
+            interval_us,
+            service_us,
+        })
     }
 
     fn draw_source(&mut self) -> (u16, u16) {
@@ -225,11 +235,15 @@ impl ArrivalGenerator {
         let ports = u32::from(last - first) + 1;
         let all = ports as usize * usize::from(self.workload.source_address_count);
         // The search for a free pair of address and port is slow when most are used; no log needs that many.
-        assert!(self.used.len() < all / 2, "{} source addresses are too few for this log", all / ports as usize);
+        assert!(
+            self.used_sources.len() < all / 2,
+            "{} source addresses are too few for this log",
+            all / ports as usize
+        );
         loop {
             let address = uniform_below(&mut self.rng, u32::from(self.workload.source_address_count)) as u16;
             let port = first + uniform_below(&mut self.rng, ports) as u16;
-            if self.used.insert((address, port)) {
+            if self.used_sources.insert((address, port)) {
                 return (address, port);
             }
         }
@@ -244,7 +258,14 @@ impl fmt::Display for ArrivalLog {
         let Self { seed, duration_us, source_address_count: source_addresses, arrivals } = self;
         writeln!(f, "{MAGIC} seed={seed} duration_us={duration_us} source_addresses={source_addresses}\n{COLUMNS}")?;
         for a in arrivals {
-            let Arrival { start_us, source_address, source_port, request_count: requests, interval_us, service_us } = a;
+            let Arrival {
+                start_us,
+                source_address_index: source_address,
+                source_port,
+                request_count: requests,
+                interval_us,
+                service_us,
+            } = a;
             writeln!(f, "{start_us} {source_address} {source_port} {requests} {interval_us} {service_us}")?;
         }
         Ok(())
@@ -282,11 +303,14 @@ impl FromStr for ArrivalLog {
             let rules = [
                 (arrival.start_us >= earliest_us, "connections in the order of their starts"),
                 (arrival.start_us < log.duration_us, "a start before the end of the log"),
-                (arrival.source_address < log.source_address_count, "a source address below source_addresses"),
+                (arrival.source_address_index < log.source_address_count, "a source address below source_addresses"),
                 (arrival.source_port > 0, "a source port from 1 to 65535"),
                 (arrival.request_count > 0, "at least one request"),
                 (arrival.service_us > 0, "a service time of at least 1 us"),
-                (sources.insert((arrival.source_address, arrival.source_port)), "a source that no other line has"),
+                (
+                    sources.insert((arrival.source_address_index, arrival.source_port)),
+                    "a source that no other line has",
+                ),
             ];
             if let Some((_, expected)) = rules.into_iter().find(|(holds, _)| !holds) {
                 return Err(error(index, line, expected));
@@ -320,7 +344,7 @@ fn parse_arrival(line: &str) -> Option<Arrival> {
     let mut words = line.split_whitespace();
     let arrival = Arrival {
         start_us: words.next()?.parse().ok()?,
-        source_address: words.next()?.parse().ok()?,
+        source_address_index: words.next()?.parse().ok()?,
         source_port: words.next()?.parse().ok()?,
         request_count: words.next()?.parse().ok()?,
         interval_us: words.next()?.parse().ok()?,

@@ -136,19 +136,19 @@ impl fmt::Display for OwnerNumber {
 }
 
 /// Returns the content of a cookie of kind 1: the owner in the high bits, the slot in the low bits.
-pub fn cookie_number(owner: OwnerNumber, slot: u32) -> u16 {
+pub fn encode_cookie_index(owner: OwnerNumber, slot: u32) -> u16 {
     (u32::from(owner.0) << intf::CONNECTION_SLOT_BITS | slot & intf::CONNECTION_SLOT_MASK) as u16
 }
 
 /// Returns owner and slot in a cookie of kind 1.
-pub fn owner_and_slot(number: u16) -> (OwnerNumber, u32) {
+pub fn decode_cookie_index(number: u16) -> (OwnerNumber, u32) {
     let number = u32::from(number) & intf::COOKIE_ID_MASK;
     (OwnerNumber((number >> intf::CONNECTION_SLOT_BITS) as u8), number & intf::CONNECTION_SLOT_MASK)
 }
 
 /// Returns the TSecr that a stateful service's SYN carries to the server.
-pub fn syn_tsecr(owner: OwnerNumber, slot: u32) -> u32 {
-    intf::SYN_TSECR_HOLDS_COOKIE | intf::COOKIE_KIND_BIT | u32::from(cookie_number(owner, slot))
+pub fn encode_syn_tsecr(owner: OwnerNumber, slot: u32) -> u32 {
+    intf::SYN_TSECR_HOLDS_COOKIE | intf::COOKIE_KIND_BIT | u32::from(encode_cookie_index(owner, slot))
 }
 
 /// Keyed hash of a connection. Unlike the fleet's keys, the key is constant for the table's lifetime.
@@ -159,7 +159,7 @@ pub struct ConnectionHash(u64);
 impl ConnectionHash {
     /// Returns the hash of a connection to the service in that slot.
     pub fn new(key: &CookieKey, service: u16, client: SocketAddr) -> Self {
-        let address = client_word(key, client.ip());
+        let address = fold_client_address(key, client.ip());
         let port = client.port().swap_bytes();
         let hash = u64::from(service) << 48 | u64::from(port) << 32 | u64::from(address);
         let hash = (hash ^ key.k0).wrapping_mul(key.k1 | 1);
@@ -189,7 +189,7 @@ impl ConnectionHash {
 }
 
 /// Returns a client's address in one word: `client_word_ipv6()` of `bpf/lb/parse_ipv6.h`, for IPv4 the address itself.
-pub(crate) fn client_word(key: &CookieKey, client: IpAddr) -> u32 {
+pub(crate) fn fold_client_address(key: &CookieKey, client: IpAddr) -> u32 {
     let address = match client {
         IpAddr::V4(address) => return u32::from_le_bytes(address.octets()),
         IpAddr::V6(address) => u128::from_le_bytes(address.octets()),
@@ -221,7 +221,7 @@ pub fn entries_per_source(size: TableSize, in_use: u32) -> u32 {
 
 /// Identity of an entry in use, in one word: everything that a decision depends on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Identity {
+pub struct EntryIdentity {
     /// [`ConnectionHash::tag`].
     pub tag: u32,
     /// Generation of the entry's use: 7 bits.
@@ -232,7 +232,7 @@ pub struct Identity {
     pub server: ServerId,
 }
 
-impl Identity {
+impl EntryIdentity {
     /// Returns `connection.identity` of `bpf/include/intf.h`.
     pub fn word(self) -> u64 {
         u64::from(self.tag) << intf::CONNECTION_TAG_SHIFT
@@ -278,7 +278,7 @@ pub struct Connection {
     /// Index of the entry.
     pub index: ConnectionIndex,
     /// Identity of connection and server.
-    pub identity: Identity,
+    pub identity: EntryIdentity,
     /// Address and port of the client.
     pub client: SocketAddr,
     /// Number of packets from the client, without repeated SYNs.
@@ -298,7 +298,7 @@ impl Connection {
     pub fn from_entry(index: ConnectionIndex, entry: &intf::connection) -> Option<Self> {
         Some(Self {
             index,
-            identity: Identity::from_word(entry.identity)?,
+            identity: EntryIdentity::from_word(entry.identity)?,
             client: SocketAddr::new(address_from_words(entry.client_address), u16::from_be(entry.client_port)),
             packets: entry.packets,
             bytes: entry.bytes,
@@ -340,7 +340,7 @@ pub fn heaviest(
 ///
 /// FIN and RST only choose a shorter time: both may be forged, a FIN is only half a close, and the server's TIME-WAIT
 /// follows. So an expired entry is freed only when the server's agent has no such socket, or the server is gone.
-/// Entries without a second packet are the exception ([`Due::HalfOpen`]).
+/// Entries without a second packet are the exception ([`ExpiryReason::HalfOpen`]).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Timeouts {
     /// Time from the SYN to the second packet.
@@ -382,7 +382,7 @@ impl ExpiryReason {
 
 impl Timeouts {
     /// Returns the timers in the layout of the BPF program, with the time of user space's last sweep.
-    pub fn layout(&self, swept: ClockTicks) -> intf::connection_timers {
+    pub fn to_bpf_timers(&self, swept: ClockTicks) -> intf::connection_timers {
         let ticks = |time: Duration| i32::try_from(time.as_millis() / 100).unwrap_or(i32::MAX) as u32;
         intf::connection_timers {
             half_open: ticks(self.half_open),
@@ -422,7 +422,7 @@ mod tests {
         let server = ServerId::try_from(7).unwrap();
         Connection {
             index: ConnectionIndex::new(1, 2),
-            identity: Identity { tag: 1, generation: 2, service: 3, server },
+            identity: EntryIdentity { tag: 1, generation: 2, service: 3, server },
             client: SocketAddr::new(Ipv4Addr::LOCALHOST.into(), 1),
             packets,
             bytes: 0,
@@ -435,16 +435,16 @@ mod tests {
     proptest! {
         #[test]
         fn entry_identity_round_trips(tag: u32, generation in 0u16..128, service in 0u16..1024, id in 0u64..16_384) {
-            let identity = Identity { tag, generation, service, server: ServerId::try_from(id).unwrap() };
-            prop_assert_eq!(Identity::from_word(identity.word()), Some(identity));
+            let identity = EntryIdentity { tag, generation, service, server: ServerId::try_from(id).unwrap() };
+            prop_assert_eq!(EntryIdentity::from_word(identity.word()), Some(identity));
         }
 
         #[test]
         fn cookie_names_owner_and_slot(owner in 0u64..16, slot in 0u32..1024) {
             let owner = OwnerNumber::try_from(owner).unwrap();
-            let number = cookie_number(owner, slot);
+            let number = encode_cookie_index(owner, slot);
             prop_assert!(u32::from(number) <= intf::COOKIE_ID_MASK);
-            prop_assert_eq!(owner_and_slot(number), (owner, slot));
+            prop_assert_eq!(decode_cookie_index(number), (owner, slot));
         }
     }
 

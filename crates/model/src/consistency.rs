@@ -92,18 +92,18 @@ impl std::str::FromStr for Timestamps {
 /// Migration of a service: another load balancer has some of the connections. It has this id among the service's
 /// servers, and is not eligible.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Transfer {
+pub enum ServiceMigration {
     /// The other load balancer had the service before: unknown packets belong to its connections.
     AdoptedFrom(ServerId),
     /// The other load balancer gets new connections; connections of this one remain.
     HandedOverTo(ServerId),
 }
 
-impl Transfer {
+impl ServiceMigration {
     /// Returns the other load balancer's id among the servers.
     pub fn other_balancer(self) -> ServerId {
         match self {
-            Transfer::AdoptedFrom(id) | Transfer::HandedOverTo(id) => id,
+            ServiceMigration::AdoptedFrom(id) | ServiceMigration::HandedOverTo(id) => id,
         }
     }
 }
@@ -132,7 +132,7 @@ pub struct ServiceMode {
     /// Origin of the cookies.
     pub timestamps: Timestamps,
     /// Migration in progress.
-    pub transfer: Option<Transfer>,
+    pub migration: Option<ServiceMigration>,
     /// Method by which packets reach servers.
     pub forwarding: Forwarding,
 }
@@ -155,12 +155,12 @@ impl ServiceMode {
 
     /// Returns whether another load balancer gets the new connections.
     pub fn is_handed_over(self) -> bool {
-        matches!(self.transfer, Some(Transfer::HandedOverTo(_)))
+        matches!(self.migration, Some(ServiceMigration::HandedOverTo(_)))
     }
 
     /// Returns whether the service can be migrated: first packets must be recognisable, and servers must forward
     /// packets of unknown connections.
-    pub fn can_transfer(self) -> bool {
+    pub fn can_migrate(self) -> bool {
         // Load balancers and servers reach the other load balancer by its MAC address.
         if self.forwarding.encapsulates() {
             return false;
@@ -177,7 +177,7 @@ impl ServiceMode {
     pub fn marks_previous_server(self) -> bool {
         self.consistency == Consistency::Beamer
             || self.has_cookies() && self.timestamps == Timestamps::Off
-            || self.transfer.is_some()
+            || self.migration.is_some()
     }
 
     /// Returns each setting with its name, for messages.
@@ -187,9 +187,9 @@ impl ServiceMode {
             (TIMESTAMPS, self.timestamps.name().to_owned()),
             (FORWARDING, self.forwarding.name().to_owned()),
         ];
-        settings.extend(self.transfer.map(|transfer| match transfer {
-            Transfer::AdoptedFrom(id) => (ADOPTED_FROM, id.to_string()),
-            Transfer::HandedOverTo(id) => (HANDED_OVER_TO, id.to_string()),
+        settings.extend(self.migration.map(|transfer| match transfer {
+            ServiceMigration::AdoptedFrom(id) => (ADOPTED_FROM, id.to_string()),
+            ServiceMigration::HandedOverTo(id) => (HANDED_OVER_TO, id.to_string()),
         }));
         settings
     }
@@ -203,8 +203,8 @@ impl ServiceMode {
                 CONSISTENCY => mode.consistency = parse_setting(key, value)?,
                 TIMESTAMPS => mode.timestamps = parse_setting(key, value)?,
                 FORWARDING => mode.forwarding = parse_setting(key, value)?,
-                ADOPTED_FROM => mode.transfer = Some(Transfer::AdoptedFrom(parse_id(key, value)?)),
-                HANDED_OVER_TO => mode.transfer = Some(Transfer::HandedOverTo(parse_id(key, value)?)),
+                ADOPTED_FROM => mode.migration = Some(ServiceMigration::AdoptedFrom(parse_id(key, value)?)),
+                HANDED_OVER_TO => mode.migration = Some(ServiceMigration::HandedOverTo(parse_id(key, value)?)),
                 _ => {
                     let reason = format!("this version does not have it, value {value:?}: expected a newer version");
                     return Err(InvalidSetting { key: key.to_owned(), reason });
@@ -222,10 +222,10 @@ impl ServiceMode {
             Timestamps::Off => intf::SERVICE_TIMESTAMPS_OFF,
             Timestamps::LoadBalancer => intf::SERVICE_TIMESTAMPS_LB,
         };
-        let transfer = self.transfer.map_or(0, |transfer| {
+        let transfer = self.migration.map_or(0, |transfer| {
             let direction = match transfer {
-                Transfer::AdoptedFrom(_) => intf::SERVICE_ADOPTED,
-                Transfer::HandedOverTo(_) => intf::SERVICE_HANDED_OVER,
+                ServiceMigration::AdoptedFrom(_) => intf::SERVICE_ADOPTED,
+                ServiceMigration::HandedOverTo(_) => intf::SERVICE_HANDED_OVER,
             };
             direction | u32::from(transfer.other_balancer().get()) << intf::SERVICE_OTHER_BALANCER_SHIFT
         });
@@ -244,11 +244,11 @@ impl ServiceMode {
         let other = ServerId::try_from(u64::from(other)).ok()?;
         let transfer = match bits & (intf::SERVICE_ADOPTED | intf::SERVICE_HANDED_OVER) {
             0 => None,
-            intf::SERVICE_ADOPTED => Some(Transfer::AdoptedFrom(other)),
-            _ => Some(Transfer::HandedOverTo(other)),
+            intf::SERVICE_ADOPTED => Some(ServiceMigration::AdoptedFrom(other)),
+            _ => Some(ServiceMigration::HandedOverTo(other)),
         };
         let consistency = *Consistency::ALL.get(consistency as usize)?;
-        let mode = Self { consistency, timestamps, transfer, forwarding: Forwarding::default() };
+        let mode = Self { consistency, timestamps, migration: transfer, forwarding: Forwarding::default() };
         (mode.slot_bits() == bits).then_some(mode)
     }
 
@@ -281,8 +281,10 @@ mod tests {
         let mut modes = Vec::new();
         for consistency in Consistency::ALL {
             for timestamps in [Timestamps::Server, Timestamps::Off, Timestamps::LoadBalancer] {
-                for transfer in [None, Some(Transfer::AdoptedFrom(other)), Some(Transfer::HandedOverTo(other))] {
-                    let of = |forwarding| ServiceMode { consistency, timestamps, transfer, forwarding };
+                for transfer in
+                    [None, Some(ServiceMigration::AdoptedFrom(other)), Some(ServiceMigration::HandedOverTo(other))]
+                {
+                    let of = |forwarding| ServiceMode { consistency, timestamps, migration: transfer, forwarding };
                     modes.extend(Forwarding::ALL.map(of));
                 }
             }

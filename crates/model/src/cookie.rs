@@ -40,7 +40,7 @@ impl CookieKey {
     }
 
     /// Returns the key in the layout of the BPF programs.
-    pub fn layout(&self) -> intf::cookie_key {
+    pub fn to_bpf_key(&self) -> intf::cookie_key {
         intf::cookie_key { k0: self.k0, k1: self.k1, vip_factor: self.vip_factor() }
     }
 }
@@ -139,7 +139,7 @@ fn fold_vip(key: &CookieKey, vip: SocketAddrV6) -> u64 {
 
 /// Returns the addend of the time part, modulo 2^16, from the server's own time key. It does not depend on the fleet's
 /// keys, so a change of keys does not interrupt a connection's time.
-pub fn time_mask(time_key: &CookieKey, tuple: &FourTuple) -> u16 {
+pub fn time_addend(time_key: &CookieKey, tuple: &FourTuple) -> u16 {
     cookie_hash(time_key, tuple) as u16
 }
 
@@ -147,7 +147,13 @@ pub fn time_mask(time_key: &CookieKey, tuple: &FourTuple) -> u16 {
 /// low 16 bits count).
 ///
 /// Never 0, which a client reads as "no TSecr" (RFC 7323, Sect. 3.2): then the time is one millisecond later.
-pub fn stamp(keys: &FleetKeys, time_key: &CookieKey, tuple: &FourTuple, cookie: Cookie, milliseconds: u32) -> u32 {
+pub fn stamp_tsval(
+    keys: &FleetKeys,
+    time_key: &CookieKey,
+    tuple: &FourTuple,
+    cookie: Cookie,
+    milliseconds: u32,
+) -> u32 {
     let plain = match cookie {
         Cookie::Server(id) => id.get(),
         Cookie::TableIndex(index) => index & intf::COOKIE_ID_MASK as u16 | intf::COOKIE_KIND_BIT as u16,
@@ -155,7 +161,7 @@ pub fn stamp(keys: &FleetKeys, time_key: &CookieKey, tuple: &FourTuple, cookie: 
     let key_bit = if keys.current == KeyIndex::Second { intf::COOKIE_KEY_BIT } else { 0 };
     let hash = cookie_hash(&keys.keys[keys.current.get()], tuple);
     let low = Permutation::COOKIE.hide(hash, plain.into()) | key_bit;
-    let high = (milliseconds as u16).wrapping_add(time_mask(time_key, tuple));
+    let high = (milliseconds as u16).wrapping_add(time_addend(time_key, tuple));
     let stamped = u32::from(high) << intf::COOKIE_TIME_SHIFT | low;
     if stamped == 0 { 1 << intf::COOKIE_TIME_SHIFT } else { stamped }
 }
@@ -174,7 +180,7 @@ pub fn decode_cookie(keys: &FleetKeys, tuple: &FourTuple, tsecr: u32) -> Cookie 
 
 /// Returns the time part of the client's TSecr: the low 16 bits of the server's own TSval.
 pub fn stamped_time(time_key: &CookieKey, tuple: &FourTuple, tsecr: u32) -> u16 {
-    ((tsecr >> intf::COOKIE_TIME_SHIFT) as u16).wrapping_sub(time_mask(time_key, tuple))
+    ((tsecr >> intf::COOKIE_TIME_SHIFT) as u16).wrapping_sub(time_addend(time_key, tuple))
 }
 
 /// Time in ms by which a server's own TSval may be ahead of the restoring clock: the clocks of kernel and BPF are read
@@ -183,7 +189,7 @@ pub const RESTORE_SLACK_MS: u32 = intf::RESTORE_SLACK_MS;
 
 /// Returns the server's own TSval from the time part of a TSecr: the latest value with these 16 low bits that is not
 /// after `now_ms` + slack. Correct for values up to 65.5 s old.
-pub fn restore(time: u16, now_ms: u32) -> u32 {
+pub fn restore_tsval(time: u16, now_ms: u32) -> u32 {
     let reference = now_ms.wrapping_add(RESTORE_SLACK_MS);
     reference.wrapping_sub(u32::from((reference as u16).wrapping_sub(time)))
 }
@@ -233,12 +239,12 @@ mod tests {
             let (keys, time_key) = (keys(k, second), CookieKey { k0: time[0], k1: time[1] });
             let tuple = tuple(client, port);
             let server = ServerId::try_from(id).unwrap();
-            let stamped = stamp(&keys, &time_key, &tuple, Cookie::Server(server), sent);
+            let stamped = stamp_tsval(&keys, &time_key, &tuple, Cookie::Server(server), sent);
             prop_assert_ne!(stamped, 0);
             // The key that stamps may have changed meanwhile; the key bit of TSecr names the right one.
             let rotated = FleetKeys { current: KeyIndex::First, ..keys };
             prop_assert_eq!(decode_cookie(&rotated, &tuple, stamped), Cookie::Server(server));
-            let restored = restore(stamped_time(&time_key, &tuple, stamped), sent.wrapping_add(age));
+            let restored = restore_tsval(stamped_time(&time_key, &tuple, stamped), sent.wrapping_add(age));
             prop_assert!(restored == sent || restored == sent.wrapping_add(1));
         }
     }
@@ -250,7 +256,7 @@ mod tests {
         let tuple = tuple(0x0a01_0007, 40312);
         let time_key = CookieKey { k0: 5, k1: 6 };
         let cookie = decode_cookie(&keys, &tuple, 0);
-        let milliseconds = u32::from(time_mask(&time_key, &tuple).wrapping_neg());
-        assert_eq!(stamp(&keys, &time_key, &tuple, cookie, milliseconds), 1 << 16);
+        let milliseconds = u32::from(time_addend(&time_key, &tuple).wrapping_neg());
+        assert_eq!(stamp_tsval(&keys, &time_key, &tuple, cookie, milliseconds), 1 << 16);
     }
 }

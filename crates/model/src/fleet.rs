@@ -11,8 +11,8 @@ use std::sync::Arc;
 
 use crate::load::{Alpha, CoreReadings, LoadTracker};
 use crate::placement::{BucketCount, PlacementState, PlacementTable};
-use crate::policy::{Loads, Policy, Pool, PoolServer, RackSummary};
-use crate::rss::{IndirectionTable, IndirectionTableError, Rss, RssKey, ToeplitzTables, uniform_below};
+use crate::policy::{Policy, Pool, PoolServer, RackSummary, ServerLoads};
+use crate::rss::{IndirectionTable, IndirectionTableError, RssConfig, RssKey, ToeplitzTables, uniform_below};
 use crate::{FourTuple, ServerId};
 
 /// Method by which servers' indirection tables are drawn; the server's id is the seed.
@@ -31,7 +31,7 @@ pub struct FleetPlan {
     /// Ids of the servers, in ascending order.
     pub servers: Vec<ServerId>,
     /// Cores of each server, at least 1.
-    pub cores: u16,
+    pub cores_per_server: u16,
     /// Buckets of the placement table and entries of the indirection tables.
     pub buckets: BucketCount,
     /// Weight of the newest report in the smoothed loads.
@@ -45,7 +45,7 @@ pub struct FleetPlan {
 /// Simulated fleet: servers, their loads in the controller, and the placement table in force.
 pub struct SimulatedCluster {
     plan: FleetPlan,
-    rss: Vec<Rss>,
+    rss: Vec<RssConfig>,
     trackers: Vec<LoadTracker>,
     table: PlacementTable,
     state: PlacementState,
@@ -75,8 +75,8 @@ pub struct Racks {
 pub struct FleetShape {
     /// Number of servers.
     pub server_count: u16,
-    /// See [`FleetPlan::cores`].
-    pub cores: u16,
+    /// See [`FleetPlan::cores_per_server`].
+    pub cores_per_server: u16,
     /// See [`FleetPlan::buckets`].
     pub buckets: BucketCount,
     /// See [`FleetPlan::alpha`].
@@ -89,9 +89,9 @@ impl FleetShape {
     /// Returns a plan whose ids and RSS key are drawn as by the controller. Ids are sparse, so each draw has different
     /// indirection tables.
     pub fn draw_plan(self, rng: &mut impl rand::Rng) -> FleetPlan {
-        let Self { server_count: servers, cores, buckets, alpha, tables } = self;
+        let Self { server_count: servers, cores_per_server: cores, buckets, alpha, tables } = self;
         let servers = draw_server_ids(servers, rng);
-        FleetPlan { servers, cores, buckets, alpha, key: RssKey::random(rng), tables }
+        FleetPlan { servers, cores_per_server: cores, buckets, alpha, key: RssKey::random(rng), tables }
     }
 }
 
@@ -113,8 +113,8 @@ impl SimulatedCluster {
             TableDraw::Independent => IndirectionTable::independent,
         };
         let rss_of = |server: &ServerId| {
-            let indirection_table = draw(u64::from(server.get()), entries, plan.cores)?;
-            Ok(Rss { key: plan.key.clone(), indirection_table })
+            let indirection_table = draw(u64::from(server.get()), entries, plan.cores_per_server)?;
+            Ok(RssConfig { key: plan.key.clone(), indirection_table })
         };
         Ok(Self {
             rss: plan.servers.iter().map(rss_of).collect::<Result<_, _>>()?,
@@ -135,7 +135,7 @@ impl SimulatedCluster {
     /// Returns the number of cores of the whole fleet. A core's number is its server's position times the cores of a
     /// server, plus its receive queue.
     pub fn core_count(&self) -> usize {
-        self.rss.len() * usize::from(self.plan.cores)
+        self.rss.len() * usize::from(self.plan.cores_per_server)
     }
 
     /// Sets whether the server at this position takes new connections from the next report on.
@@ -144,7 +144,7 @@ impl SimulatedCluster {
     }
 
     /// Makes each placement count as one request ([`Pool::counting_requests`]).
-    pub fn place_requests(&mut self) {
+    pub fn count_placements_as_requests(&mut self) {
         self.counts_requests = true;
     }
 
@@ -166,8 +166,8 @@ impl SimulatedCluster {
         self.install_table(table);
     }
 
-    /// Like [`SimulatedCluster::report`], but the table comes into force only with [`SimulatedCluster::switch`]. Panics
-    /// in the same cases.
+    /// Like [`SimulatedCluster::report`], but the table comes into force only with [`SimulatedCluster::install_table`].
+    /// Panics in the same cases.
     pub fn prepare(
         &mut self,
         measured_ns: u64,
@@ -199,15 +199,15 @@ impl SimulatedCluster {
         policy: &mut dyn Policy,
     ) -> PlacementTable {
         self.sequence += 1;
-        let of_servers = busy_ns.chunks(usize::from(self.plan.cores));
+        let of_servers = busy_ns.chunks(usize::from(self.plan.cores_per_server));
         for ((tracker, busy_ns), measured_ns) in self.trackers.iter_mut().zip(of_servers).zip(measured_ns) {
             let Some(measured_ns) = *measured_ns else { continue };
             let readings = CoreReadings { sequence: self.sequence, measured_ns, busy_ns: busy_ns.to_vec() };
-            tracker.report(readings, self.plan.alpha).expect("reports are in order");
+            tracker.record_report(readings, self.plan.alpha).expect("reports are in order");
         }
         let servers = self.plan.servers.iter().enumerate().map(|(position, id)| PoolServer {
             eligible: self.eligible[position],
-            loads: self.trackers[position].loads().cloned().map(Loads::Local),
+            loads: self.trackers[position].loads().cloned().map(ServerLoads::Local),
             rss: Some(self.rss[position].clone()),
             open_connections: open_connections[position],
             ..PoolServer::new(*id)
@@ -267,7 +267,8 @@ impl SimulatedCluster {
     }
 
     fn core_at(&self, position: usize, hash: u32) -> usize {
-        position * usize::from(self.plan.cores) + usize::from(self.rss[position].indirection_table.queue(hash))
+        position * usize::from(self.plan.cores_per_server)
+            + usize::from(self.rss[position].indirection_table.queue(hash))
     }
 }
 
@@ -298,7 +299,7 @@ mod tests {
         let servers = [3u64, 70, 9_000].map(|id| ServerId::try_from(id).unwrap()).to_vec();
         let key = RssKey::random(&mut seeded_rng(5, 5));
         let (buckets, alpha) = (BucketCount::PUBLISHED, Alpha::PUBLISHED);
-        SimulatedCluster::new(FleetPlan { servers, cores: 4, buckets, alpha, key, tables }).unwrap()
+        SimulatedCluster::new(FleetPlan { servers, cores_per_server: 4, buckets, alpha, key, tables }).unwrap()
     }
 
     fn connection(port: u16) -> FourTuple {

@@ -4,7 +4,7 @@ use std::net::IpAddr;
 
 use coreward_intf as intf;
 
-use crate::connection_table::client_word;
+use crate::connection_table::fold_client_address;
 use crate::cookie::CookieKey;
 
 /// Kind of forwarding to servers: `enum forwarding` of `bpf/include/intf.h`.
@@ -72,7 +72,7 @@ impl std::str::FromStr for Forwarding {
 pub fn flow_port(client: IpAddr, ports: [u8; 4]) -> u16 {
     const FIRST: u16 = 0xc000;
     const FACTOR: u64 = 0x9e37_79b9_7f4a_7c15;
-    let client = client_word(&CookieKey { k0: FACTOR, k1: FACTOR }, client);
+    let client = fold_client_address(&CookieKey { k0: FACTOR, k1: FACTOR }, client);
     let word = u64::from(client) | u64::from(u32::from_ne_bytes(ports)) << 32;
     FIRST | (word.wrapping_mul(FACTOR) >> 50) as u16
 }

@@ -1,6 +1,6 @@
 //! Health checks of servers and the verdicts that they lead to.
 //!
-//! * [`Check`]: the request to a server, and its interval
+//! * [`HealthCheck`]: the request to a server, and its interval
 //! * [`HealthTracker`]: the verdict of one observer, which thresholds of failures and successes change
 //! * [`majority_verdicts`]: the verdicts of several observers (load balancers)
 //!
@@ -14,7 +14,7 @@ use std::time::Duration;
 
 /// A health check of a service's servers.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Check {
+pub struct HealthCheck {
     /// Kind of the check.
     pub probe: Probe,
     /// Address to which checks go.
@@ -39,7 +39,7 @@ pub enum Probe {
     /// Load balancers check that a request over HTTP/1.1 is answered.
     Http(HttpProbe),
     /// Load balancers check as with `Http`, over TLS.
-    Https(HttpProbe, Verification),
+    Https(HttpProbe, CertificateVerification),
     /// The controller checks that the server's agent reports.
     Agent,
 }
@@ -64,7 +64,7 @@ pub struct HttpProbe {
     /// Host header and name in the certificate; `None`: the address to which checks go.
     pub host: Option<String>,
     /// Status codes that pass.
-    pub expect: StatusRange,
+    pub expected_status: StatusRange,
 }
 
 /// Range of HTTP status codes.
@@ -107,7 +107,7 @@ impl fmt::Display for StatusRange {
 
 /// Verification of a server's certificate.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Verification {
+pub enum CertificateVerification {
     /// By the certificate authorities that the load balancer's system trusts.
     System,
     /// By these certificate authorities (PEM).
@@ -208,7 +208,7 @@ impl Jitter {
 
 /// Verdict of health checks about a server.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Verdict {
+pub enum HealthVerdict {
     /// The server takes new connections.
     Up,
     /// The server takes no new connections.
@@ -218,28 +218,28 @@ pub enum Verdict {
 /// State of one observer's checks of one server.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct HealthTracker {
-    verdict: Option<Verdict>,
+    verdict: Option<HealthVerdict>,
     /// Consecutive results that contradict the verdict.
     contrary_results: u32,
     /// Consecutive checks without a result.
-    failed_checks: u32,
+    checks_without_result: u32,
 }
 
 impl HealthTracker {
     /// Returns the verdict; `None`: too few results so far.
-    pub fn verdict(&self) -> Option<Verdict> {
+    pub fn verdict(&self) -> Option<HealthVerdict> {
         self.verdict
     }
 
     /// Records a result and returns whether it changes the verdict. A server without verdict is up after one success,
     /// and down after `fall` failures.
     pub fn record_result(&mut self, passed: bool, thresholds: Thresholds) -> bool {
-        self.failed_checks = 0;
+        self.checks_without_result = 0;
         let (contrary, needed, then) = match self.verdict {
-            None if passed => (true, 1, Verdict::Up),
-            None => (true, thresholds.fall, Verdict::Down),
-            Some(Verdict::Up) => (!passed, thresholds.fall, Verdict::Down),
-            Some(Verdict::Down) => (passed, thresholds.rise, Verdict::Up),
+            None if passed => (true, 1, HealthVerdict::Up),
+            None => (true, thresholds.fall, HealthVerdict::Down),
+            Some(HealthVerdict::Up) => (!passed, thresholds.fall, HealthVerdict::Down),
+            Some(HealthVerdict::Down) => (passed, thresholds.rise, HealthVerdict::Up),
         };
         self.contrary_results = if contrary { self.contrary_results + 1 } else { 0 };
         if self.contrary_results < needed {
@@ -252,8 +252,8 @@ impl HealthTracker {
     /// Records that the observer could not check because of a fault of its own. After `fall` such faults in a row,
     /// withdraws the verdict and returns true.
     pub fn record_local_fault(&mut self, thresholds: Thresholds) -> bool {
-        self.failed_checks += 1;
-        if self.verdict.is_none() || self.failed_checks < thresholds.fall {
+        self.checks_without_result += 1;
+        if self.verdict.is_none() || self.checks_without_result < thresholds.fall {
             return false;
         }
         *self = Self::default();
@@ -267,22 +267,22 @@ impl HealthTracker {
 /// An observer that finds every server down, while another one finds a server up, is cut off from the servers: it does
 /// not count.
 pub fn majority_verdicts<T: Ord + Clone>(
-    observers: &[&BTreeMap<T, Verdict>],
-    before: impl Fn(&T) -> Verdict,
-) -> BTreeMap<T, Verdict> {
-    let sees_any = |seen: &BTreeMap<T, Verdict>| seen.values().any(|verdict| *verdict == Verdict::Up);
+    observers: &[&BTreeMap<T, HealthVerdict>],
+    before: impl Fn(&T) -> HealthVerdict,
+) -> BTreeMap<T, HealthVerdict> {
+    let sees_any = |seen: &BTreeMap<T, HealthVerdict>| seen.values().any(|verdict| *verdict == HealthVerdict::Up);
     let any_sees = observers.iter().any(|seen| sees_any(seen));
     let mut balance: BTreeMap<&T, i64> = BTreeMap::new();
     for seen in observers.iter().filter(|seen| !any_sees || sees_any(seen)) {
         for (target, verdict) in *seen {
-            *balance.entry(target).or_default() += if *verdict == Verdict::Up { 1 } else { -1 };
+            *balance.entry(target).or_default() += if *verdict == HealthVerdict::Up { 1 } else { -1 };
         }
     }
     let decide = |(target, balance): (&T, i64)| {
         let verdict = match balance {
-            1.. => Verdict::Up,
+            1.. => HealthVerdict::Up,
             0 => before(target),
-            _ => Verdict::Down,
+            _ => HealthVerdict::Down,
         };
         (target.clone(), verdict)
     };

@@ -12,7 +12,7 @@ use std::collections::HashMap;
 
 use coreward_intf as intf;
 
-use crate::connection_table::{ConnectionHash, client_word};
+use crate::connection_table::{ConnectionHash, fold_client_address};
 use crate::cookie::{self, CookieKey, FleetKeys, KeyIndex, Permutation};
 use crate::rss::seeded_rng;
 use crate::{FourTuple, ServerId};
@@ -21,7 +21,7 @@ use crate::{FourTuple, ServerId};
 pub const SERVER_ID_COUNT: u64 = intf::LB_STAMPING_ID_MASK as u64 + 1;
 
 /// Number of connections in a row whose SYN-ACKs must agree before a server's new connections are stamped.
-pub const AGREEING: u16 = intf::LB_STAMPING_AGREEING as u16;
+pub const MIN_AGREEING_SYN_ACKS: u16 = intf::LB_STAMPING_AGREEING as u16;
 
 const MAX_STEADY: u16 = intf::LB_STAMPING_MAX_STEADY as u16;
 
@@ -39,15 +39,15 @@ pub fn time_key(seed: u64) -> CookieKey {
     CookieKey::random(&mut seeded_rng(seed, RNG_STREAM_TIME_KEY))
 }
 
-fn time_mask(time_key: &CookieKey, tuple: &FourTuple) -> u32 {
+fn time_addend(time_key: &CookieKey, tuple: &FourTuple) -> u32 {
     cookie::cookie_hash(time_key, tuple) as u32 & intf::LB_STAMPING_TIME_MASK
 }
 
 /// Returns the TSval for the client, stamped with the current key. `milliseconds` is the server's own TSval. Never 0
 /// (RFC 7323, Sect. 3.2): the time is then taken as one millisecond later.
-pub fn stamp(keys: &FleetKeys, time_key: &CookieKey, tuple: &FourTuple, id: ServerId, milliseconds: u32) -> u32 {
+pub fn stamp_tsval(keys: &FleetKeys, time_key: &CookieKey, tuple: &FourTuple, id: ServerId, milliseconds: u32) -> u32 {
     let key_bit = if keys.current == KeyIndex::Second { intf::LB_STAMPING_KEY_BIT } else { 0 };
-    let time = milliseconds.wrapping_add(time_mask(time_key, tuple)) & intf::LB_STAMPING_TIME_MASK;
+    let time = milliseconds.wrapping_add(time_addend(time_key, tuple)) & intf::LB_STAMPING_TIME_MASK;
     let hash = cookie::cookie_hash(&keys.keys[keys.current.get()], tuple);
     let id = Permutation::LB_STAMPED.hide(hash, u32::from(id.get()) & intf::LB_STAMPING_ID_MASK);
     let value = time << intf::LB_STAMPING_TIME_SHIFT | key_bit | id;
@@ -63,8 +63,8 @@ pub fn decode_server_id(keys: &FleetKeys, tuple: &FourTuple, tsecr: u32) -> Serv
 
 /// Returns the server's own TSval for a TSecr: the latest time of the connection's clock with the same 20 bits.
 /// `clock_ms`: the connection's clock now. Correct for values up to 16 minutes old.
-pub fn restore(time_key: &CookieKey, tuple: &FourTuple, tsecr: u32, clock_ms: u32) -> u32 {
-    let time = (tsecr >> intf::LB_STAMPING_TIME_SHIFT).wrapping_sub(time_mask(time_key, tuple));
+pub fn restore_tsval(time_key: &CookieKey, tuple: &FourTuple, tsecr: u32, clock_ms: u32) -> u32 {
+    let time = (tsecr >> intf::LB_STAMPING_TIME_SHIFT).wrapping_sub(time_addend(time_key, tuple));
     let latest = clock_ms.wrapping_add(intf::LB_STAMPING_SLACK_MS);
     latest.wrapping_sub(latest.wrapping_sub(time) & intf::LB_STAMPING_TIME_MASK)
 }
@@ -76,7 +76,7 @@ pub struct ServerClock {
     pub offset_ms: Option<u32>,
     newest_ms: u32,
     newest_client: u32,
-    /// Consecutive SYN-ACKs of one clock, the newest included; at most [`AGREEING`].
+    /// Consecutive SYN-ACKs of one clock, the newest included; at most [`MIN_AGREEING_SYN_ACKS`].
     pub agreeing_count: u16,
     /// [`connection_word`] of the sampled connection; 0: none.
     sampled_client: u32,
@@ -97,16 +97,16 @@ pub struct ServerClock {
 impl ServerClock {
     /// Whether the server's connections share one clock.
     pub fn is_verified(&self) -> bool {
-        self.agreeing_count >= AGREEING
+        self.agreeing_count >= MIN_AGREEING_SYN_ACKS
     }
 
     /// Whether the server's new connections are stamped.
     pub fn can_be_stamped(&self) -> bool {
-        self.is_verified() || self.steady_samples >= AGREEING
+        self.is_verified() || self.steady_samples >= MIN_AGREEING_SYN_ACKS
     }
 
     /// Whether the server's connections are known to have different offsets.
-    pub fn has_own_offsets(&self) -> bool {
+    pub fn has_connection_offsets(&self) -> bool {
         self.disagreements > 0
     }
 
@@ -147,9 +147,15 @@ impl ServerClock {
     }
 
     /// Returns the offset that an answer at `now_ms` shows for a stamped connection, and stores a new one.
-    pub fn learn_offset(&mut self, own: &mut OwnOffsets, hash: ConnectionHash, milliseconds: u32, now_ms: u32) -> u32 {
+    pub fn learn_offset(
+        &mut self,
+        own: &mut ConnectionOffsets,
+        hash: ConnectionHash,
+        milliseconds: u32,
+        now_ms: u32,
+    ) -> u32 {
         let offset_ms = milliseconds.wrapping_sub(now_ms);
-        if !self.has_own_offsets() {
+        if !self.has_connection_offsets() {
             let shared = *self.offset_ms.get_or_insert(offset_ms);
             if do_offsets_agree(offset_ms, shared, intf::LB_STAMPING_TOLERANCE_MS) {
                 return shared;
@@ -160,19 +166,19 @@ impl ServerClock {
     }
 
     /// Returns the offset of a stamped connection. `None`: unknown.
-    pub fn offset_of(&self, own: &OwnOffsets, hash: ConnectionHash) -> Option<u32> {
-        if self.has_own_offsets() { own.find(hash) } else { self.offset_ms }
+    pub fn offset_of(&self, own: &ConnectionOffsets, hash: ConnectionHash) -> Option<u32> {
+        if self.has_connection_offsets() { own.find(hash) } else { self.offset_ms }
     }
 }
 
 /// Offsets of stamped connections whose server has no shared clock: `lb_stamped_offsets` of `bpf/lb/clocks.h`.
 #[derive(Debug, Default)]
-pub struct OwnOffsets {
+pub struct ConnectionOffsets {
     /// Tag and offset by index.
     words: HashMap<u32, (u32, u32)>,
 }
 
-impl OwnOffsets {
+impl ConnectionOffsets {
     fn index(hash: ConnectionHash) -> u32 {
         hash.low_half() % intf::LB_STAMPED_OFFSETS
     }
@@ -201,7 +207,7 @@ fn do_offsets_agree(offset_ms: u32, other_ms: u32, tolerance_ms: u32) -> bool {
 pub fn connection_word(key: &CookieKey, tuple: &FourTuple) -> u32 {
     let bytes = tuple.bytes();
     let ports = u32::from_ne_bytes(bytes[bytes.len() - 4..].try_into().expect("four bytes"));
-    client_word(key, tuple.client().ip()) ^ ports
+    fold_client_address(key, tuple.client().ip()) ^ ports
 }
 
 #[cfg(test)]
@@ -227,12 +233,12 @@ mod tests {
             let keys = FleetKeys { keys, current };
             let (time_key, tuple) = (time_key(seed), tuple(client, port));
             let id = ServerId::try_from(id).unwrap();
-            let stamped = stamp(&keys, &time_key, &tuple, id, sent);
+            let stamped = stamp_tsval(&keys, &time_key, &tuple, id, sent);
             prop_assert_ne!(stamped, 0);
             prop_assert_eq!(decode_server_id(&FleetKeys { current: KeyIndex::First, ..keys }, &tuple, stamped), id);
             // The load balancer's estimate of the clock may be behind the server's clock.
             let clock = sent.wrapping_add(age).wrapping_sub(early);
-            let restored = restore(&time_key, &tuple, stamped, clock);
+            let restored = restore_tsval(&time_key, &tuple, stamped, clock);
             prop_assert!(restored == sent || restored == sent.wrapping_add(1));
         }
 
@@ -243,7 +249,7 @@ mod tests {
         ) {
             let keys = [CookieKey { k0: k[0], k1: k[1] }, CookieKey { k0: k[2], k1: k[3] }];
             let (time_key, tuple, id) = (time_key(seed), tuple(client, 7), ServerId::try_from(id).unwrap());
-            let with = |current, ms| stamp(&FleetKeys { keys, current }, &time_key, &tuple, id, ms);
+            let with = |current, ms| stamp_tsval(&FleetKeys { keys, current }, &time_key, &tuple, id, ms);
             let (first, second) = (with(KeyIndex::Second, sent), with(KeyIndex::First, sent.wrapping_add(later)));
             prop_assert!(second.wrapping_sub(first) as i32 >= 0);
         }
@@ -276,7 +282,7 @@ mod tests {
 
     #[test]
     fn restarted_load_balancer_learns_the_clock_from_any_reply() {
-        let (mut clock, mut own) = (ServerClock::default(), OwnOffsets::default());
+        let (mut clock, mut own) = (ServerClock::default(), ConnectionOffsets::default());
         assert_eq!(clock.offset_of(&own, hash(1)), None);
         assert_eq!(clock.learn_offset(&mut own, hash(1), 1_000, 400), 600);
         assert_eq!(clock.offset_of(&own, hash(2)), Some(600));

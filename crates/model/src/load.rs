@@ -132,7 +132,7 @@ impl LoadTracker {
     /// earlier stream never reject a report, because they may have been wrong.
     ///
     /// A core count that changed, or a counter that went back (the server was rebooted), restarts the tracking.
-    pub fn report(&mut self, readings: CoreReadings, alpha: Alpha) -> Result<(), ReadingsRejection> {
+    pub fn record_report(&mut self, readings: CoreReadings, alpha: Alpha) -> Result<(), ReadingsRejection> {
         if readings.busy_ns.is_empty() {
             return Err(ReadingsRejection::NoCores);
         }
@@ -206,7 +206,7 @@ fn busy_fractions(newest: &CoreReadings, readings: &CoreReadings) -> Vec<f64> {
 }
 
 /// Returns a load in the data plane's fixed point (1.0 is `LOAD_ONE`); below 0 is 0, above 4095 is 4095.
-pub fn fixed_point(load: f64) -> u32 {
+pub fn to_fixed_point(load: f64) -> u32 {
     (load * f64::from(coreward_intf::LOAD_ONE)) as u32
 }
 
@@ -222,64 +222,64 @@ mod tests {
     #[test]
     fn load_above_a_cores_capacity_is_rejected() {
         let mut tracker = LoadTracker::default();
-        tracker.report(readings(1, 0, &[0, 0]), Alpha::PUBLISHED).unwrap();
-        let refused = tracker.report(readings(2, 100, &[0, 2000]), Alpha::PUBLISHED).unwrap_err();
+        tracker.record_report(readings(1, 0, &[0, 0]), Alpha::PUBLISHED).unwrap();
+        let refused = tracker.record_report(readings(2, 100, &[0, 2000]), Alpha::PUBLISHED).unwrap_err();
         assert_eq!(refused.to_string(), "core 1 was busy for 20.0 times the time that passed: expected at most 16");
         assert_eq!(tracker.loads(), None);
-        tracker.report(readings(3, 200, &[0, 2000]), Alpha::PUBLISHED).unwrap();
+        tracker.record_report(readings(3, 200, &[0, 2000]), Alpha::PUBLISHED).unwrap();
         assert_eq!(tracker.loads(), Some(&[0.0, 10.0].into_iter().collect()));
     }
 
     #[test]
     fn loads_are_smoothed_rates() {
         let mut tracker = LoadTracker::default();
-        tracker.report(readings(1, 0, &[0, 0]), Alpha::PUBLISHED).unwrap();
+        tracker.record_report(readings(1, 0, &[0, 0]), Alpha::PUBLISHED).unwrap();
         assert_eq!(tracker.loads(), None);
-        tracker.report(readings(2, 100, &[50, 0]), Alpha::PUBLISHED).unwrap();
+        tracker.record_report(readings(2, 100, &[50, 0]), Alpha::PUBLISHED).unwrap();
         assert_eq!(tracker.loads(), Some(&[0.5, 0.0].into_iter().collect()));
-        tracker.report(readings(3, 200, &[50, 100]), Alpha::PUBLISHED).unwrap();
+        tracker.record_report(readings(3, 200, &[50, 100]), Alpha::PUBLISHED).unwrap();
         assert_eq!(tracker.loads(), Some(&[0.25, 0.5].into_iter().collect()));
         // A report was lost. Values are absolute, so the next report gives correct loads.
-        tracker.report(readings(5, 400, &[50, 300]), Alpha::new(1.0).unwrap()).unwrap();
+        tracker.record_report(readings(5, 400, &[50, 300]), Alpha::new(1.0).unwrap()).unwrap();
         assert_eq!(tracker.loads(), Some(&[0.0, 1.0].into_iter().collect()));
     }
 
     #[test]
     fn late_report_is_rejected_and_changes_nothing() {
         let mut tracker = LoadTracker::default();
-        tracker.report(readings(7, 0, &[0]), Alpha::PUBLISHED).unwrap();
-        tracker.report(readings(8, 100, &[10]), Alpha::PUBLISHED).unwrap();
-        let refused = tracker.report(readings(8, 200, &[100]), Alpha::PUBLISHED).unwrap_err();
+        tracker.record_report(readings(7, 0, &[0]), Alpha::PUBLISHED).unwrap();
+        tracker.record_report(readings(8, 100, &[10]), Alpha::PUBLISHED).unwrap();
+        let refused = tracker.record_report(readings(8, 200, &[100]), Alpha::PUBLISHED).unwrap_err();
         assert_eq!(refused, ReadingsRejection::OutOfOrder { sequence: 8, newest: 8 });
-        assert!(tracker.report(readings(9, 100, &[20]), Alpha::PUBLISHED).is_err());
-        assert!(tracker.report(readings(9, 300, &[]), Alpha::PUBLISHED).is_err());
+        assert!(tracker.record_report(readings(9, 100, &[20]), Alpha::PUBLISHED).is_err());
+        assert!(tracker.record_report(readings(9, 300, &[]), Alpha::PUBLISHED).is_err());
         assert_eq!(tracker.loads(), Some(&[0.1].into_iter().collect()));
     }
 
     #[test]
     fn streams_have_separate_sequence_numbers() {
         let mut tracker = LoadTracker::default();
-        tracker.report(readings(1, 0, &[0]), Alpha::PUBLISHED).unwrap();
+        tracker.record_report(readings(1, 0, &[0]), Alpha::PUBLISHED).unwrap();
         let end_of_time = CoreReadings { sequence: u64::MAX, measured_ns: u64::MAX, busy_ns: vec![0] };
-        tracker.report(end_of_time, Alpha::PUBLISHED).unwrap();
-        assert!(tracker.report(readings(2, 100, &[10]), Alpha::PUBLISHED).is_err());
+        tracker.record_report(end_of_time, Alpha::PUBLISHED).unwrap();
+        assert!(tracker.record_report(readings(2, 100, &[10]), Alpha::PUBLISHED).is_err());
         tracker.start_stream();
-        tracker.report(readings(1, 200, &[20]), Alpha::PUBLISHED).unwrap();
+        tracker.record_report(readings(1, 200, &[20]), Alpha::PUBLISHED).unwrap();
         assert_eq!(tracker.loads(), None);
-        tracker.report(readings(2, 300, &[70]), Alpha::PUBLISHED).unwrap();
+        tracker.record_report(readings(2, 300, &[70]), Alpha::PUBLISHED).unwrap();
         assert_eq!(tracker.loads(), Some(&[0.5].into_iter().collect()));
         tracker.start_stream();
-        tracker.report(readings(1, 400, &[120]), Alpha::PUBLISHED).unwrap();
+        tracker.record_report(readings(1, 400, &[120]), Alpha::PUBLISHED).unwrap();
         assert_eq!(tracker.loads(), Some(&[0.5].into_iter().collect()));
     }
 
     #[test]
     fn counters_start_at_zero_after_a_reboot() {
         let mut tracker = LoadTracker::default();
-        tracker.report(readings(1, 0, &[1000]), Alpha::PUBLISHED).unwrap();
-        tracker.report(readings(2, 100, &[1100]), Alpha::PUBLISHED).unwrap();
+        tracker.record_report(readings(1, 0, &[1000]), Alpha::PUBLISHED).unwrap();
+        tracker.record_report(readings(2, 100, &[1100]), Alpha::PUBLISHED).unwrap();
         tracker.start_stream();
-        tracker.report(readings(1, 5, &[5]), Alpha::PUBLISHED).unwrap();
+        tracker.record_report(readings(1, 5, &[5]), Alpha::PUBLISHED).unwrap();
         assert_eq!(tracker.loads(), None);
     }
 

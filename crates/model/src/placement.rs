@@ -52,7 +52,7 @@ impl BucketCount {
 
 /// Rule by which a new connection finds its server.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Rule {
+pub enum PlacementRule {
     /// The bucket's server, by one look-up.
     Table,
     /// The bucket's candidate of least load, counting connections assigned since the table was switched in.
@@ -63,10 +63,10 @@ pub enum Rule {
     PowerOfTwo,
 }
 
-impl Rule {
+impl PlacementRule {
     /// All rules in the order of `enum placement_rule`.
-    pub const ALL: [Rule; intf::PLACEMENT_RULE_COUNT as usize] =
-        [Rule::Table, Rule::LeastAssigned, Rule::RoundRobin, Rule::PowerOfTwo];
+    pub const ALL: [PlacementRule; intf::PLACEMENT_RULE_COUNT as usize] =
+        [PlacementRule::Table, PlacementRule::LeastAssigned, PlacementRule::RoundRobin, PlacementRule::PowerOfTwo];
 
     /// Returns the value in `enum placement_rule`.
     pub fn number(self) -> u32 {
@@ -89,7 +89,7 @@ impl Rule {
 pub struct Candidate {
     /// Server of the core.
     pub server: ServerId,
-    /// The core's load in fixed point ([`crate::load::fixed_point`]).
+    /// The core's load in fixed point ([`crate::load::to_fixed_point`]).
     pub load: u32,
     /// Position of the core in [`PlacementTable::core_slots`].
     pub core_slot: u16,
@@ -106,7 +106,7 @@ pub struct Member {
 
 /// A core of a server.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct Core {
+pub struct ServerCore {
     /// Server of the core.
     pub server: ServerId,
     /// Receive queue that the core serves.
@@ -119,7 +119,7 @@ pub struct PlacementTable {
     /// Number that grows with every table of the service.
     pub generation: u64,
     /// Rule of placement.
-    pub rule: Rule,
+    pub rule: PlacementRule,
     /// Number of buckets.
     pub bucket_count: BucketCount,
     /// The Toeplitz key of each group of candidates.
@@ -132,9 +132,9 @@ pub struct PlacementTable {
     /// Load that one connection assigned since the switch adds to a core, in fixed point.
     pub assignment_cost: u32,
     /// Core of each slot, which counts the connections assigned to the core.
-    pub core_slots: Vec<Core>,
-    /// Servers that take new connections, by id. Under [`Rule::RoundRobin`] they are in the order of their turns, once
-    /// per turn.
+    pub core_slots: Vec<ServerCore>,
+    /// Servers that take new connections, by id. Under [`PlacementRule::RoundRobin`] they are in the order of their
+    /// turns, once per turn.
     pub members: Vec<Member>,
     /// Server of each bucket for connections that cannot carry a cookie. It changes only with the pool.
     pub consistent_servers: Vec<ServerId>,
@@ -153,7 +153,7 @@ pub struct PlacementTable {
 pub struct CoreSlotIndex {
     /// Generation of the table.
     pub generation: u64,
-    slots: HashMap<Core, u16, foldhash::fast::FixedState>,
+    slots: HashMap<ServerCore, u16, foldhash::fast::FixedState>,
 }
 
 impl CoreSlotIndex {
@@ -165,7 +165,7 @@ impl CoreSlotIndex {
 
     /// Returns the initial counts of `next`: this table's count of a core without a newer load, else 0.
     pub fn initial_counts(&self, next: &PlacementTable, count: impl Fn(u16) -> u32) -> Vec<u32> {
-        let of_slot = |(slot, core): (usize, &Core)| {
+        let of_slot = |(slot, core): (usize, &ServerCore)| {
             let age = next.core_slot_ages.get(slot).copied().unwrap_or(0);
             let is_next = next.generation > self.generation;
             let known = age > 0 && is_next && next.generation.saturating_sub(age.into()) <= self.generation;
@@ -180,7 +180,7 @@ impl CoreSlotIndex {
 pub struct PlacementState {
     /// Connections assigned since the table was switched in, per core slot.
     pub assigned_counts: Vec<u32>,
-    /// The counter of [`Rule::RoundRobin`].
+    /// The counter of [`PlacementRule::RoundRobin`].
     pub round_robin_counter: u64,
 }
 
@@ -193,7 +193,7 @@ impl PlacementState {
 
 /// Mixes a Toeplitz hash into two independent draws (the finaliser of MurmurHash3, 64 bits: every input bit reaches
 /// every output bit). The hash's own low bits are the bucket, hence the core: a draw from them would not be free.
-pub fn mix(hash: u32) -> u64 {
+pub fn mix_hash(hash: u32) -> u64 {
     let mut x = u64::from(hash) | 0x9e37_79b9 << 32;
     x ^= x >> 33;
     x = x.wrapping_mul(0xff51_afd7_ed55_8ccd);
@@ -213,7 +213,7 @@ impl PlacementTable {
     pub fn empty(bucket_count: BucketCount) -> Self {
         Self {
             generation: 0,
-            rule: Rule::Table,
+            rule: PlacementRule::Table,
             bucket_count,
             groups: Vec::new(),
             candidates_per_bucket: 0,
@@ -252,14 +252,14 @@ impl PlacementTable {
             return None;
         }
         match self.rule {
-            Rule::Table => self.least_candidate(hash, |candidate| u64::from(candidate.load)).map(|c| c.server),
-            Rule::LeastAssigned => self.choose_least_assigned(state, hash, takes),
-            Rule::RoundRobin => {
+            PlacementRule::Table => self.least_candidate(hash, |candidate| u64::from(candidate.load)).map(|c| c.server),
+            PlacementRule::LeastAssigned => self.choose_least_assigned(state, hash, takes),
+            PlacementRule::RoundRobin => {
                 let turn = state.round_robin_counter;
                 state.round_robin_counter += 1;
                 Some(self.members[(turn % self.members.len() as u64) as usize].server)
             }
-            Rule::PowerOfTwo => {
+            PlacementRule::PowerOfTwo => {
                 let (first, second) = self.two_members(if self.groups.is_empty() { 0 } else { hash(0) });
                 Some(if second.load < first.load { second.server } else { first.server })
             }
@@ -300,7 +300,7 @@ impl PlacementTable {
 
     /// Returns the first candidate of least cost over all groups. Rule `Table` has one candidate per group.
     fn least_candidate(&self, hash: impl Fn(usize) -> u32, cost: impl Fn(&Candidate) -> u64) -> Option<Candidate> {
-        let considered = if self.rule == Rule::Table { 1 } else { self.candidates_per_bucket as usize };
+        let considered = if self.rule == PlacementRule::Table { 1 } else { self.candidates_per_bucket as usize };
         let candidates = (0..self.groups.len()).flat_map(|group| {
             let bucket = self.bucket_count.bucket(hash(group));
             &self.candidates_of(group, bucket)[..considered]
@@ -310,24 +310,24 @@ impl PlacementTable {
     }
 
     fn two_members(&self, hash: u32) -> (Member, Member) {
-        let (first, second) = two_draws(mix(hash), self.members.len() as u32);
+        let (first, second) = two_draws(mix_hash(hash), self.members.len() as u32);
         (self.members[first as usize], self.members[second as usize])
     }
 }
 
 /// Highest random weight (Thaler and Ravishankar, 1998): returns for each bucket the member whose hash with it is
 /// highest. When a member leaves, only its own buckets move.
-pub fn rendezvous(members: &[ServerId], buckets: BucketCount) -> Vec<ServerId> {
+pub fn rendezvous_table(members: &[ServerId], buckets: BucketCount) -> Vec<ServerId> {
     let members: Vec<_> = members.iter().map(|server| (*server, 1)).collect();
     weighted_rendezvous(&members, buckets)
 }
 
-/// Like [`rendezvous`], with weights of 1 or more. A member has as many hashes with each bucket as its weight, and so a
-/// proportional share of the buckets.
+/// Like [`rendezvous_table`], with weights of 1 or more. A member has as many hashes with each bucket as its weight,
+/// and so a proportional share of the buckets.
 pub fn weighted_rendezvous(members: &[(ServerId, u32)], buckets: BucketCount) -> Vec<ServerId> {
     let hash = |bucket: u32, server: ServerId, draw: u32| {
-        let draw = if draw == 0 { 0 } else { mix(draw) as u32 };
-        mix((bucket << 16 | u32::from(server.get())) ^ draw)
+        let draw = if draw == 0 { 0 } else { mix_hash(draw) as u32 };
+        mix_hash((bucket << 16 | u32::from(server.get())) ^ draw)
     };
     let highest = |bucket: u32, (server, weight): (ServerId, u32)| {
         ((0..weight).map(|draw| hash(bucket, server, draw)).max(), server)
@@ -352,7 +352,7 @@ mod tests {
         FourTuple::ipv4((Ipv4Addr::new(10, 1, 0, 7), port), (Ipv4Addr::new(10, 200, 0, 1), 80))
     }
 
-    fn table(rule: Rule, loads: &[u32]) -> PlacementTable {
+    fn table(rule: PlacementRule, loads: &[u32]) -> PlacementTable {
         let servers: Vec<ServerId> = (0..loads.len() as u64).map(|n| id(n + 1)).collect();
         let bucket_count = BucketCount::new(4).unwrap();
         let mut ordered: Vec<Candidate> = loads
@@ -369,9 +369,9 @@ mod tests {
             candidates_per_bucket: loads.len() as u32,
             candidates: ordered.repeat(4),
             assignment_cost: 10,
-            core_slots: servers.iter().map(|server| Core { server: *server, core: 0 }).collect(),
+            core_slots: servers.iter().map(|server| ServerCore { server: *server, core: 0 }).collect(),
             members: servers.iter().zip(loads).map(|(server, load)| Member { server: *server, load: *load }).collect(),
-            consistent_servers: rendezvous(&servers, bucket_count),
+            consistent_servers: rendezvous_table(&servers, bucket_count),
             previous_consistent_servers: Vec::new(),
             down_servers: Vec::new(),
             core_slot_ages: Vec::new(),
@@ -380,7 +380,7 @@ mod tests {
 
     #[test]
     fn table_rule_takes_the_first_candidate() {
-        let table = table(Rule::Table, &[30, 10, 20]);
+        let table = table(PlacementRule::Table, &[30, 10, 20]);
         let mut state = PlacementState::for_table(&table);
         for port in 0..50 {
             assert_eq!(table.choose(&mut state, &tuple(port)), Some(id(2)));
@@ -389,7 +389,7 @@ mod tests {
 
     #[test]
     fn assigned_connections_count_as_load() {
-        let table = table(Rule::LeastAssigned, &[0, 25, 1000]);
+        let table = table(PlacementRule::LeastAssigned, &[0, 25, 1000]);
         let mut state = PlacementState::for_table(&table);
         let chosen: Vec<u16> = (0..5).map(|port| table.choose(&mut state, &tuple(port)).unwrap().get()).collect();
         assert_eq!(chosen, [1, 1, 1, 2, 1]);
@@ -398,12 +398,12 @@ mod tests {
 
     #[test]
     fn round_robin_alternates_and_pow2_prefers_the_less_loaded() {
-        let round_robin = table(Rule::RoundRobin, &[0, 0, 0]);
+        let round_robin = table(PlacementRule::RoundRobin, &[0, 0, 0]);
         let mut state = PlacementState::for_table(&round_robin);
         let chosen: Vec<u16> = (0..4).map(|_| round_robin.choose(&mut state, &tuple(1)).unwrap().get()).collect();
         assert_eq!(chosen, [1, 2, 3, 1]);
 
-        let pow2 = table(Rule::PowerOfTwo, &[10, 0, 20, 30]);
+        let pow2 = table(PlacementRule::PowerOfTwo, &[10, 0, 20, 30]);
         let mut counts = [0; 5];
         (0..4000).for_each(|port| counts[usize::from(pow2.choose(&mut state, &tuple(port)).unwrap().get())] += 1);
         assert!((1600..1900).contains(&counts[2]) && (180..330).contains(&counts[4]), "{counts:?}");
@@ -411,7 +411,7 @@ mod tests {
 
     #[test]
     fn without_members_there_is_no_server() {
-        let mut empty = table(Rule::Table, &[1]);
+        let mut empty = table(PlacementRule::Table, &[1]);
         empty.members.clear();
         assert_eq!(empty.choose(&mut PlacementState::default(), &tuple(1)), None);
     }
@@ -420,7 +420,7 @@ mod tests {
     fn rendezvous_moves_only_what_must_move() {
         let servers: Vec<ServerId> = (1..=5).map(id).collect();
         let buckets = BucketCount::new(1024).unwrap();
-        let (before, after) = (rendezvous(&servers, buckets), rendezvous(&servers[1..], buckets));
+        let (before, after) = (rendezvous_table(&servers, buckets), rendezvous_table(&servers[1..], buckets));
         assert!(before.iter().zip(&after).all(|(old, new)| *old == servers[0] || old == new));
         assert!(servers.iter().all(|server| (150..260).contains(&before.iter().filter(|s| *s == server).count())));
     }

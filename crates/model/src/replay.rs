@@ -103,7 +103,7 @@ pub fn replay(log: &ArrivalLog, pools: ReplaySettings, placer: Placer<'_>) -> Va
     let id = |number: u16| ServerId::try_from(u64::from(number)).expect("few servers");
     let plan = FleetPlan {
         servers: (1..=pools.server_count).map(id).collect(),
-        cores: pools.core_count,
+        cores_per_server: pools.core_count,
         buckets: pools.buckets,
         alpha: pools.alpha,
         key: RssKey::random(&mut seeded_rng(pools.seed, RNG_STREAM_RSS_KEY)),
@@ -121,7 +121,8 @@ pub fn replay_by_second(
     policy: &mut dyn Policy,
 ) -> Vec<Vec<u64>> {
     let ReplaySettings { server_count: servers, core_count: cores, buckets, alpha, .. } = pools;
-    let shape = FleetShape { server_count: servers, cores, buckets, alpha, tables: TableDraw::Balanced };
+    let shape =
+        FleetShape { server_count: servers, cores_per_server: cores, buckets, alpha, tables: TableDraw::Balanced };
     let plan = shape.draw_plan(&mut seeded_rng(pools.seed, RNG_STREAM_SERVERS));
     let datacentre = run_replay(log, pools, plan, changes, Placer::Policy(policy));
     let bins_per_second = (WINDOW_US / pools.bin_us()) as usize;
@@ -136,8 +137,8 @@ fn run_replay(
     plan: FleetPlan,
     changes: &[PoolChange],
     mut placer: Placer<'_>,
-) -> Datacentre {
-    let mut datacentre = Datacentre::new(log, pools, plan);
+) -> ReplayState {
+    let mut datacentre = ReplayState::new(log, pools, plan);
     let mut changes = changes.iter().peekable();
     let mut requests: Vec<(u64, usize)> = Vec::new();
     for (connection, arrival) in log.arrivals.iter().enumerate() {
@@ -162,24 +163,24 @@ fn run_replay(
     datacentre
 }
 
-struct Datacentre {
-    pools: ReplaySettings,
+struct ReplayState {
+    settings: ReplaySettings,
     fleet: SimulatedCluster,
     /// Time at which each core (in the fleet's numbering) is free, and the core's busy time in bins.
-    free_us: Vec<u64>,
+    core_free_at_us: Vec<u64>,
     busy_us: Vec<Vec<u64>>,
     /// Busy time of each core as last reported, and the bins that were in it.
-    reported_us: Vec<u64>,
+    reported_busy_us: Vec<u64>,
     reported_bins: Vec<usize>,
     /// Age of each server's report at a table, in bins.
     report_age_bins: Vec<usize>,
     /// End of each open connection, by core.
     connection_ends_us: Vec<Vec<u64>>,
     /// Work by the window in which it is due, of all connections placed so far, by core.
-    planned_us: Vec<Vec<u64>>,
+    planned_work_us: Vec<Vec<u64>>,
 }
 
-impl Datacentre {
+impl ReplayState {
     fn new(log: &ArrivalLog, pools: ReplaySettings, plan: FleetPlan) -> Self {
         let mut fleet = SimulatedCluster::new(plan).expect("as many entries as buckets");
         let (cores, bins) = (fleet.core_count(), (log.duration_us / pools.bin_us() + 2 * BINS_PER_REPORT) as usize);
@@ -194,32 +195,32 @@ impl Datacentre {
         Self {
             report_age_bins: age,
             reported_bins: vec![0; cores],
-            pools,
+            settings: pools,
             fleet,
-            free_us: vec![0; cores],
+            core_free_at_us: vec![0; cores],
             busy_us: vec![vec![0; bins]; cores],
-            reported_us: vec![0; cores],
+            reported_busy_us: vec![0; cores],
             connection_ends_us: vec![Vec::new(); cores],
-            planned_us: vec![vec![0; (log.duration_us / WINDOW_US + 2) as usize]; cores],
+            planned_work_us: vec![vec![0; (log.duration_us / WINDOW_US + 2) as usize]; cores],
         }
     }
 
     /// Makes agents report, computes the table and installs it.
     fn tick(&mut self, now_us: u64, placer: &mut Placer<'_>) {
-        let bin_us = self.pools.bin_us();
+        let bin_us = self.settings.bin_us();
         let bin = (now_us / bin_us) as usize;
-        for core in 0..self.free_us.len() {
-            let reported_end = bin.saturating_sub(self.report_age_bins[core / usize::from(self.pools.core_count)]);
+        for core in 0..self.core_free_at_us.len() {
+            let reported_end = bin.saturating_sub(self.report_age_bins[core / usize::from(self.settings.core_count)]);
             let new = self.busy_us[core].iter().take(reported_end).skip(self.reported_bins[core]);
-            self.reported_us[core] += new.sum::<u64>();
+            self.reported_busy_us[core] += new.sum::<u64>();
             self.reported_bins[core] = reported_end;
             self.connection_ends_us[core].retain(|end_us| *end_us > now_us);
         }
         let Placer::Policy(policy) = placer else { return };
         let measured_ns = |age: &usize| bin.checked_sub(*age).map(|bin| bin as u64 * bin_us * 1_000);
         let measured_ns: Vec<Option<u64>> = self.report_age_bins.iter().map(measured_ns).collect();
-        let busy_ns: Vec<u64> = self.reported_us.iter().map(|us| us * 1_000).collect();
-        let of_servers = self.connection_ends_us.chunks(usize::from(self.pools.core_count));
+        let busy_ns: Vec<u64> = self.reported_busy_us.iter().map(|us| us * 1_000).collect();
+        let of_servers = self.connection_ends_us.chunks(usize::from(self.settings.core_count));
         let open: Vec<u32> = of_servers.map(|cores| cores.iter().map(|open| open.len() as u32).sum()).collect();
         self.fleet.report_measured_at(&measured_ns, &busy_ns, &open, *policy);
     }
@@ -231,7 +232,7 @@ impl Datacentre {
             Placer::Oracle => self.least_added_square(arrival),
         };
         for index in 0..arrival.request_count {
-            self.planned_us[core][(arrival.due_us(index) / WINDOW_US) as usize] += u64::from(arrival.service_us);
+            self.planned_work_us[core][(arrival.due_us(index) / WINDOW_US) as usize] += u64::from(arrival.service_us);
         }
         self.connection_ends_us[core].push(arrival.last_due_us() + u64::from(arrival.service_us));
         core
@@ -242,15 +243,15 @@ impl Datacentre {
     fn least_added_square(&self, arrival: &Arrival) -> usize {
         let windows: Vec<usize> =
             (0..arrival.request_count).map(|index| (arrival.due_us(index) / WINDOW_US) as usize).collect();
-        let added = |core: &usize| -> u64 { windows.iter().map(|window| self.planned_us[*core][*window]).sum() };
+        let added = |core: &usize| -> u64 { windows.iter().map(|window| self.planned_work_us[*core][*window]).sum() };
         (0..self.connection_ends_us.len()).min_by_key(added).expect("at least one core")
     }
 
     fn serve(&mut self, core: usize, due_us: u64, service_us: u64) {
-        let start_us = self.free_us[core].max(due_us);
+        let start_us = self.core_free_at_us[core].max(due_us);
         let end_us = start_us + service_us;
-        self.free_us[core] = end_us;
-        let bin_us = self.pools.bin_us();
+        self.core_free_at_us[core] = end_us;
+        let bin_us = self.settings.bin_us();
         let mut from_us = start_us;
         while from_us < end_us {
             let bin = from_us / bin_us;
@@ -344,20 +345,20 @@ mod tests {
         let pools = ReplaySettings { report_phase: ReportPhase::Random, ..ReplaySettings::default() };
         let plan = FleetShape {
             server_count: pools.server_count,
-            cores: pools.core_count,
+            cores_per_server: pools.core_count,
             buckets: pools.buckets,
             alpha: pools.alpha,
             tables: TableDraw::Balanced,
         };
         let plan = plan.draw_plan(&mut seeded_rng(1, RNG_STREAM_SERVERS));
-        let mut datacentre = Datacentre::new(&log, pools, plan);
+        let mut datacentre = ReplayState::new(&log, pools, plan);
         datacentre.report_age_bins = vec![0, 15, 45, 25];
         (0..4).for_each(|server| datacentre.serve(server * 4, 0, 150_000));
         let mut policy = crate::policy::policy_by_name("crossrss", 1).unwrap();
         let mut placer = Placer::Policy(policy.as_mut());
         let mut reported = |now_us| {
             datacentre.tick(now_us, &mut placer);
-            [0, 4, 8, 12].map(|core| datacentre.reported_us[core])
+            [0, 4, 8, 12].map(|core| datacentre.reported_busy_us[core])
         };
         assert_eq!(reported(0), [0; 4]);
         assert_eq!(reported(100_000), [100_000, 70_000, 10_000, 50_000]);

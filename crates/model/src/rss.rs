@@ -153,7 +153,7 @@ impl RssKey {
     }
 
     /// Returns one table per byte of source address and source port, the bytes that differ between the packets of one
-    /// service. The entries are the bytes' contributions to [`destination_part`](Self::destination_part). 6 tables for
+    /// service. The entries are the bytes' contributions to [`destination_hash`](Self::destination_hash). 6 tables for
     /// IPv4, 18 for IPv6. With a transformed input, the contribution of a source byte depends on the service's byte at
     /// the same offset, which is constant: still one entry per byte.
     pub fn source_tables(&self, vip: SocketAddr) -> Vec<[u32; 256]> {
@@ -165,7 +165,7 @@ impl RssKey {
     }
 
     /// Returns the constant part of a service: the hash of a packet to the service whose source is all zeros.
-    pub fn destination_part(&self, vip: SocketAddr) -> u32 {
+    pub fn destination_hash(&self, vip: SocketAddr) -> u32 {
         byte_pairs(vip).fold(0, |hash, pair| hash ^ self.pair_hash(&pair, 0))
     }
 
@@ -291,7 +291,7 @@ pub enum IndirectionTableError {
     Length(usize),
     /// No NIC has that many queues.
     #[error("receive queue {queue} in entry {entry} of the indirection table: expected 0 to 65535")]
-    Queue {
+    QueueOutOfRange {
         /// Position in the table.
         entry: usize,
         /// The queue in the table.
@@ -306,7 +306,7 @@ impl IndirectionTable {
             return Err(IndirectionTableError::Length(queues.len()));
         }
         let narrow = |(entry, queue): (usize, &u32)| {
-            u16::try_from(*queue).map_err(|_| IndirectionTableError::Queue { entry, queue: *queue })
+            u16::try_from(*queue).map_err(|_| IndirectionTableError::QueueOutOfRange { entry, queue: *queue })
         };
         Ok(Self { queues: queues.iter().enumerate().map(narrow).collect::<Result<_, _>>()? })
     }
@@ -356,7 +356,7 @@ const RNG_STREAM_INDIRECTION: u64 = 1;
 
 /// One server's RSS in its agent's report.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Rss {
+pub struct RssConfig {
     /// Key of the server's NIC.
     pub key: RssKey,
     /// Indirection table of the server's NIC; entries are cores.
@@ -377,7 +377,7 @@ pub enum EmulatedRssError {
     InputTransform(#[from] UnknownInputTransform),
 }
 
-impl Rss {
+impl RssConfig {
     /// Returns the layout in which BPF programs predict a packet's receive queue.
     pub fn mapping(&self, generation: u32) -> Box<intf::rss_mapping> {
         let mut mapping = Box::new(intf::rss_mapping {
@@ -465,7 +465,7 @@ mod tests {
                 let (input, address) = (tuple.bytes(), tables.len() - 2);
                 let source = input[..address].iter().chain(&input[2 * address..][..2]);
                 let parts = source.zip(&tables).fold(0, |hash, (byte, table)| hash ^ table[usize::from(*byte)]);
-                prop_assert_eq!(parts ^ key.destination_part(tuple.vip()), key.toeplitz(&input));
+                prop_assert_eq!(parts ^ key.destination_hash(tuple.vip()), key.toeplitz(&input));
             }
         }
 
@@ -513,19 +513,19 @@ mod tests {
     fn emulated_nic_returns_written_settings() {
         let rng = &mut seeded_rng(1, 1);
         let indirection_table = IndirectionTable::balanced(1, 128, 4).unwrap();
-        let rss = Rss { key: RssKey::random(rng), indirection_table: indirection_table.clone() };
+        let rss = RssConfig { key: RssKey::random(rng), indirection_table: indirection_table.clone() };
         let registers = rss.emulated(3).unwrap();
         assert_eq!((registers.mapping.entry_count, registers.mapping.generation), (128, 3));
         let input = [10, 1, 0, 7, 10, 200, 0, 1, 157, 120, 0, 80];
         let by_bytes = input.iter().zip(&registers.mapping.byte).fold(0, |h, (byte, table)| h ^ table[*byte as usize]);
         assert_eq!(by_bytes, rss.key.toeplitz(&input));
-        assert_eq!(Rss::from_emulated(&registers), Ok(rss.clone()));
-        let symmetric = Rss { key: rss.key.with_input(InputTransform::SymmetricOrXor), ..rss };
-        assert_eq!(Rss::from_emulated(&symmetric.emulated(4).unwrap()), Ok(symmetric));
+        assert_eq!(RssConfig::from_emulated(&registers), Ok(rss.clone()));
+        let symmetric = RssConfig { key: rss.key.with_input(InputTransform::SymmetricOrXor), ..rss };
+        assert_eq!(RssConfig::from_emulated(&symmetric.emulated(4).unwrap()), Ok(symmetric));
 
-        let long = Rss { key: RssKey::new(&[1; 52]).unwrap(), indirection_table };
+        let long = RssConfig { key: RssKey::new(&[1; 52]).unwrap(), indirection_table };
         assert_eq!(long.emulated(1).unwrap_err(), EmulatedRssError::KeyLength(52));
-        assert!(Rss::from_emulated(&intf::emulated_rss::default()).is_err());
+        assert!(RssConfig::from_emulated(&intf::emulated_rss::default()).is_err());
     }
 
     #[test]

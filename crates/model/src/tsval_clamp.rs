@@ -12,7 +12,7 @@
 
 use coreward_intf as intf;
 
-use crate::cookie::{RESTORE_SLACK_MS, restore};
+use crate::cookie::{RESTORE_SLACK_MS, restore_tsval};
 
 /// Largest step, which is sent in place of a larger one, in ms: 2^15 - 1.
 pub const MAX_STEP_MS: u32 = intf::MAX_STEP_MS;
@@ -23,7 +23,7 @@ pub struct TimePart {
     /// The 16 bits of the time part, before the time mask.
     pub sent: u16,
     /// The server's own TSval for the time part, which selects the fleet's key that stamps.
-    pub original: u32,
+    pub original_tsval: u32,
 }
 
 /// A largest step that was sent: `struct clamped_timestamp`.
@@ -31,7 +31,7 @@ pub struct TimePart {
 struct ClampedTsval {
     time: TimePart,
     /// The client's last TSecr before the step.
-    before: TimePart,
+    last_tsecr: TimePart,
     confirmed: bool,
 }
 
@@ -48,7 +48,7 @@ impl PawsClamp {
     /// Returns the time part to send. `milliseconds` is the server's own TSval. `last_tsecr` is the client's last TSecr
     /// as it was restored for the kernel; 0 without one.
     pub fn time_to_send(&mut self, milliseconds: u32, last_tsecr: u32) -> TimePart {
-        let plain = TimePart { sent: milliseconds as u16, original: milliseconds };
+        let plain = TimePart { sent: milliseconds as u16, original_tsval: milliseconds };
         let elapsed = milliseconds.wrapping_sub(last_tsecr);
         // A genuine restored TSecr is never further ahead; this one was forged.
         let forged = (elapsed.wrapping_add(RESTORE_SLACK_MS) as i32) < 0;
@@ -57,8 +57,8 @@ impl PawsClamp {
         }
         let mut recent = last_tsecr as u16;
         match self.held_tsval {
-            Some(held) if held.confirmed && held.time.original == last_tsecr => recent = held.time.sent,
-            Some(held) if held.before.original == last_tsecr => {
+            Some(held) if held.confirmed && held.time.original_tsval == last_tsecr => recent = held.time.sent,
+            Some(held) if held.last_tsecr.original_tsval == last_tsecr => {
                 self.last_clamp_ms = milliseconds;
                 return held.time;
             }
@@ -69,9 +69,12 @@ impl PawsClamp {
         if distance < MAX_STEP_MS {
             return plain;
         }
-        let time = TimePart { sent: recent.wrapping_add(MAX_STEP_MS as u16), original: milliseconds };
-        self.held_tsval =
-            Some(ClampedTsval { time, before: TimePart { sent: recent, original: last_tsecr }, confirmed: false });
+        let time = TimePart { sent: recent.wrapping_add(MAX_STEP_MS as u16), original_tsval: milliseconds };
+        self.held_tsval = Some(ClampedTsval {
+            time,
+            last_tsecr: TimePart { sent: recent, original_tsval: last_tsecr },
+            confirmed: false,
+        });
         self.last_clamp_ms = milliseconds;
         time
     }
@@ -93,25 +96,25 @@ impl PawsClamp {
 
     fn restore_any(&mut self, time: u16, now_ms: u32) -> u32 {
         if !self.clamped_recently(now_ms) {
-            return restore(time, now_ms);
+            return restore_tsval(time, now_ms);
         }
-        let Some(held) = &mut self.held_tsval else { return restore(time, now_ms) };
+        let Some(held) = &mut self.held_tsval else { return restore_tsval(time, now_ms) };
         if time == held.time.sent {
             held.confirmed = true;
-            return held.time.original;
+            return held.time.original_tsval;
         }
         if held.confirmed {
             // The client has advanced: these 16 bits may come from the clock again.
             self.held_tsval = None;
-            return restore(time, now_ms);
+            return restore_tsval(time, now_ms);
         }
         // Sent before the clamped packet, so less than a largest step after the client's TSecr of that time.
-        let TimePart { sent, original } = held.before;
+        let TimePart { sent, original_tsval: original } = held.last_tsecr;
         let (step, behind) = (time.wrapping_sub(sent), (original as u16).wrapping_sub(sent));
         match (step, step.checked_sub(behind)) {
             (0, _) => original,
             (_, Some(later)) if u32::from(step) < MAX_STEP_MS => original.wrapping_add(later.into()),
-            _ => restore(time, now_ms),
+            _ => restore_tsval(time, now_ms),
         }
     }
 }
@@ -124,7 +127,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::cookie::{Cookie, CookieKey, FleetKeys, KeyIndex, decode_cookie, stamp, stamped_time};
+    use crate::cookie::{Cookie, CookieKey, FleetKeys, KeyIndex, decode_cookie, stamp_tsval, stamped_time};
     use crate::{FourTuple, ServerId};
 
     const TIME_KEY: CookieKey = CookieKey { k0: 77, k1: 78 };
@@ -226,8 +229,8 @@ mod tests {
             match event {
                 Event::Packet { from_server: true, lost } => {
                     let time = self.rule.time_to_send(self.now, self.last_tsecr);
-                    let keys = self.keys.at_tsval(time.original, self.switch_ms);
-                    let value = stamp(&keys, &TIME_KEY, &self.tuple, server(), time.sent.into());
+                    let keys = self.keys.at_tsval(time.original_tsval, self.switch_ms);
+                    let value = stamp_tsval(&keys, &TIME_KEY, &self.tuple, server(), time.sent.into());
                     if !lost {
                         self.to_client.push_back(Sent { value, at_ms: self.now });
                     }
@@ -270,8 +273,10 @@ mod tests {
                 // of clients that have sent nothing since.
                 Event::Switch { later } => {
                     let since_switch = |original: u32| original.wrapping_sub(self.switch_ms) as i32 >= 0;
-                    let held_since =
-                        self.rule.held_tsval.is_none_or(|held| held.confirmed || since_switch(held.time.original));
+                    let held_since = self
+                        .rule
+                        .held_tsval
+                        .is_none_or(|held| held.confirmed || since_switch(held.time.original_tsval));
                     if since_switch(self.now) && held_since {
                         self.keys.current = self.keys.current.other();
                         self.switch_ms = self.now.wrapping_add(later);

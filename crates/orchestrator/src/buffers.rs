@@ -20,12 +20,12 @@ impl Buffer {
 
 /// A fixed number of buffers.
 #[derive(Debug)]
-pub struct Buffers {
+pub struct BufferPool {
     all: Vec<Buffer>,
     free_handles: Vec<u32>,
 }
 
-impl Buffers {
+impl BufferPool {
     /// Returns buffers for `count` requests of at most `bytes` bytes.
     pub fn new(count: usize, bytes: usize) -> Self {
         let client = SocketAddrV4::new(Ipv4Addr::UNSPECIFIED, 0);

@@ -38,7 +38,7 @@ pub fn run(prepared: PreparedDaemon) -> anyhow::Result<String> {
     let signalled = stop.clone();
     ctrlc::set_handler(move || signalled.store(true, Relaxed)).context("cannot handle SIGTERM and SIGINT")?;
     let mut daemon = Daemon::start(&config, intake)?;
-    let (memory, services) = (config.memory.display(), config.engine.services.len());
+    let (memory, services) = (config.shared_memory_path.display(), config.engine.services.len());
     let cores = config.engine.core_count;
     tracing::info!(
         event = "orchestrator-started",
@@ -48,5 +48,5 @@ pub fn run(prepared: PreparedDaemon) -> anyhow::Result<String> {
         "the orchestrator accepts requests and workers"
     );
     daemon.run(&stop)?;
-    Ok(daemon.report().json().to_string())
+    Ok(daemon.status().json().to_string())
 }

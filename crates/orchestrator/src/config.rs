@@ -6,12 +6,12 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use coreward_config::{
-    AbsolutePath, BoundedDuration, HOUR, Interface, MILLISECOND, Name, Number, Reader, SECOND, Spanned, config_file,
-    config_struct, string_enum,
+    AbsolutePath, BoundedDuration, HOUR_NS, InterfaceName, MILLISECOND_NS, Name, Number, Reader, SECOND_NS, Spanned,
+    config_file, config_struct, string_enum,
 };
 use coreward_model::dispatch::{
-    FeoConfig, GroupConfig, Lambda, MAX_SERVICES, MAX_WEIGHT, Member, QueueConfig, RankRule, Ranking, RateLimit,
-    Selection,
+    FeoConfig, GroupConfig, Lambda, MAX_SERVICES, MAX_WEIGHT, QueueConfig, RankRule, Ranking, RateLimit,
+    SchedulingParameters, Selection,
 };
 use coreward_runtime::ServiceEntry;
 
@@ -20,31 +20,31 @@ use crate::engine::{EngineConfig, ServiceConfig};
 
 #[derive(Debug, Clone)]
 pub struct Config {
-    pub memory: PathBuf,
+    pub shared_memory_path: PathBuf,
     /// Addresses, and the services at each.
     pub listeners: Vec<(SocketAddrV4, Classifier)>,
     /// Interface at which requests are taken by AF_XDP; `None`: by the sockets alone.
     pub af_xdp_interface: Option<String>,
     pub engine: EngineConfig,
     /// Time that the idle daemon sleeps while cores have requests; 0: it always polls.
-    pub sleep: Duration,
-    pub metrics: Option<SocketAddr>,
+    pub idle_sleep: Duration,
+    pub metrics_address: Option<SocketAddr>,
 }
 
 /// The longest UDP payload over IPv4.
 const MAX_PAYLOAD_BYTES: u64 = 65_507;
 /// A deadline must fit 32 bits.
-const MAX_DEADLINE_NS: u64 = 4 * SECOND;
+const MAX_DEADLINE_NS: u64 = 4 * SECOND_NS;
 
 config_struct! {
     /// The whole file.
-    pub struct Table {
+    pub struct UncheckedConfig {
         /// File of the memory that the workers share, in a directory of the same user.
         memory: AbsolutePath,
         /// Intake of requests: by sockets, or by AF_XDP and sockets.
         intake: Option<Spanned<IntakeName>>,
         /// Interface at which requests arrive, for AF_XDP.
-        interface: Option<Spanned<Interface>>,
+        interface: Option<Spanned<InterfaceName>>,
         /// Cores that can have a worker.
         cores: Number<1, 256>,
         /// Bound of a core's rank.
@@ -60,9 +60,9 @@ config_struct! {
         /// Bytes of the longest request and response.
         payload: Number<1, MAX_PAYLOAD_BYTES> = Number(1472),
         /// Time without a completion after which a worker gets no requests until it completes one.
-        stall_after: BoundedDuration<MILLISECOND, HOUR> = BoundedDuration(Duration::from_millis(500)),
+        stall_after: BoundedDuration<MILLISECOND_NS, HOUR_NS> = BoundedDuration(Duration::from_millis(500)),
         /// Time that the idle daemon sleeps; "0s": it polls.
-        sleep: BoundedDuration<0, MILLISECOND> = BoundedDuration(Duration::from_micros(50)),
+        sleep: BoundedDuration<0, MILLISECOND_NS> = BoundedDuration(Duration::from_micros(50)),
         /// Address at which metrics are served for Prometheus; without it, none are.
         metrics: Option<SocketAddr>,
         /// Sets of services that are ranked as one.
@@ -85,7 +85,7 @@ config_struct! {
         /// Time from arrival to deadline.
         deadline: BoundedDuration<1, MAX_DEADLINE_NS> = BoundedDuration(Duration::from_millis(1)),
         /// Requests per second, at most.
-        rate: Option<Number<1, SECOND>>,
+        rate: Option<Number<1, SECOND_NS>>,
         /// Requests of a rate that may be dispatched at once.
         burst: Number<1, 65536> = Number(1),
     }
@@ -108,7 +108,7 @@ config_struct! {
         /// Time from arrival to deadline.
         deadline: BoundedDuration<1, MAX_DEADLINE_NS> = BoundedDuration(Duration::from_millis(1)),
         /// Requests per second, at most.
-        rate: Option<Number<1, SECOND>>,
+        rate: Option<Number<1, SECOND_NS>>,
         /// Requests of a rate that may be dispatched at once.
         burst: Number<1, 65536> = Number(1),
     }
@@ -175,9 +175,9 @@ string_enum!(
     ]
 );
 
-config_file!(Config, |table: Table, reader| table.check(reader));
+config_file!(Config, |table: UncheckedConfig, reader| table.check(reader));
 
-impl Table {
+impl UncheckedConfig {
     fn check(self, reader: &mut Reader<'_>) -> Option<Config> {
         let count = self.services.get_ref().len();
         if !(1..=MAX_SERVICES).contains(&count) {
@@ -213,7 +213,7 @@ impl Table {
         };
         let engine = EngineConfig {
             core_count: self.cores.0 as u16,
-            depth: NonZeroU16::new(self.depth.0 as u16)?,
+            rank_bound: NonZeroU16::new(self.depth.0 as u16)?,
             rank_rule: self.policy.0,
             services,
             scheduler,
@@ -221,7 +221,14 @@ impl Table {
             stall_after: self.stall_after.0,
         };
         let (memory, sleep, metrics) = (self.memory.0, self.sleep.0, self.metrics);
-        Some(Config { memory, listeners, af_xdp_interface, engine, sleep, metrics })
+        Some(Config {
+            shared_memory_path: memory,
+            listeners,
+            af_xdp_interface,
+            engine,
+            idle_sleep: sleep,
+            metrics_address: metrics,
+        })
     }
 
     fn af_xdp_interface(&self, reader: &mut Reader<'_>) -> Option<String> {
@@ -246,7 +253,7 @@ impl Table {
     /// Returns the groups; one group of all services if the file has none.
     fn groups(&self, reader: &mut Reader<'_>) -> Vec<GroupConfig> {
         if self.groups.is_empty() {
-            return vec![GroupConfig { member: Member::new(1), ranking: self.ranking.0 }];
+            return vec![GroupConfig { member: SchedulingParameters::new(1), ranking: self.ranking.0 }];
         }
         for (number, spanned) in self.groups.iter().enumerate() {
             let name = &spanned.get_ref().name;
@@ -260,7 +267,10 @@ impl Table {
         let config = |group: &Spanned<GroupTable>| {
             let GroupTable { ranking, priority, weight, deadline, rate, burst, .. } = group.get_ref();
             let parameter = ranking_parameter(self.ranking.0, priority.0, weight.0, deadline.0);
-            GroupConfig { member: Member { parameter, limit: rate_limit(rate.as_ref(), *burst) }, ranking: ranking.0 }
+            GroupConfig {
+                member: SchedulingParameters { parameter, limit: rate_limit(rate.as_ref(), *burst) },
+                ranking: ranking.0,
+            }
         };
         self.groups.iter().map(config).collect()
     }
@@ -285,14 +295,14 @@ fn ranking_parameter(ranking: Ranking, priority: u64, weight: u64, deadline: Dur
     }
 }
 
-fn rate_limit(rate: Option<&Number<1, SECOND>>, burst: Number<1, 65536>) -> Option<RateLimit> {
-    rate.map(|rate| RateLimit { interval: SECOND / rate.0, burst: burst.0 as u32 })
+fn rate_limit(rate: Option<&Number<1, SECOND_NS>>, burst: Number<1, 65536>) -> Option<RateLimit> {
+    rate.map(|rate| RateLimit { interval: SECOND_NS / rate.0, burst: burst.0 as u32 })
 }
 
 impl ServiceTable {
-    fn member(&self, ranking: Ranking) -> Member {
+    fn member(&self, ranking: Ranking) -> SchedulingParameters {
         let parameter = ranking_parameter(ranking, self.priority.0, self.weight.0, self.deadline.0);
-        Member { parameter, limit: rate_limit(self.rate.as_ref(), self.burst) }
+        SchedulingParameters { parameter, limit: rate_limit(self.rate.as_ref(), self.burst) }
     }
 
     fn address(&self, af_xdp: bool) -> Result<SocketAddrV4, String> {

@@ -16,13 +16,13 @@ use crate::classify::Classifier;
 use crate::config::Config;
 use crate::engine::{Engine, ServiceCounters};
 use crate::intake::RequestIntake;
-use crate::report::{Report, ServiceReport, SharedReport};
+use crate::report::{OrchestratorStatus, ServiceStatus, SharedStatus};
 use crate::socket::BatchSocket;
 
 /// Interval at which workers are checked, in nanoseconds; a new worker is accepted no later.
-const CHECK_INTERVAL_NS: u64 = 10_000_000;
+const WORKER_CHECK_INTERVAL_NS: u64 = 10_000_000;
 /// Time that the idle daemon polls before it sleeps, in nanoseconds.
-const SPIN_NS: u64 = 20_000;
+const IDLE_SPIN_NS: u64 = 20_000;
 
 #[derive(Debug)]
 pub struct Daemon {
@@ -36,7 +36,7 @@ pub struct Daemon {
     next_check_ns: u64,
     unclassified: u64,
     /// The report for the metrics, if they are served.
-    shared_report: Option<Arc<SharedReport>>,
+    shared_status: Option<Arc<SharedStatus>>,
 }
 
 #[derive(Debug)]
@@ -59,8 +59,8 @@ impl Daemon {
             classifier.rules.iter().for_each(|(service, _)| listener_of[usize::from(*service)] = listeners.len());
             listeners.push(Listener { address: *address, socket, classifier: classifier.clone() });
         }
-        let engine = Engine::new(&config.memory, &config.engine)?;
-        let (started, sleep) = (Instant::now(), config.sleep);
+        let engine = Engine::new(&config.shared_memory_path, &config.engine)?;
+        let (started, sleep) = (Instant::now(), config.idle_sleep);
         let (next_check, unclassified, shared_report) = (0, 0, None);
         let mut daemon = Self {
             engine,
@@ -71,13 +71,13 @@ impl Daemon {
             sleep,
             next_check_ns: next_check,
             unclassified,
-            shared_report,
+            shared_status: shared_report,
         };
-        if config.metrics.is_some() {
-            let shared_report = Arc::new(SharedReport::new(daemon.report()));
-            daemon.shared_report = Some(shared_report.clone());
+        if config.metrics_address.is_some() {
+            let shared_report = Arc::new(SharedStatus::new(daemon.status()));
+            daemon.shared_status = Some(shared_report.clone());
             let snapshot = move || shared_report.request().snapshot();
-            metrics_endpoint::serve(config.metrics, || (), snapshot)?;
+            metrics_endpoint::serve(config.metrics_address, || (), snapshot)?;
         }
         Ok(daemon)
     }
@@ -95,7 +95,7 @@ impl Daemon {
             watchdog.feed(Duration::from_nanos(now));
             if work > 0 {
                 idle_since = now;
-            } else if now - idle_since < SPIN_NS || self.sleep.is_zero() {
+            } else if now - idle_since < IDLE_SPIN_NS || self.sleep.is_zero() {
                 std::hint::spin_loop();
             } else {
                 self.wait(now)?;
@@ -113,11 +113,11 @@ impl Daemon {
         let completed = self.poll(now);
         self.engine.check_monitors(now);
         if now >= self.next_check_ns {
-            self.next_check_ns = now + CHECK_INTERVAL_NS;
+            self.next_check_ns = now + WORKER_CHECK_INTERVAL_NS;
             self.check_workers(now);
             self.intake.check();
-            if let Some(shared_report) = &self.shared_report {
-                shared_report.publish(|| self.report());
+            if let Some(shared_report) = &self.shared_status {
+                shared_report.publish(|| self.status());
             }
         }
         self.listeners.iter_mut().for_each(|listener| listener.socket.flush());
@@ -190,20 +190,20 @@ impl Daemon {
     }
 
     /// Returns the current counters and gauges.
-    pub fn report(&self) -> Report {
-        let balancer = self.engine.balancer();
+    pub fn status(&self) -> OrchestratorStatus {
+        let balancer = self.engine.dispatch_policy();
         let cores = 0..balancer.ranks().core_count();
-        let service = |(service, counters): (u8, &ServiceCounters)| ServiceReport {
+        let service = |(service, counters): (u8, &ServiceCounters)| ServiceStatus {
             listen: self.listeners[self.listener_of_service[usize::from(service)]].address,
             counters: *counters,
-            waiting: balancer.waiting(service),
+            waiting: balancer.waiting_count(service),
             outstanding: cores.clone().map(|core| u64::from(balancer.ranks().outstanding(service, core))).sum(),
         };
-        Report {
+        OrchestratorStatus {
             services: (0..).zip(&self.engine.service_counters()).map(service).collect(),
             cores: *self.engine.core_counters(),
             workers: self.engine.attached_workers(),
-            intake: self.intake.report(),
+            intake: self.intake.status(),
             unclassified: self.unclassified,
             unsent: self.listeners.iter().map(|listener| listener.socket.unsent()).sum(),
         }

@@ -6,15 +6,15 @@ use std::path::Path;
 use std::time::Duration;
 
 use coreward_model::dispatch::{
-    FeoConfig, FeoConfigError, JoinBoundedShortestRankedQueue, Lambda, Liveness, LoadMonitor, RankArrays, RankRule,
-    RankedService, ReleasedRequest,
+    FeoConfig, FeoConfigError, JoinBoundedShortestRankedQueue, Lambda, LoadMonitor, RankArrays, RankRule,
+    RankedService, ReleasedRequest, StallDetector,
 };
 use coreward_runtime::core_queues::{CoreQueues, RequestHeader};
 use coreward_runtime::layout::Geometry;
-use coreward_runtime::message::{HintMessage, Message, Trigger};
+use coreward_runtime::message::{HintMessage, HintTrigger, Message};
 use coreward_runtime::{RuntimeError, ServiceEntry};
 
-use crate::buffers::Buffers;
+use crate::buffers::BufferPool;
 
 /// Limit of responses and messages of one core in a batch.
 const BATCH: usize = 64;
@@ -24,7 +24,7 @@ pub struct EngineConfig {
     /// Cores that can have a worker.
     pub core_count: u16,
     /// Bound of a core's rank.
-    pub depth: NonZeroU16,
+    pub rank_bound: NonZeroU16,
     /// Requests of a core that count in its rank.
     pub rank_rule: RankRule,
     /// The services, in the order of `scheduler.queues`.
@@ -90,9 +90,9 @@ pub struct CoreCounters {
 /// The engine. All times are nanoseconds of one monotonic clock.
 #[derive(Debug)]
 pub struct Engine {
-    balancer: JoinBoundedShortestRankedQueue<u32>,
+    dispatch_policy: JoinBoundedShortestRankedQueue<u32>,
     queues: CoreQueues,
-    buffers: Buffers,
+    buffers: BufferPool,
     services: Vec<Service>,
     cores: Vec<Core>,
     counters: CoreCounters,
@@ -116,7 +116,7 @@ struct Core {
     /// Bit mask of the services that the worker enabled, even while the worker is stalled.
     enabled_services: u64,
     completed_count: u64,
-    liveness: Liveness,
+    liveness: StallDetector,
 }
 
 impl Engine {
@@ -126,7 +126,7 @@ impl Engine {
         let ranked =
             |service: &ServiceConfig| RankedService { priority: service.entry.priority, lambda: service.lambda };
         let ranked: Vec<_> = config.services.iter().map(ranked).collect();
-        let ranks = RankArrays::new(config.core_count, &ranked, config.rank_rule, config.depth);
+        let ranks = RankArrays::new(config.core_count, &ranked, config.rank_rule, config.rank_bound);
         let mut balancer = JoinBoundedShortestRankedQueue::with_ranks(ranks, &config.scheduler)?;
         for service in 0..config.services.len() as u8 {
             (0..config.core_count).for_each(|core| balancer.set_enabled(service, core, false));
@@ -145,13 +145,13 @@ impl Engine {
             is_stalled: false,
             enabled_services: 0,
             completed_count: 0,
-            liveness: Liveness::new(Duration::ZERO, 0),
+            liveness: StallDetector::new(Duration::ZERO, 0),
         };
         Ok(Self {
-            balancer,
+            dispatch_policy: balancer,
             queues,
             // Plus one: a request enters the full buffer before another one is dropped.
-            buffers: Buffers::new(config.scheduler.capacity + 1, payload_bytes),
+            buffers: BufferPool::new(config.scheduler.capacity + 1, payload_bytes),
             services: services.collect(),
             cores: (0..config.core_count).map(|_| core()).collect(),
             counters: CoreCounters::default(),
@@ -170,7 +170,7 @@ impl Engine {
             return;
         }
         let handle = self.buffers.store(client, now, payload);
-        let submitted = self.balancer.submit(now, service, handle);
+        let submitted = self.dispatch_policy.submit(now, service, handle);
         if let Some((service, handle)) = submitted.dropped {
             self.services[usize::from(service)].counters.dropped += 1;
             self.buffers.release(handle);
@@ -183,7 +183,7 @@ impl Engine {
     /// Sends waiting requests to cores that take them.
     #[inline]
     pub fn dispatch_waiting(&mut self, now: u64) {
-        while let Some((release, handle)) = self.balancer.next(now) {
+        while let Some((release, handle)) = self.dispatch_policy.next(now) {
             self.send(release, handle);
         }
     }
@@ -204,8 +204,8 @@ impl Engine {
                 "a core's queue rejects a request: the orchestrator drops the request and releases the core"
             );
             self.services[usize::from(service)].counters.rejected += 1;
-            self.counters.damaged_queues += u64::from(matches!(error, RuntimeError::Damaged { .. }));
-            self.balancer.feedback(service, core, 1).expect("the request was counted");
+            self.counters.damaged_queues += u64::from(matches!(error, RuntimeError::DamagedQueue { .. }));
+            self.dispatch_policy.record_feedback(service, core, 1).expect("the request was counted");
             self.release_core(core);
         }
     }
@@ -233,8 +233,8 @@ impl Engine {
 
     #[inline]
     fn receive_responses(&mut self, core: u16, answer: &mut dyn FnMut(u8, SocketAddrV4, &[u8])) -> usize {
-        let Self { queues, balancer, services, cores, counters, .. } = self;
-        let mut accounts = Accounts { balancer, services, cores, counters };
+        let Self { queues, dispatch_policy: balancer, services, cores, counters, .. } = self;
+        let mut accounts = EngineState { dispatch_policy: balancer, services, cores, counters };
         queues.receive_responses(core, BATCH, |header, payload| {
             if accounts.complete(header.service, core, header.completed_count)
                 && let Some(payload) = payload
@@ -246,8 +246,8 @@ impl Engine {
 
     #[inline]
     fn receive_messages(&mut self, now: u64, core: u16) -> usize {
-        let Self { queues, balancer, services, cores, counters, .. } = self;
-        let mut accounts = Accounts { balancer, services, cores, counters };
+        let Self { queues, dispatch_policy: balancer, services, cores, counters, .. } = self;
+        let mut accounts = EngineState { dispatch_policy: balancer, services, cores, counters };
         queues.receive_messages(core, BATCH, |message| accounts.apply_message(now, message))
     }
 
@@ -260,7 +260,7 @@ impl Engine {
         self.counters.workers += 1;
         let entry = &mut self.cores[usize::from(core)];
         entry.has_worker = true;
-        entry.liveness = Liveness::new(Duration::from_nanos(now), entry.completed_count);
+        entry.liveness = StallDetector::new(Duration::from_nanos(now), entry.completed_count);
         tracing::info!(
             event = "worker-attached",
             core,
@@ -284,7 +284,7 @@ impl Engine {
     }
 
     fn check_progress(&mut self, now: u64, core: u16) {
-        let outstanding = self.balancer.ranks().load(core) as usize;
+        let outstanding = self.dispatch_policy.ranks().core_request_count(core) as usize;
         let entry = &mut self.cores[usize::from(core)];
         let now = Duration::from_nanos(now);
         let is_stalled = entry.liveness.is_stalled(now, entry.completed_count, outstanding, self.stall_after);
@@ -295,7 +295,7 @@ impl Engine {
         self.counters.stalls += u64::from(is_stalled);
         let enabled = entry.enabled_services;
         for service in (0..self.services.len() as u8).filter(|service| enabled >> service & 1 == 1) {
-            self.balancer.set_enabled(service, core, !is_stalled);
+            self.dispatch_policy.set_enabled(service, core, !is_stalled);
         }
         match is_stalled {
             true => tracing::warn!(
@@ -327,9 +327,9 @@ impl Engine {
         self.counters.ended += 1;
         let mut lost = 0;
         for service in 0..self.services.len() as u8 {
-            self.balancer.set_enabled(service, core, false);
-            let outstanding = self.balancer.ranks().outstanding(service, core);
-            self.balancer.feedback(service, core, outstanding).expect("so many are outstanding");
+            self.dispatch_policy.set_enabled(service, core, false);
+            let outstanding = self.dispatch_policy.ranks().outstanding(service, core);
+            self.dispatch_policy.record_feedback(service, core, outstanding).expect("so many are outstanding");
             let entry = &mut self.services[usize::from(service)];
             entry.counters.lost += u64::from(outstanding);
             lost += outstanding;
@@ -355,12 +355,12 @@ impl Engine {
                 continue;
             }
             let (oldest, peak) =
-                (self.balancer.queue().oldest_arrival(service), self.balancer.take_waiting_peak(service));
+                (self.dispatch_policy.queue().oldest_arrival(service), self.dispatch_policy.take_waiting_peak(service));
             let Some(hint) = entry.monitor.check(now, oldest, peak) else { continue };
-            let waits = |service: &u8| self.balancer.waiting(*service) > 0;
+            let waits = |service: &u8| self.dispatch_policy.waiting_count(*service) > 0;
             let waiting = (0..self.services.len() as u8).filter(waits).fold(0, |mask, service| mask | 1 << service);
-            let core = self.balancer.ranks().least_loaded(service);
-            let message = HintMessage { service, hint, waiting };
+            let core = self.dispatch_policy.ranks().least_loaded(service);
+            let message = HintMessage { service, hint, waiting_services: waiting };
             let sent = core.filter(|core| self.queues.send_hint(*core, message).is_ok());
             let entry = &mut self.services[usize::from(service)];
             entry.hinted_core = sent;
@@ -375,18 +375,18 @@ impl Engine {
     pub fn next_timer_ns(&self, now: u64) -> Option<u64> {
         let checks = self.services.iter().filter_map(|service| service.monitor.next_check());
         // If the time has passed, requests wait for a core and not for the limit.
-        let limit_ends = self.balancer.queue().next_allowed().filter(|allowed| *allowed > now);
+        let limit_ends = self.dispatch_policy.queue().next_token_time().filter(|allowed| *allowed > now);
         checks.chain(limit_ends).min()
     }
 
     /// Returns whether cores have requests.
     pub fn has_outstanding_requests(&self) -> bool {
-        (0..self.cores.len() as u16).any(|core| self.balancer.ranks().load(core) > 0)
+        (0..self.cores.len() as u16).any(|core| self.dispatch_policy.ranks().core_request_count(core) > 0)
     }
 
     /// Returns the balancer, with ranks and waiting requests.
-    pub fn balancer(&self) -> &JoinBoundedShortestRankedQueue<u32> {
-        &self.balancer
+    pub fn dispatch_policy(&self) -> &JoinBoundedShortestRankedQueue<u32> {
+        &self.dispatch_policy
     }
 
     pub fn service_counters(&self) -> Vec<ServiceCounters> {
@@ -409,7 +409,7 @@ impl EngineConfig {
             RankRule::PerService => self.services.len().max(1),
         };
         let priorities = self.services.iter().map(|service| service.entry.priority + 1).max().unwrap_or(1);
-        let slots = (u32::from(self.depth.get()) * per_queue as u32).next_power_of_two();
+        let slots = (u32::from(self.rank_bound.get()) * per_queue as u32).next_power_of_two();
         Geometry {
             core_count: self.core_count,
             priority_count: priorities,
@@ -426,21 +426,21 @@ impl Service {
     }
 }
 
-struct Accounts<'e> {
-    balancer: &'e mut JoinBoundedShortestRankedQueue<u32>,
+struct EngineState<'e> {
+    dispatch_policy: &'e mut JoinBoundedShortestRankedQueue<u32>,
     services: &'e mut [Service],
     cores: &'e mut [Core],
     counters: &'e mut CoreCounters,
 }
 
-impl Accounts<'_> {
+impl EngineState<'_> {
     #[inline]
     fn complete(&mut self, service: u8, core: u16, count: u32) -> bool {
         let Some(entry) = self.services.get_mut(usize::from(service)) else {
             self.counters.bad_messages += 1;
             return false;
         };
-        if let Err(error) = self.balancer.feedback(service, core, count) {
+        if let Err(error) = self.dispatch_policy.record_feedback(service, core, count) {
             if self.counters.bad_feedback == 0 {
                 tracing::warn!(
                     event = "feedback-rejected",
@@ -477,8 +477,8 @@ impl Accounts<'_> {
             Some(Message::EnableLoadMonitor { service, trigger }) if exists(service, 0) => {
                 let monitor = &mut self.services[usize::from(service)].monitor;
                 match trigger {
-                    Trigger::ScaleUp(condition) => monitor.enable_scale_up(now, condition),
-                    Trigger::ScaleDown(condition) => monitor.enable_scale_down(now, condition),
+                    HintTrigger::ScaleUp(condition) => monitor.enable_scale_up(now, condition),
+                    HintTrigger::ScaleDown(condition) => monitor.enable_scale_down(now, condition),
                 }
             }
             Some(Message::RearmLoadMonitor { service }) if exists(service, 0) => {
@@ -495,6 +495,6 @@ impl Accounts<'_> {
             return;
         }
         entry.enabled_services = entry.enabled_services & !(1 << service) | u64::from(is_enabled) << service;
-        self.balancer.set_enabled(service, core, is_enabled && !entry.is_stalled);
+        self.dispatch_policy.set_enabled(service, core, is_enabled && !entry.is_stalled);
     }
 }

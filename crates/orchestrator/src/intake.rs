@@ -22,7 +22,7 @@ type Counters = Vec<(&'static str, u64)>;
 
 /// State of the intake.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct IntakeReport {
+pub struct IntakeStatus {
     /// `socket`, `socket-fallback`, `af-xdp` or `af-xdp-zero-copy`.
     pub mode: &'static str,
     pub fallback_reason: Option<String>,
@@ -87,8 +87,8 @@ impl RequestIntake {
         self.af_xdp.iter().flat_map(Intake::sockets)
     }
 
-    pub fn report(&self) -> IntakeReport {
-        IntakeReport { mode: self.mode(), fallback_reason: self.fallback_reason.clone(), datagrams: self.counters() }
+    pub fn status(&self) -> IntakeStatus {
+        IntakeStatus { mode: self.mode(), fallback_reason: self.fallback_reason.clone(), datagrams: self.counters() }
     }
 
     fn mode(&self) -> &'static str {

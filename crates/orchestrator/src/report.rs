@@ -7,12 +7,12 @@ use std::time::Duration;
 use coreward_metrics::component;
 use coreward_metrics::metrics;
 use coreward_metrics::snapshot::Snapshot;
-use coreward_metrics::table::Kind::{Counter, Gauge};
+use coreward_metrics::table::MetricKind::{Counter, Gauge};
 use coreward_metrics::table::{Component, Family, family};
 use serde_json::{Value, json};
 
 use crate::engine::{CoreCounters, ServiceCounters};
-use crate::intake::IntakeReport;
+use crate::intake::IntakeStatus;
 
 metrics! {
     ORCHESTRATE_REQUESTS_TOTAL: Family<2> = family(
@@ -46,11 +46,11 @@ metrics! {
 }
 
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Report {
-    pub services: Vec<ServiceReport>,
+pub struct OrchestratorStatus {
+    pub services: Vec<ServiceStatus>,
     pub cores: CoreCounters,
     pub workers: usize,
-    pub intake: IntakeReport,
+    pub intake: IntakeStatus,
     /// Datagrams that match no service.
     pub unclassified: u64,
     /// Responses that the socket did not take.
@@ -59,7 +59,7 @@ pub struct Report {
 
 /// A service's counters and gauges.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct ServiceReport {
+pub struct ServiceStatus {
     pub listen: SocketAddrV4,
     pub counters: ServiceCounters,
     /// Requests that no core takes.
@@ -67,14 +67,14 @@ pub struct ServiceReport {
     pub outstanding: u64,
 }
 
-impl ServiceReport {
+impl ServiceStatus {
     fn requests(&self) -> [(&'static str, u64); 5] {
         let ServiceCounters { received, dropped, rejected, completed, lost } = self.counters;
         [("received", received), ("dropped", dropped), ("rejected", rejected), ("completed", completed), ("lost", lost)]
     }
 }
 
-impl Report {
+impl OrchestratorStatus {
     fn events(&self) -> [(&'static str, u64); 10] {
         let CoreCounters {
             workers,
@@ -101,7 +101,7 @@ impl Report {
     }
 
     pub fn json(&self) -> Value {
-        let service = |service: &ServiceReport| {
+        let service = |service: &ServiceStatus| {
             let mut value = json!({
                 "listen": service.listen,
                 "waiting": service.waiting,
@@ -145,40 +145,40 @@ const REQUEST_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// A report for other threads, made on request: with AF_XDP it takes system calls.
 #[derive(Debug)]
-pub struct SharedReport {
-    state: Mutex<State>,
+pub struct SharedStatus {
+    state: Mutex<SharedStatusState>,
     published: Condvar,
 }
 
 #[derive(Debug)]
-struct State {
-    report: Report,
+struct SharedStatusState {
+    status: OrchestratorStatus,
     is_requested: bool,
 }
 
-impl SharedReport {
+impl SharedStatus {
     /// Returns a shared report that shows `report` until another one is published.
-    pub fn new(report: Report) -> Self {
-        Self { state: Mutex::new(State { report, is_requested: false }), published: Condvar::new() }
+    pub fn new(report: OrchestratorStatus) -> Self {
+        Self { state: Mutex::new(SharedStatusState { status: report, is_requested: false }), published: Condvar::new() }
     }
 
-    fn state(&self) -> MutexGuard<'_, State> {
+    fn state(&self) -> MutexGuard<'_, SharedStatusState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Requests a report and returns it; after a timeout, the last one.
-    pub fn request(&self) -> Report {
+    pub fn request(&self) -> OrchestratorStatus {
         let mut state = self.state();
         state.is_requested = true;
         let waited = self.published.wait_timeout_while(state, REQUEST_TIMEOUT, |state| state.is_requested);
-        waited.unwrap_or_else(PoisonError::into_inner).0.report.clone()
+        waited.unwrap_or_else(PoisonError::into_inner).0.status.clone()
     }
 
     /// Publishes a report if one is requested.
-    pub fn publish(&self, report: impl FnOnce() -> Report) {
+    pub fn publish(&self, report: impl FnOnce() -> OrchestratorStatus) {
         let mut state = self.state();
         if std::mem::take(&mut state.is_requested) {
-            state.report = report();
+            state.status = report();
             self.published.notify_all();
         }
     }

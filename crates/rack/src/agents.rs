@@ -31,7 +31,7 @@ const QUEUE_LENGTH: usize = 64;
 /// reconnects, since the dropped report may have been the one with its RSS.
 const MAX_WAITING_REPORTS: usize = 16;
 
-type Answers = mpsc::Sender<Result<v1::AgentUpdate, Status>>;
+type AgentUpdateSender = mpsc::Sender<Result<v1::AgentUpdate, Status>>;
 
 /// State shared by the connection to the controller and those of agents.
 pub struct RackState {
@@ -45,7 +45,7 @@ pub struct RackState {
 /// Connection to the controller.
 struct ControllerConnection {
     messages: mpsc::Sender<v1::RackMessage>,
-    answers: HashMap<u64, Answers>,
+    answers: HashMap<u64, AgentUpdateSender>,
     /// Unanswered questions by agent stream.
     open_queries: HashMap<u64, u32>,
     reducer: Reducer,
@@ -54,7 +54,7 @@ struct ControllerConnection {
 }
 
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct Counts {
+pub struct ConnectionStatus {
     pub is_connected: bool,
     pub agent_count: usize,
 }
@@ -77,9 +77,12 @@ impl RackState {
         self.controller.lock()
     }
 
-    pub fn counts(&self) -> Counts {
+    pub fn counts(&self) -> ConnectionStatus {
         let up = self.lock_controller();
-        Counts { is_connected: up.is_some(), agent_count: up.as_ref().map_or(0, |up| up.reducer.agent_count()) }
+        ConnectionStatus {
+            is_connected: up.is_some(),
+            agent_count: up.as_ref().map_or(0, |up| up.reducer.agent_count()),
+        }
     }
 
     /// Starts accepting agents for a new connection to the controller.
@@ -100,7 +103,7 @@ impl RackState {
     }
 
     /// Handles an update from the controller.
-    pub fn update(&self, update: v1::RackUpdate) -> anyhow::Result<()> {
+    pub fn apply_update(&self, update: v1::RackUpdate) -> anyhow::Result<()> {
         let mut up = self.lock_controller();
         let Some(up) = up.as_mut() else { return Ok(()) };
         match update.update {
@@ -130,7 +133,7 @@ impl RackState {
     }
 
     /// Registers an agent's stream. Returns its number and the sender to the controller.
-    fn begin(&self, answers: Answers) -> Result<(u64, mpsc::Sender<v1::RackMessage>), Status> {
+    fn begin_stream(&self, answers: AgentUpdateSender) -> Result<(u64, mpsc::Sender<v1::RackMessage>), Status> {
         let mut up = self.lock_controller();
         let no_controller = || Status::unavailable("this rack has no connection to its controller");
         let up = up.as_mut().ok_or_else(no_controller)?;
@@ -140,7 +143,7 @@ impl RackState {
         Ok((stream, up.messages.clone()))
     }
 
-    fn end(&self, stream: u64) {
+    fn end_stream(&self, stream: u64) {
         if let Some(up) = self.lock_controller().as_mut() {
             up.forget(stream);
             up.pending_reports.retain(|from| from.stream != stream);
@@ -276,11 +279,11 @@ async fn serve(
             break;
         }
     }
-    shared.end(stream);
+    shared.end_stream(stream);
     forward(v1::FromAgent { stream, message: None }).await;
 }
 
-pub struct Service {
+pub struct ControlService {
     /// State shared with the connection to the controller.
     pub shared: Arc<RackState>,
     /// Accepted certificates.
@@ -292,14 +295,14 @@ fn agents_only_status() -> Status {
 }
 
 #[tonic::async_trait]
-impl Control for Service {
+impl Control for ControlService {
     async fn agent(
         &self,
         request: Request<Streaming<v1::AgentMessage>>,
     ) -> Result<Response<BoxStream<v1::AgentUpdate>>, Status> {
         let peer = AuthenticatedPeer::of(&request, &self.security)?;
         let (answers, updates) = mpsc::channel(QUEUE_LENGTH);
-        let (stream, up) = self.shared.begin(answers)?;
+        let (stream, up) = self.shared.begin_stream(answers)?;
         tokio::spawn(serve(self.shared.clone(), peer, stream, request.into_inner(), up));
         Ok(Response::new(Box::pin(ReceiverStream::new(updates))))
     }
@@ -333,7 +336,7 @@ mod tests {
         let (messages, _controller) = mpsc::channel(1);
         shared.on_controller_connected(messages, Reducer::new(Duration::from_secs(1), 8));
         let (answers, _agent) = mpsc::channel(1);
-        let (stream, _) = shared.begin(answers).unwrap();
+        let (stream, _) = shared.begin_stream(answers).unwrap();
         // Without a configuration every report is forwarded whole.
         let taken = (0..1000).filter(|_| shared.report(stream, v1::Report::default())).count();
         assert_eq!(taken, MAX_WAITING_REPORTS);
@@ -349,10 +352,10 @@ mod tests {
             let (messages, _controller) = mpsc::channel(1);
             shared.on_controller_connected(messages, Reducer::new(Duration::from_secs(1), 8));
             let (answers, _agent) = mpsc::channel(1);
-            (*stream, _) = shared.begin(answers).unwrap();
+            (*stream, _) = shared.begin_stream(answers).unwrap();
         }
         assert!(!shared.report(streams[0], v1::Report::default()));
-        shared.end(streams[0]);
+        shared.end_stream(streams[0]);
         assert!(shared.report(streams[1], v1::Report::default()));
     }
 }

@@ -3,7 +3,7 @@
 use std::net::SocketAddr;
 use std::time::Duration;
 
-use coreward_config::{BoundedDuration, MILLISECOND, MINUTE, Name, Number, config_file, config_struct};
+use coreward_config::{BoundedDuration, MILLISECOND_NS, MINUTE_NS, Name, Number, config_file, config_struct};
 use coreward_daemon::Controllers;
 use coreward_listener::security::ListenerConfig;
 use coreward_model::policy::MAX_CANDIDATES;
@@ -11,7 +11,7 @@ use coreward_tls::CredentialFiles;
 use coreward_tls::certificate::Fingerprint;
 
 /// Interval of detailed reports: at most a minute, because `coreward status` shows them.
-type Detail = BoundedDuration<{ 100 * MILLISECOND }, MINUTE>;
+type DetailInterval = BoundedDuration<{ 100 * MILLISECOND_NS }, MINUTE_NS>;
 
 config_struct! {
     /// Configuration of the daemon. Servers and services come from the controller.
@@ -24,7 +24,7 @@ config_struct! {
         /// Addresses of the controllers: one, or a list.
         pub controllers as "controller": Controllers,
         /// Interval at which each agent's complete report is forwarded, for `coreward status` and metrics.
-        pub detail_interval: Duration as Detail = BoundedDuration(Duration::from_secs(1)),
+        pub detail_interval: Duration as DetailInterval = BoundedDuration(Duration::from_secs(1)),
         /// Limit of least loaded cores sent per bucket; fewer than 8 cost crossrss-plus accuracy.
         pub candidates: usize as Number<1, { MAX_CANDIDATES as u64 }> = Number(MAX_CANDIDATES.into()),
         /// Address and port of the metrics for Prometheus; without it none are served.

@@ -6,16 +6,16 @@ use std::path::Path;
 use std::sync::Arc;
 
 use anyhow::Context as _;
-use coreward_daemon::Connection;
+use coreward_daemon::ControllerConnection;
 use coreward_daemon::metrics_endpoint;
 use coreward_listener::message_size::SizedControl;
 use coreward_listener::security::Security;
 use coreward_metrics::component;
 use coreward_metrics::metrics;
-use coreward_metrics::table::Kind::Gauge;
+use coreward_metrics::table::MetricKind::Gauge;
 use coreward_metrics::table::{Component, Family, family};
 use coreward_rpc::v1::control_client::ControlClient;
-use coreward_tls::{Limits, Role};
+use coreward_tls::{AcceptorLimits, Role};
 use coreward_wire::v1;
 use futures_util::future::BoxFuture;
 use tokio::net::TcpListener;
@@ -24,7 +24,7 @@ use tokio::sync::mpsc;
 use tokio::time::Instant;
 use tokio_stream::wrappers::ReceiverStream;
 
-use crate::agents::{RackState, Service};
+use crate::agents::{ControlService, RackState};
 use crate::config::Config;
 use crate::reducer::Reducer;
 
@@ -145,8 +145,10 @@ impl Rack {
             },
         )?;
         let service = coreward_listener::builder()
-            .add_service(SizedControl::new(Service { shared: shared.clone(), security: self.security.clone() }))
-            .serve_with_incoming(self.security.grpc_acceptor(&[Role::Agent], Limits::default()).admit(self.listener));
+            .add_service(SizedControl::new(ControlService { shared: shared.clone(), security: self.security.clone() }))
+            .serve_with_incoming(
+                self.security.grpc_acceptor(&[Role::Agent], AcceptorLimits::default()).admit(self.listener),
+            );
         tokio::select! {
             outcome = service => outcome.context("the rack's socket failed"),
             never = run_sessions(&self.config, &shared) => match never? {},
@@ -156,7 +158,8 @@ impl Rack {
 }
 
 async fn run_sessions(config: &Config, shared: &RackState) -> anyhow::Result<Infallible> {
-    let mut connection = Connection::new(config.controllers.clone(), config.tls.as_ref(), &[Role::Controller])?;
+    let mut connection =
+        ControllerConnection::new(config.controllers.clone(), config.tls.as_ref(), &[Role::Controller])?;
     loop {
         let outcome = run_session(config, &mut connection, shared).await;
         shared.on_controller_disconnected();
@@ -165,7 +168,7 @@ async fn run_sessions(config: &Config, shared: &RackState) -> anyhow::Result<Inf
     }
 }
 
-async fn run_session(config: &Config, connection: &mut Connection, shared: &RackState) -> anyhow::Result<()> {
+async fn run_session(config: &Config, connection: &mut ControllerConnection, shared: &RackState) -> anyhow::Result<()> {
     let mut client = ControlClient::new(connection.connect().await?);
     let (messages, receiver) = mpsc::channel(CONTROLLER_QUEUE_LENGTH);
     let registration =
@@ -191,7 +194,7 @@ async fn run_session(config: &Config, connection: &mut Connection, shared: &Rack
                     let reducer = Reducer::new(config.detail_interval, config.candidates);
                     shared.on_controller_connected(messages.clone(), reducer);
                 }
-                shared.update(update)?;
+                shared.apply_update(update)?;
             }
             () = tokio::time::sleep_until(due) => {
                 let interval = shared.report_interval().unwrap_or(std::time::Duration::from_millis(10));

@@ -9,7 +9,7 @@ use crate::daemon::Rack;
 use coreward_api::Role;
 use coreward_api::types::Status;
 use coreward_config::Source;
-use coreward_control_server::server::Server;
+use coreward_control_server::server::ControllerServer;
 use coreward_http::client::Client;
 use coreward_http::tokens::token_file;
 use coreward_model::placement::PlacementTable;
@@ -60,7 +60,7 @@ async fn controller(directory: &Path) -> (RunningServer, SocketAddr) {
     let store = directory.join("store");
     let own = format!("listen = \"127.0.0.1:0\"\napi = \"127.0.0.1:0\"\nstore = {store:?}\nfleet = \"fleet.toml\"\n");
     std::fs::write(directory.join("controller.toml"), own).unwrap();
-    let server = Server::bind(&directory.join("controller.toml")).await.unwrap();
+    let server = ControllerServer::bind(&directory.join("controller.toml")).await.unwrap();
     let (address, api) = (server.address(), server.api_address());
     (RunningServer(tokio::spawn(server.serve()), address), api)
 }

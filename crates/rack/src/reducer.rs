@@ -13,7 +13,7 @@ use coreward_wire::rack::summary_message;
 use coreward_wire::{RackConfiguration, RackMember, RackServer, RackService, Report, ServiceIndex, v1};
 
 /// Lifetime of a forwarded report, in detail intervals.
-const VALID_INTERVALS: u32 = 3;
+const REPORT_VALID_INTERVALS: u32 = 3;
 
 /// Servers, services and reports of the rack.
 pub struct Reducer {
@@ -21,7 +21,7 @@ pub struct Reducer {
     max_candidates: usize,
     configuration: Option<RackConfiguration>,
     /// Streams of draining servers, whose remaining connections are shown.
-    drained: HashSet<u64>,
+    draining_streams: HashSet<u64>,
     /// Agents by stream.
     agents: BTreeMap<u64, AgentState>,
     /// Policy of each service, which stores loads.
@@ -51,7 +51,7 @@ impl Reducer {
             detail_interval,
             max_candidates: candidates,
             configuration: None,
-            drained: HashSet::new(),
+            draining_streams: HashSet::new(),
             agents: BTreeMap::new(),
             policies: HashMap::new(),
         }
@@ -81,7 +81,7 @@ impl Reducer {
         let not_eligible: HashSet<ServerId> =
             members.filter(|member| !member.is_eligible).map(|member| member.id).collect();
         let drained = configuration.servers.iter().filter(|server| not_eligible.contains(&server.id));
-        self.drained = drained.map(|server| server.stream_number).collect();
+        self.draining_streams = drained.map(|server| server.stream_number).collect();
         self.configuration = Some(configuration);
     }
 
@@ -122,10 +122,11 @@ impl Reducer {
         let Some(reported) = self.agents.get_mut(&stream) else { return (None, Ok(())) };
         let Some(configuration) = &self.configuration else { return (Some(report), Ok(())) };
         if !reported.agent.take_report_token(configuration.report_interval, now) {
-            return (None, Err(Rejection::TooOften(format!("stream {stream}"))));
+            return (None, Err(Rejection::TooManyReports(format!("stream {stream}"))));
         }
         // Reports with details arrive about once a second.
-        let configured = if self.drained.contains(&stream) { Duration::ZERO } else { configuration.detail_interval };
+        let configured =
+            if self.draining_streams.contains(&stream) { Duration::ZERO } else { configuration.detail_interval };
         let detail_interval = self.detail_interval.max(configured);
         let about = detail_interval.saturating_sub(configuration.report_interval / 2);
         let is_new = reported.forwarded.as_ref().is_none_or(|old| {
@@ -146,11 +147,11 @@ impl Reducer {
                 rss_generation: report.rss_generation,
                 warnings,
             });
-            let holds = (VALID_INTERVALS * detail_interval).as_millis() as u32;
+            let holds = (REPORT_VALID_INTERVALS * detail_interval).as_millis() as u32;
             v1::Report { time_to_live_ms: report.time_to_live_ms.max(holds), ..report.clone() }
         });
         // 0: the controller handles acknowledgements.
-        let outcome = reported.agent.report(Report::try_from(report), configuration.alpha, 0, now);
+        let outcome = reported.agent.record_report(Report::try_from(report), configuration.alpha, 0, now);
         (forwarded, outcome)
     }
 
@@ -168,7 +169,7 @@ impl Reducer {
                 Some(pool_server(service, server, member, &reported.agent, now))
             };
             let pool = Pool::new(service.members.iter().filter_map(member).collect(), 1);
-            let summary = RackSummary::of(&pool, policy.as_mut(), service.buckets, self.max_candidates);
+            let summary = RackSummary::of(&pool, policy.as_mut(), service.bucket_count, self.max_candidates);
             summaries.push(summary_message(service.index, &summary));
         }
         summaries
@@ -183,7 +184,7 @@ fn pool_server(service: &RackService, server: &RackServer, member: &RackMember, 
         rss: agent.rss().cloned(),
         weight: server.weight,
         // The controller applies slow start: the summary has each server's full share.
-        ramp: if member.has_full_share { 1.0 } else { 0.0 },
+        slow_start_fraction: if member.has_full_share { 1.0 } else { 0.0 },
         capacity: server.capacity,
         ..PoolServer::new(server.id)
     }
@@ -214,7 +215,7 @@ mod tests {
             let report = v1::Report { rss: Some(v1::Rss::default()), time_to_live_ms: 1, ..Default::default() };
             let (report, outcome) = reducer.report(1, report, now);
             forwarded += u32::from(report.is_some());
-            refused += u32::from(matches!(outcome, Err(Rejection::TooOften(_))));
+            refused += u32::from(matches!(outcome, Err(Rejection::TooManyReports(_))));
         }
         assert_eq!((forwarded, refused), (REPORT_BURST, 100 - REPORT_BURST));
     }

@@ -8,7 +8,7 @@ use std::time::Duration;
 use crate::config::Config;
 use crate::daemon::Rack;
 use coreward_config::Source;
-use coreward_control_server::server::Server;
+use coreward_control_server::server::ControllerServer;
 use coreward_rpc::v1::control_client::ControlClient;
 use coreward_tls::authority::{Authority, DAY, Validity};
 use coreward_tls::connect::Connector;
@@ -62,7 +62,7 @@ impl Certificates {
             self.table(Role::Controller, "c1")
         );
         std::fs::write(file("controller.toml"), own).unwrap();
-        let server = Server::bind(&file("controller.toml")).await.unwrap();
+        let server = ControllerServer::bind(&file("controller.toml")).await.unwrap();
         let address = server.address();
         tokio::spawn(server.serve());
         address

@@ -3,7 +3,7 @@
 use comfy_table::{CellAlignment, Table, presets};
 use coreward_api::types::{Explain, ExplainedServer, Explanation};
 
-pub fn text(reply: &Explanation, question: &Explain) -> String {
+pub fn format_explanation(reply: &Explanation, question: &Explain) -> String {
     let chosen = reply.chosen_server.as_deref().unwrap_or("(see below)");
     let mut table = Table::new();
     table.load_style(presets::NOTHING);
@@ -48,11 +48,11 @@ fn cookie_share(reply: &Explanation) -> String {
 
 /// Returns the line on the outer header; empty on one segment.
 fn forwarding(reply: &Explanation) -> String {
-    const CORE: &str = "NICs hash the outer header, so packets may arrive at another core";
+    const OTHER_CORE_NOTE: &str = "NICs hash the outer header, so packets may arrive at another core";
     match (&*reply.forwarding, reply.outer_source_port) {
         ("l2", _) => String::new(),
-        (kind, Some(port)) => format!("Forwarded by {kind} from source port {port}: {CORE}.\n"),
-        (kind, None) => format!("Forwarded by {kind}: {CORE}.\n"),
+        (kind, Some(port)) => format!("Forwarded by {kind} from source port {port}: {OTHER_CORE_NOTE}.\n"),
+        (kind, None) => format!("Forwarded by {kind}: {OTHER_CORE_NOTE}.\n"),
     }
 }
 

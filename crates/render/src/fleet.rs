@@ -52,7 +52,7 @@ impl ProposedFleet {
     }
 
     /// Returns the changes as text or JSON. Fails when they cannot be written as JSON.
-    pub fn difference(&self, format: Format) -> anyhow::Result<String> {
+    pub fn format_changes(&self, format: Format) -> anyhow::Result<String> {
         if format == Format::Json {
             return json(&self.preview);
         }

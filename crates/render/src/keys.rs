@@ -6,7 +6,7 @@ use std::time::Duration;
 use coreward_api::types::{KeyPhase, Keys};
 
 /// Returns the text. `now`: time since 1970.
-pub fn text(keys: &Keys, now: Duration) -> String {
+pub fn format_key_status(keys: &Keys, now: Duration) -> String {
     let age = now.saturating_sub(Duration::from_secs(keys.current_since_unix_s));
     let mut text = format!("key {} stamps, for {} now\n", keys.current, format_duration(age));
     let waiting = keys.waiting_for.join(", ");
@@ -66,7 +66,7 @@ mod tests {
     }
 
     fn format_keys(keys: &Keys, age: u64) -> String {
-        text(keys, Duration::from_secs(1_000_000 + age))
+        format_key_status(keys, Duration::from_secs(1_000_000 + age))
     }
 
     #[test]

@@ -26,7 +26,7 @@ pub enum Format {
 pub fn status(client: &Client, rss_keys: bool, format: Format) -> anyhow::Result<String> {
     let status = block_on(client.status(rss_keys))?;
     match format {
-        Format::Text => Ok(status::text(&status, wall_clock())),
+        Format::Text => Ok(status::format_status(&status, wall_clock())),
         Format::Json => json(&status),
     }
 }
@@ -35,7 +35,7 @@ pub fn status(client: &Client, rss_keys: bool, format: Format) -> anyhow::Result
 pub fn explain(client: &Client, question: &Explain, format: Format) -> anyhow::Result<String> {
     let explanation = block_on(client.explain(question))?;
     match format {
-        Format::Text => Ok(explain::text(&explanation, question)),
+        Format::Text => Ok(explain::format_explanation(&explanation, question)),
         Format::Json => json(&explanation),
     }
 }
@@ -53,7 +53,7 @@ pub fn rotate_keys(client: &Client, force: bool, format: Format) -> anyhow::Resu
 
 fn render_keys(keys: &Keys, format: Format) -> anyhow::Result<String> {
     match format {
-        Format::Text => Ok(keys::text(keys, wall_clock())),
+        Format::Text => Ok(keys::format_key_status(keys, wall_clock())),
         Format::Json => json(keys),
     }
 }

@@ -14,7 +14,7 @@ use coreward_model::statistics::mean;
 use super::keys;
 
 /// Returns the text. `now`: time since 1970.
-pub fn text(reply: &Status, now: Duration) -> String {
+pub fn format_status(reply: &Status, now: Duration) -> String {
     let mut text = format!(
         "configuration {}, a report every {} ms: {} taken, {} refused\n",
         reply.configuration_generation,
@@ -22,7 +22,7 @@ pub fn text(reply: &Status, now: Duration) -> String {
         reply.accepted_reports,
         format_counts(&reply.refused_reports)
     );
-    warnings(&mut text, &reply.warnings);
+    append_warnings(&mut text, &reply.warnings);
     for service in &reply.services {
         text += &service_text(service);
     }
@@ -39,7 +39,7 @@ pub fn text(reply: &Status, now: Duration) -> String {
         text += "\nno load balancer is connected\n";
     }
     text += "\ncookie keys: ";
-    text += &keys::text(&reply.keys, now);
+    text += &keys::format_key_status(&reply.keys, now);
     text
 }
 
@@ -68,7 +68,7 @@ fn format_list(counts: &BTreeMap<String, u64>) -> String {
     words.join(", ")
 }
 
-fn warnings(text: &mut String, warnings: &[String]) {
+fn append_warnings(text: &mut String, warnings: &[String]) {
     for warning in warnings {
         let _ = writeln!(text, "  ! {warning}");
     }
@@ -81,7 +81,7 @@ fn service_text(service: &Service) -> String {
         service.address,
         service.policy,
         service.bucket_count,
-        mode_text(service)
+        consistency_text(service)
     );
     let table = match service.table_generation {
         0 => "none yet".to_owned(),
@@ -98,12 +98,12 @@ fn service_text(service: &Service) -> String {
     for group in &service.rss_groups {
         let _ = writeln!(text, "  RSS group  {}: {}", group.key_fingerprint, group.servers.join(" "));
     }
-    warnings(&mut text, &service.warnings);
+    append_warnings(&mut text, &service.warnings);
     text
 }
 
 /// Returns a text such as ", stateless, timestamps by servers".
-fn mode_text(service: &Service) -> String {
+fn consistency_text(service: &Service) -> String {
     let timestamps = match service.timestamps.as_str() {
         "server" => "timestamps by servers",
         "lb" => "timestamps by load balancers",
@@ -144,7 +144,7 @@ fn servers_text(servers: &[Server]) -> String {
     servers.iter().filter(|server| server.drained.is_some()).for_each(|server| text += &remaining_text(server));
     for server in servers {
         let named: Vec<String> = server.warnings.iter().map(|warning| format!("{}: {warning}", server.name)).collect();
-        warnings(&mut text, &named);
+        append_warnings(&mut text, &named);
     }
     text
 }
@@ -266,7 +266,7 @@ fn load_balancer_text(balancer: &LoadBalancer, services: &[Service]) -> String {
     if state.connections > 0 {
         let _ = writeln!(text, "  table      {} connections", state.connections);
     }
-    warnings(&mut text, missing_configuration(state, services).as_slice());
+    append_warnings(&mut text, missing_configuration(state, services).as_slice());
     if !state.unresolved_load_balancers.is_empty() {
         let _ =
             writeln!(text, "  ! no MAC address known of load balancer {}", state.unresolved_load_balancers.join(", "));
@@ -275,7 +275,7 @@ fn load_balancer_text(balancer: &LoadBalancer, services: &[Service]) -> String {
         let _ = writeln!(text, "  ! no MAC address known of {}", state.unresolved_servers.join(", "));
     }
     text += &clocks_text(state);
-    warnings(&mut text, &state.warnings);
+    append_warnings(&mut text, &state.warnings);
     text
 }
 
@@ -311,7 +311,7 @@ fn clocks_text(state: &LoadBalancerState) -> String {
             Some(format!("{} of {service} is not stamped: {problem}", clock.server))
         });
         let named: Vec<String> = named.collect();
-        warnings(&mut text, &named);
+        append_warnings(&mut text, &named);
     }
     text
 }

@@ -225,14 +225,14 @@ load balancer lb2: lost
 cookie keys: key 1 stamps, for 1 h 0 min now
   rotation   by `coreward keys rotate`
 ";
-    assert_eq!(status::text(&reply(), Duration::from_secs(1_003_600)), expected);
+    assert_eq!(status::format_status(&reply(), Duration::from_secs(1_003_600)), expected);
 }
 
 /// Returns the lines of `lb1` in the status.
 fn load_balancer_lines(state: LoadBalancerState) -> String {
     let mut reply = reply();
     reply.load_balancers[0].state = Some(state);
-    let text = status::text(&reply, Duration::ZERO);
+    let text = status::format_status(&reply, Duration::ZERO);
     text.split("\n\n").find(|part| part.starts_with("load balancer lb1")).unwrap().to_owned()
 }
 
@@ -313,19 +313,19 @@ fn explanation_is_printed_as_text() {
 
 bucket 111 of 128 goes to s1: because.
 ";
-    assert_eq!(explain::text(&reply, &question), expected);
+    assert_eq!(explain::format_explanation(&reply, &question), expected);
     let reply = Explanation { forwarding: "gue".into(), outer_source_port: Some(50_123), ..reply };
     let outer = "Forwarded by gue from source port 50123: NICs hash the outer header, so packets may arrive at \
                  another core.\n";
-    assert_eq!(explain::text(&reply, &question), expected.to_owned() + outer);
+    assert_eq!(explain::format_explanation(&reply, &question), expected.to_owned() + outer);
     let reply = Explanation { forwarding: "l2".into(), outer_source_port: None, cookie_share: Some(0.9995), ..reply };
     let mut in_vlan = reply.clone();
     in_vlan.servers[0].vlan = Some(20);
     let lines =
         "Frames to s1 are in VLAN 20.\nLoad balancers decide 99.95 % of its established packets by the cookie.\n";
-    assert_eq!(explain::text(&in_vlan, &question), expected.to_owned() + lines);
+    assert_eq!(explain::format_explanation(&in_vlan, &question), expected.to_owned() + lines);
     let share = "Load balancers decide 99.95 % of its established packets by the cookie.\n";
-    assert_eq!(explain::text(&reply, &question), expected.to_owned() + share);
+    assert_eq!(explain::format_explanation(&reply, &question), expected.to_owned() + share);
 }
 
 #[test]
@@ -361,9 +361,9 @@ fn draining_server_shows_its_remaining_connections() {
     let services = BTreeMap::from([("web".to_owned(), 10), ("api".to_owned(), 2)]);
     let mut reply = reply();
     reply.servers[0].drained = Some(Drained { by: DrainedBy::Command, since_unix_ms: None, services: Vec::new() });
-    let text = status::text(&reply, Duration::from_secs(1));
+    let text = status::format_status(&reply, Duration::from_secs(1));
     assert!(text.contains("  s1: how many connections remain is not known\n"), "{text}");
     reply.servers[0].connections = Some(CountedConnections { age_ms: 700, services });
-    let text = status::text(&reply, Duration::from_secs(1));
+    let text = status::format_status(&reply, Duration::from_secs(1));
     assert!(text.contains("  s1: 12 connections as counted 0.7 s ago (api 2, web 10)\n"), "{text}");
 }

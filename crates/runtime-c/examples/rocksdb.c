@@ -44,7 +44,7 @@ struct answer {
 	uint8_t *bytes;
 	size_t length;
 	size_t capacity;
-	uint16_t pairs;
+	uint16_t pair_count;
 };
 
 static void stop(int signal)
@@ -73,7 +73,7 @@ static bool append(struct answer *answer, const char *key, size_t key_length, co
 	memcpy(pair + PAIR_HEADER, key, key_length);
 	memcpy(pair + PAIR_HEADER + key_length, value, value_length);
 	answer->length += length;
-	answer->pairs++;
+	answer->pair_count++;
 	return true;
 }
 
@@ -167,7 +167,7 @@ static ptrdiff_t handle(const struct coreward_request *request, uint8_t *respons
 	memcpy(response + 4, request->payload + 4, 4);
 	response[8] = 0;
 	response[9] = 1;
-	put_16(response + 10, answer.pairs);
+	put_16(response + 10, answer.pair_count);
 	return answer.length;
 }
 

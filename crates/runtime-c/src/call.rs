@@ -21,7 +21,7 @@ pub(crate) fn set_error(error: impl Display) {
 }
 
 /// Returns 0, or -1 and stores the error.
-pub(crate) fn status(result: Result<(), impl Display>) -> c_int {
+pub(crate) fn to_status_code(result: Result<(), impl Display>) -> c_int {
     match result {
         Ok(()) => 0,
         Err(error) => {

@@ -4,7 +4,7 @@ use std::ffi::{c_int, c_void};
 use std::ptr::{from_mut, null_mut};
 use std::time::Duration;
 
-use coreward_model::dispatch::{Assignment, ReservedCores};
+use coreward_model::dispatch::{CoreAssignment, ReservedCores};
 use coreward_runtime::RuntimeError;
 use coreward_runtime::allocation::CoreAllocator;
 use coreward_runtime::message::HintMessage;
@@ -89,9 +89,9 @@ pub struct ServeCounters {
 #[unsafe(no_mangle)]
 pub extern "C" fn coreward_allocator_new(assignment: c_int, cores: u16, reserved: u16) -> *mut Allocator {
     let assignment = match assignment {
-        COREWARD_COMPLETE_SHARE => Assignment::CompleteShare,
-        COREWARD_DEDICATED => Assignment::Dedicated,
-        COREWARD_HYBRID => Assignment::Hybrid,
+        COREWARD_COMPLETE_SHARE => CoreAssignment::CompleteShare,
+        COREWARD_DEDICATED => CoreAssignment::Dedicated,
+        COREWARD_HYBRID => CoreAssignment::Hybrid,
         other => {
             set_error(format_args!("assignment {other}: expected 0 (share), 1 (dedicated) or 2 (hybrid)"));
             return null_mut();
@@ -109,14 +109,14 @@ pub unsafe extern "C" fn coreward_allocator_free(allocator: *mut Allocator) {
     unsafe { free(allocator) }
 }
 
-struct Functions<'a> {
+struct Callbacks<'a> {
     handler: unsafe extern "C" fn(*const Request, *mut u8, usize, *mut Context, *mut c_void) -> isize,
     user_data: *mut c_void,
     allocator: Option<&'a CoreAllocator>,
     capacity: usize,
 }
 
-impl serve::Handler for Functions<'_> {
+impl serve::Handler for Callbacks<'_> {
     fn handle(&self, request: &serve::Request<'_>, response: &mut Vec<u8>, context: &mut serve::Context<'_>) -> Reply {
         let found = Request {
             payload: request.payload.as_ptr(),
@@ -178,7 +178,7 @@ pub unsafe extern "C" fn coreward_serve(
     let allocator = allocator.and_then(|allocator| unsafe { shared_ref(allocator) }).map(|shared| &shared.allocator);
     let Worker { worker, shared } = worker;
     let capacity = shared.payload_bytes();
-    let functions = Functions { handler, user_data: user, allocator, capacity };
+    let functions = Callbacks { handler, user_data: user, allocator, capacity };
     let attached = allocator.map_or(Ok(()), |allocator| allocator.attach(worker));
     match attached.and_then(|()| worker.serve(&functions, serve_options(options), &shared.stop)) {
         Ok(found) => {

@@ -9,12 +9,12 @@ use std::ptr::null_mut;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 
-use coreward_model::dispatch::{Epoch, LoadHint, ScaleDown, ScaleUp};
+use coreward_model::dispatch::{Epoch, LoadHint, ScaleDownCondition, ScaleUpCondition};
 use coreward_runtime::RuntimeError;
-use coreward_runtime::message::Trigger;
+use coreward_runtime::message::HintTrigger;
 use coreward_runtime::worker::{self, TakenRequest};
 
-use crate::call::{exclusive_ref, free, set_error, shared_ref, status};
+use crate::call::{exclusive_ref, free, set_error, shared_ref, to_status_code};
 
 /// A process that serves requests. It holds the registrations of its services.
 #[derive(Debug)]
@@ -129,7 +129,7 @@ pub unsafe extern "C" fn coreward_register_service(
     // SAFETY: by the interface's contract.
     let Some(runtime) = (unsafe { shared_ref(runtime) }) else { return -1 };
     let address = SocketAddrV4::new(Ipv4Addr::from_bits(address), port);
-    status(runtime.shared.runtime.register_service(service, address, priority))
+    to_status_code(runtime.shared.runtime.register_service(service, address, priority))
 }
 
 /// Becomes the worker of a core, which at first runs no service. Returns null on an error.
@@ -163,7 +163,7 @@ unsafe fn with_worker(
 ) -> c_int {
     // SAFETY: by the interface's contract.
     let Some(worker) = (unsafe { exclusive_ref(worker) }) else { return -1 };
-    status(call(&mut worker.worker))
+    to_status_code(call(&mut worker.worker))
 }
 
 /// Runs a service on `core` from now on (EnableService).
@@ -192,7 +192,11 @@ pub unsafe extern "C" fn coreward_load_feedback(worker: *mut Worker, service: u8
 pub unsafe extern "C" fn coreward_enable_scale_up(worker: *mut Worker, service: u8, epoch_ns: u64) -> c_int {
     let Some(epoch) = epoch(epoch_ns) else { return -1 };
     // SAFETY: by the interface's contract.
-    unsafe { with_worker(worker, |worker| worker.enable_load_monitor(service, Trigger::ScaleUp(ScaleUp { epoch }))) }
+    unsafe {
+        with_worker(worker, |worker| {
+            worker.enable_load_monitor(service, HintTrigger::ScaleUp(ScaleUpCondition { epoch }))
+        })
+    }
 }
 
 /// Enables hints to scale a service down (EnableLoadMonitor): when at most `threshold` requests wait during
@@ -206,7 +210,7 @@ pub unsafe extern "C" fn coreward_enable_scale_down(
     calm_epochs: u32,
 ) -> c_int {
     let Some(epoch) = epoch(epoch_ns) else { return -1 };
-    let trigger = Trigger::ScaleDown(ScaleDown { epoch, threshold, calm_epochs });
+    let trigger = HintTrigger::ScaleDown(ScaleDownCondition { epoch, threshold, calm_epochs });
     // SAFETY: by the interface's contract.
     unsafe { with_worker(worker, |worker| worker.enable_load_monitor(service, trigger)) }
 }
@@ -235,7 +239,7 @@ pub unsafe extern "C" fn coreward_next_hint(worker: *mut Worker, hint: *mut Hint
     };
     let Some(found) = worker.worker.next_hint() else { return 0 };
     let scale_up = u8::from(found.hint == LoadHint::ScaleUp);
-    *place = Hint { waiting: found.waiting, service: found.service, scale_up };
+    *place = Hint { waiting: found.waiting_services, service: found.service, scale_up };
     1
 }
 
@@ -286,7 +290,7 @@ pub unsafe extern "C" fn coreward_respond(
         // SAFETY: by the interface's contract.
         _ => unsafe { std::slice::from_raw_parts(response, length) },
     };
-    status(worker.worker.respond(&taken.request, response))
+    to_status_code(worker.worker.respond(&taken.request, response))
 }
 
 /// Frees a request of `coreward_take_request`, which may be null.

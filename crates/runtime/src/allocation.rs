@@ -2,7 +2,7 @@
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use coreward_model::dispatch::{Assignment, CoreAllocation, ReservedCores};
+use coreward_model::dispatch::{CoreAllocation, CoreAssignment, ReservedCores};
 
 use crate::error::RuntimeError;
 use crate::message::HintMessage;
@@ -20,7 +20,7 @@ pub struct CoreAllocator {
 
 impl CoreAllocator {
     /// Returns the allocator with the initial assignment of `cores` cores.
-    pub fn new(assignment: Assignment, cores: u16, reserved: ReservedCores) -> Self {
+    pub fn new(assignment: CoreAssignment, cores: u16, reserved: ReservedCores) -> Self {
         Self { allocation: Mutex::new(CoreAllocation::new(assignment, cores, reserved)) }
     }
 
@@ -39,7 +39,7 @@ impl CoreAllocator {
     /// Acts on a hint that the worker received: opens or closes a core to a service, then rearms the monitor.
     pub fn apply_hint(&self, hint: HintMessage, worker: &mut Worker<'_>) -> Result<(), RuntimeError> {
         if hint.service < ALLOCATED_SERVICES {
-            let other_waits = hint.waiting >> (1 - hint.service) & 1 == 1;
+            let other_waits = hint.waiting_services >> (1 - hint.service) & 1 == 1;
             let mut allocation = self.allocation();
             for change in
                 allocation.apply_hint(hint.service, hint.hint, other_waits, |service, core| worker.load(service, core))

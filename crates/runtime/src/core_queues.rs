@@ -40,7 +40,7 @@ pub(crate) fn slot_or_error(
     core: u16,
     ring: &'static str,
 ) -> Result<u32, RuntimeError> {
-    slot.map_err(|cursors| RuntimeError::Damaged { core, cursors })?.ok_or(RuntimeError::RingFull { core, ring })
+    slot.map_err(|cursors| RuntimeError::DamagedQueue { core, cursors })?.ok_or(RuntimeError::RingFull { core, ring })
 }
 
 #[derive(Debug)]
@@ -87,13 +87,14 @@ impl CoreQueues {
 
     #[inline]
     pub fn has_new_worker(&self, core: u16) -> bool {
-        self.segment.core(core).worker_tails.worker.load(Acquire) != self.rings[usize::from(core)].worker_number
+        self.segment.core_cursors(core).worker_tails.worker_number.load(Acquire)
+            != self.rings[usize::from(core)].worker_number
     }
 
     /// Accepts the new worker of the core. The requests of the previous one that were not answered are discarded, and
     /// so are its messages.
     pub fn accept_worker(&mut self, core: u16) {
-        let lines = self.segment.core(core);
+        let lines = self.segment.core_cursors(core);
         let rings = &mut self.rings[usize::from(core)];
         let geometry = &self.segment.geometry;
         let adopt = |own: &AtomicU32, other: &AtomicU32| {
@@ -112,13 +113,13 @@ impl CoreQueues {
         let responses = adopt(&heads.data[0], &lines.worker_tails.data[0]);
         rings.responses = Consumer::new(geometry.response_slots(), responses);
         rings.messages = Consumer::new(MESSAGE_RING_SLOTS, adopt(&heads.messages, &lines.worker_tails.messages));
-        rings.worker_number = lines.worker_tails.worker.load(Acquire);
-        tails.worker.store(rings.worker_number, Release);
+        rings.worker_number = lines.worker_tails.worker_number.load(Acquire);
+        tails.worker_number.store(rings.worker_number, Release);
     }
 
     /// Releases the core. A living worker notices that at its next check.
     pub fn release(&mut self, core: u16) {
-        self.segment.core(core).orchestrator_tails.worker.store(0, Release);
+        self.segment.core_cursors(core).orchestrator_tails.worker_number.store(0, Release);
     }
 
     /// Puts a request into a queue of the core. Fails when the payload is too long, the priority has no queue, or the
@@ -140,7 +141,7 @@ impl CoreQueues {
         let Some(producer) = rings[usize::from(core)].requests.get_mut(usize::from(priority)) else {
             return Err(RuntimeError::PriorityOutOfRange { priority, last: geometry.priority_count - 1 });
         };
-        let lines = segment.core(core);
+        let lines = segment.core_cursors(core);
         let slot =
             slot_or_error(producer.free_slot(&lines.worker_heads.data[usize::from(priority)]), core, "requests")?;
         let header = SlotHeader {
@@ -148,8 +149,8 @@ impl CoreQueues {
             port: header.client.port(),
             service: header.service.into(),
             length: length as u32,
-            completed: 0,
-            arrived: header.arrived_ns,
+            completed_count: 0,
+            arrived_ns: header.arrived_ns,
         };
         let offset = geometry.request_offset(core, priority, slot);
         segment.write_slot(offset, header, payload);
@@ -159,7 +160,7 @@ impl CoreQueues {
 
     /// Sends a hint to the core's worker. Fails when the ring is full or damaged.
     pub fn send_hint(&mut self, core: u16, hint: HintMessage) -> Result<(), RuntimeError> {
-        let lines = self.segment.core(core);
+        let lines = self.segment.core_cursors(core);
         let producer = &mut self.rings[usize::from(core)].hints;
         let slot = slot_or_error(producer.free_slot(&lines.worker_heads.messages), core, "hints")?;
         let offset = self.segment.geometry.downlink_message_offset(core, slot);
@@ -178,7 +179,7 @@ impl CoreQueues {
         mut receive: impl FnMut(ResponseHeader, Option<&[u8]>),
     ) -> usize {
         let Self { segment, rings } = self;
-        let (lines, consumer) = (segment.core(core), &mut rings[usize::from(core)].responses);
+        let (lines, consumer) = (segment.core_cursors(core), &mut rings[usize::from(core)].responses);
         let mut received = 0;
         while received < limit
             && let Some(slot) =
@@ -187,7 +188,7 @@ impl CoreQueues {
             let (header, payload) = segment.read_slot(segment.geometry.response_offset(core, slot));
             let service = u8::try_from(header.service).unwrap_or(u8::MAX);
             receive(
-                ResponseHeader { client: client_address(&header), service, completed_count: header.completed },
+                ResponseHeader { client: client_address(&header), service, completed_count: header.completed_count },
                 payload,
             );
             consumer.advance();
@@ -202,7 +203,7 @@ impl CoreQueues {
     #[inline]
     pub fn receive_messages(&mut self, core: u16, limit: usize, mut receive: impl FnMut(Option<Message>)) -> usize {
         let Self { segment, rings } = self;
-        let (lines, consumer) = (segment.core(core), &mut rings[usize::from(core)].messages);
+        let (lines, consumer) = (segment.core_cursors(core), &mut rings[usize::from(core)].messages);
         let mut received = 0;
         while received < limit
             && let Some(slot) =

@@ -23,7 +23,7 @@ pub enum RuntimeError {
     ForeignContents,
     /// The orchestrator has another version of this library.
     #[error("layout version {found}: expected {expected}; run both sides from one release")]
-    LayoutVersion {
+    LayoutVersionMismatch {
         /// Version of the memory.
         found: u32,
         /// Version of this library.
@@ -39,7 +39,7 @@ pub enum RuntimeError {
     },
     /// The file is shorter or longer than its header requires.
     #[error("{found} bytes of memory: expected {expected}")]
-    Size {
+    SizeMismatch {
         /// Bytes of the file.
         found: u64,
         /// Bytes by the header.
@@ -54,14 +54,14 @@ pub enum RuntimeError {
     OrchestratorGone,
     /// The orchestrator runs and does not answer.
     #[error("core {core}: the orchestrator did not accept the worker within {timeout:?}")]
-    NotAccepted {
+    WorkerNotAccepted {
         core: u16,
         /// Time that the worker waited.
         timeout: Duration,
     },
     /// The orchestrator found damaged queues and released the core. Connect again.
     #[error("core {0}: the orchestrator released the worker")]
-    Released(u16),
+    WorkerReleased(u16),
     #[error("core {core}: expected 0 to {last}")]
     CoreOutOfRange { core: u16, last: u16 },
     #[error("core {0} has a worker already")]
@@ -102,5 +102,5 @@ pub enum RuntimeError {
     RingFull { core: u16, ring: &'static str },
     /// The other side stored a cursor that is impossible.
     #[error("core {core}: {cursors}")]
-    Damaged { core: u16, cursors: DamagedCursor },
+    DamagedQueue { core: u16, cursors: DamagedCursor },
 }

@@ -36,12 +36,12 @@ pub(crate) const MESSAGE_RING_SLOTS: u32 = 256;
 /// First cache line of the memory, which the orchestrator stores before the file gets its name.
 #[derive(Debug)]
 #[repr(C, align(64))]
-pub(crate) struct Header {
+pub(crate) struct SegmentHeader {
     pub magic: AtomicU64,
     pub layout_version: AtomicU32,
     /// User of the orchestrator and of all workers.
     pub owner: AtomicU32,
-    pub bytes: AtomicU64,
+    pub segment_bytes: AtomicU64,
     pub cores: AtomicU32,
     pub services: AtomicU32,
     pub priorities: AtomicU32,
@@ -51,7 +51,7 @@ pub(crate) struct Header {
 
 #[derive(Debug)]
 #[repr(C, align(64))]
-pub(crate) struct ServiceLine {
+pub(crate) struct ServiceRecord {
     pub address: AtomicU32,
     pub port: AtomicU32,
     pub priority: AtomicU32,
@@ -60,30 +60,30 @@ pub(crate) struct ServiceLine {
 /// Cursors of the rings that one side fills.
 #[derive(Debug)]
 #[repr(C, align(64))]
-pub(crate) struct Tails {
+pub(crate) struct RingTails {
     /// Tails of the request rings by priority; in the worker's line, the first one is the tail of the responses.
     pub data: [AtomicU32; MAX_PRIORITIES as usize],
     pub messages: AtomicU32,
     /// In the worker's line, its number at this core, from 1; in the orchestrator's, the last accepted worker. The
     /// cursors of a worker continue from the previous one's.
-    pub worker: AtomicU32,
+    pub worker_number: AtomicU32,
 }
 
 /// Cursors of the rings that one side empties.
 #[derive(Debug)]
 #[repr(C, align(64))]
-pub(crate) struct Heads {
+pub(crate) struct RingHeads {
     pub data: [AtomicU32; MAX_PRIORITIES as usize],
     pub messages: AtomicU32,
 }
 
 #[derive(Debug)]
 #[repr(C, align(64))]
-pub(crate) struct CoreLines {
-    pub orchestrator_tails: Tails,
-    pub orchestrator_heads: Heads,
-    pub worker_tails: Tails,
-    pub worker_heads: Heads,
+pub(crate) struct CoreCursors {
+    pub orchestrator_tails: RingTails,
+    pub orchestrator_heads: RingHeads,
+    pub worker_tails: RingTails,
+    pub worker_heads: RingHeads,
 }
 
 /// Start of a slot of requests or responses behind its sequence; the payload follows.
@@ -96,9 +96,9 @@ pub(crate) struct SlotHeader {
     pub service: u16,
     pub length: u32,
     /// Requests of the service that a response completes.
-    pub completed: u32,
+    pub completed_count: u32,
     /// Arrival of a request in nanoseconds of the orchestrator's clock.
-    pub arrived: u64,
+    pub arrived_ns: u64,
 }
 
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -175,24 +175,24 @@ impl Geometry {
 
     fn core_bytes(&self) -> usize {
         let slots = self.response_slots() + self.slots * u32::from(self.priority_count);
-        size_of::<CoreLines>() + 2 * Self::messages_bytes() + slots as usize * self.slot_bytes as usize
+        size_of::<CoreCursors>() + 2 * Self::messages_bytes() + slots as usize * self.slot_bytes as usize
     }
 
-    pub fn bytes(&self) -> usize {
+    pub fn segment_bytes(&self) -> usize {
         self.core_offset(self.core_count)
     }
 
     pub(crate) fn service_offset(service: u8) -> usize {
-        size_of::<Header>() + usize::from(service) * size_of::<ServiceLine>()
+        size_of::<SegmentHeader>() + usize::from(service) * size_of::<ServiceRecord>()
     }
 
-    /// Returns the offset of a core's section, which begins with its [`CoreLines`].
+    /// Returns the offset of a core's section, which begins with its [`CoreCursors`].
     pub(crate) fn core_offset(&self, core: u16) -> usize {
         Self::service_offset(MAX_SERVICES as u8) + usize::from(core) * self.core_bytes()
     }
 
     pub(crate) fn uplink_message_offset(&self, core: u16, slot: u32) -> usize {
-        self.core_offset(core) + size_of::<CoreLines>() + slot as usize * MESSAGE_BYTES
+        self.core_offset(core) + size_of::<CoreCursors>() + slot as usize * MESSAGE_BYTES
     }
 
     pub(crate) fn downlink_message_offset(&self, core: u16, slot: u32) -> usize {
@@ -200,7 +200,7 @@ impl Geometry {
     }
 
     pub(crate) fn response_offset(&self, core: u16, slot: u32) -> usize {
-        let first = self.core_offset(core) + size_of::<CoreLines>() + 2 * Self::messages_bytes();
+        let first = self.core_offset(core) + size_of::<CoreCursors>() + 2 * Self::messages_bytes();
         first + slot as usize * self.slot_bytes as usize
     }
 
@@ -218,7 +218,7 @@ mod tests {
         let geometry = Geometry { core_count: 3, priority_count: 2, slots: 4, slot_bytes: 128 };
         let mut parts = Vec::new();
         for core in 0..3 {
-            parts.push((geometry.core_offset(core), size_of::<CoreLines>()));
+            parts.push((geometry.core_offset(core), size_of::<CoreCursors>()));
             for slot in 0..MESSAGE_RING_SLOTS {
                 parts.push((geometry.uplink_message_offset(core, slot), MESSAGE_BYTES));
                 parts.push((geometry.downlink_message_offset(core, slot), MESSAGE_BYTES));
@@ -230,12 +230,12 @@ mod tests {
         }
         parts.sort_unstable();
         assert!(parts.iter().all(|(offset, bytes)| offset % bytes.min(&CACHE_LINE_BYTES) == 0));
-        let mut end = size_of::<Header>() + MAX_SERVICES * size_of::<ServiceLine>();
+        let mut end = size_of::<SegmentHeader>() + MAX_SERVICES * size_of::<ServiceRecord>();
         for (offset, bytes) in parts {
             assert_eq!(offset, end, "no hole, no overlap");
             end += bytes;
         }
-        assert_eq!(end, geometry.bytes());
+        assert_eq!(end, geometry.segment_bytes());
     }
 
     #[test]

@@ -19,7 +19,7 @@ use nix::fcntl::{FcntlArg, fcntl, posix_fallocate};
 use nix::sys::mman::{MapFlags, ProtFlags, mmap, munmap};
 
 use crate::error::RuntimeError;
-use crate::layout::{CACHE_LINE_BYTES, CoreLines, Geometry, Header, LAYOUT_VERSION, MAGIC, ServiceLine};
+use crate::layout::{CACHE_LINE_BYTES, CoreCursors, Geometry, LAYOUT_VERSION, MAGIC, SegmentHeader, ServiceRecord};
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ServiceEntry {
@@ -106,11 +106,11 @@ impl Segment {
         options.read(true).write(true).create_new(true).mode(0o600).custom_flags(libc::O_NOFOLLOW);
         let file = options.open(&unnamed).map_err(|error| io_error("create", &unnamed, error))?;
         // A page that the file system cannot provide later would end the process by SIGBUS.
-        if let Err(error) = posix_fallocate(&file, 0, geometry.bytes() as i64) {
+        if let Err(error) = posix_fallocate(&file, 0, geometry.segment_bytes() as i64) {
             let _ = std::fs::remove_file(&unnamed);
             return Err(io_error("reserve memory", &unnamed, error));
         }
-        let (address, bytes) = map(&file, geometry.bytes(), &unnamed)?;
+        let (address, bytes) = map(&file, geometry.segment_bytes(), &unnamed)?;
         let segment = Self { file, address, bytes, geometry };
         segment.lock(LockByte::Orchestrator).map_err(|error| io_error("lock", &unnamed, error))?;
         segment.write_header(services);
@@ -122,7 +122,7 @@ impl Segment {
         let (header, geometry) = (self.header(), &self.geometry);
         header.layout_version.store(LAYOUT_VERSION, Relaxed);
         header.owner.store(nix::unistd::geteuid().as_raw(), Relaxed);
-        header.bytes.store(geometry.bytes() as u64, Relaxed);
+        header.segment_bytes.store(geometry.segment_bytes() as u64, Relaxed);
         header.cores.store(geometry.core_count.into(), Relaxed);
         header.services.store(services.len() as u32, Relaxed);
         header.priorities.store(geometry.priority_count.into(), Relaxed);
@@ -153,21 +153,21 @@ impl Segment {
         let (address, bytes) = map(&file, metadata.len() as usize, path)?;
         let geometry = Geometry { core_count: 1, priority_count: 1, slots: 1, slot_bytes: CACHE_LINE_BYTES as u32 };
         let mut segment = Self { file, address, bytes, geometry };
-        segment.geometry = segment.checked_geometry(user)?;
+        segment.geometry = segment.read_geometry(user)?;
         if !segment.is_orchestrator_running() {
             return Err(RuntimeError::OrchestratorGone);
         }
         Ok(segment)
     }
 
-    fn checked_geometry(&self, user: u32) -> Result<Geometry, RuntimeError> {
+    fn read_geometry(&self, user: u32) -> Result<Geometry, RuntimeError> {
         let header = self.header();
         if header.magic.load(Acquire) != MAGIC {
             return Err(RuntimeError::ForeignContents);
         }
         let found = header.layout_version.load(Relaxed);
         if found != LAYOUT_VERSION {
-            return Err(RuntimeError::LayoutVersion { found, expected: LAYOUT_VERSION });
+            return Err(RuntimeError::LayoutVersionMismatch { found, expected: LAYOUT_VERSION });
         }
         let owner = header.owner.load(Relaxed);
         if owner != user {
@@ -180,9 +180,9 @@ impl Segment {
             slot_bytes: header.slot_bytes.load(Relaxed),
         };
         geometry.check()?;
-        let (found, expected) = (self.bytes.get() as u64, geometry.bytes() as u64);
-        if found != expected || header.bytes.load(Relaxed) != expected {
-            return Err(RuntimeError::Size { found, expected });
+        let (found, expected) = (self.bytes.get() as u64, geometry.segment_bytes() as u64);
+        if found != expected || header.segment_bytes.load(Relaxed) != expected {
+            return Err(RuntimeError::SizeMismatch { found, expected });
         }
         Ok(geometry)
     }
@@ -221,17 +221,17 @@ impl Segment {
         if core > last { Err(RuntimeError::CoreOutOfRange { core, last }) } else { Ok(()) }
     }
 
-    fn header(&self) -> &Header {
+    fn header(&self) -> &SegmentHeader {
         self.ref_at(0)
     }
 
-    fn service_line(&self, service: u8) -> &ServiceLine {
+    fn service_line(&self, service: u8) -> &ServiceRecord {
         self.ref_at(Geometry::service_offset(service))
     }
 
     /// Returns the cursors of a core. `core` must be in range.
     #[inline]
-    pub fn core(&self, core: u16) -> &CoreLines {
+    pub fn core_cursors(&self, core: u16) -> &CoreCursors {
         self.ref_at(self.geometry.core_offset(core))
     }
 

@@ -83,7 +83,7 @@ struct Server<'w, 'r> {
     handler: &'w dyn Handler,
     options: ServeOptions,
     /// Response buffer of each priority: at most one request of each priority runs at a time.
-    buffers: Vec<Vec<u8>>,
+    response_buffers: Vec<Vec<u8>>,
     /// Number of each service's completed requests without a response that were not reported.
     unreported_counts: [u32; MAX_SERVICES],
     /// Bit mask of the services with unreported requests.
@@ -145,7 +145,7 @@ impl Worker<'_> {
             worker: self,
             handler,
             options,
-            buffers,
+            response_buffers: buffers,
             unreported_counts: unreported,
             unreported_services: is_unreported,
             counters,
@@ -235,7 +235,7 @@ impl Server<'_, '_> {
     fn serve_request(&mut self, priority: u8, slot: u32) -> Result<(), RuntimeError> {
         let (header, payload) = self.worker.read_request(priority, slot)?;
         let request = Request { client: client_address(&header), service: header.service as u8, payload };
-        let mut response = std::mem::take(&mut self.buffers[usize::from(priority)]);
+        let mut response = std::mem::take(&mut self.response_buffers[usize::from(priority)]);
         response.clear();
         let (handler, quantum, slice_started) = (self.handler, self.options.quantum, Instant::now());
         let mut context = Context { server: self, priority, quantum, slice_started, error: None };
@@ -246,7 +246,7 @@ impl Server<'_, '_> {
         self.worker.return_slot(priority);
         self.counters.served += 1;
         let is_sent = reply == Reply::Send && self.send_response(header, &response)?;
-        self.buffers[usize::from(priority)] = response;
+        self.response_buffers[usize::from(priority)] = response;
         if is_sent { Ok(()) } else { self.complete_without_response(request.service) }
     }
 
@@ -258,7 +258,7 @@ impl Server<'_, '_> {
         }
         let unreported = self.unreported_counts.get_mut(usize::from(header.service)).map_or(0, std::mem::take);
         self.unreported_services &= !(1 << (header.service % MAX_SERVICES as u16));
-        let header = SlotHeader { length: response.len() as u32, completed: 1 + unreported, ..header };
+        let header = SlotHeader { length: response.len() as u32, completed_count: 1 + unreported, ..header };
         self.worker.send_response(header, response)?;
         Ok(true)
     }

@@ -10,12 +10,12 @@ use std::time::{Duration, Instant};
 use crate::core_queues::slot_or_error;
 use crate::error::RuntimeError;
 use crate::layout::{MESSAGE_RING_SLOTS, SlotHeader};
-use crate::message::{HintMessage, Message, Trigger};
+use crate::message::{HintMessage, HintTrigger, Message};
 use crate::ring::{Consumer, Producer};
 use crate::segment::{LockByte, Segment, ServiceEntry};
 
 /// Timeout for the orchestrator to accept a worker, or to empty a full ring.
-pub const ANSWER_TIMEOUT: Duration = Duration::from_secs(2);
+pub const ORCHESTRATOR_TIMEOUT: Duration = Duration::from_secs(2);
 const ANSWER_POLL_INTERVAL: Duration = Duration::from_micros(50);
 
 /// A process that serves requests. It holds the registrations of its services until it is dropped.
@@ -75,8 +75,8 @@ impl Runtime {
         if !lock(&segment, &self.path, LockByte::Core(core))? {
             return Err(RuntimeError::CoreTaken(core));
         }
-        let lines = segment.core(core);
-        let number = lines.worker_tails.worker.load(Acquire).wrapping_add(1).max(1);
+        let lines = segment.core_cursors(core);
+        let number = lines.worker_tails.worker_number.load(Acquire).wrapping_add(1).max(1);
         let geometry = segment.geometry;
         let request =
             |priority: u8| Consumer::new(geometry.slots, lines.worker_heads.data[usize::from(priority)].load(Relaxed));
@@ -86,10 +86,10 @@ impl Runtime {
             responses: Producer::new(geometry.response_slots(), lines.worker_tails.data[0].load(Relaxed)),
             messages: Producer::new(MESSAGE_RING_SLOTS, lines.worker_tails.messages.load(Relaxed)),
         };
-        lines.worker_tails.worker.store(number, Release);
-        let timeout = ANSWER_TIMEOUT;
-        if !wait_until(&segment, || lines.orchestrator_tails.worker.load(Acquire) == number)? {
-            return Err(RuntimeError::NotAccepted { core, timeout });
+        lines.worker_tails.worker_number.store(number, Release);
+        let timeout = ORCHESTRATOR_TIMEOUT;
+        if !wait_until(&segment, || lines.orchestrator_tails.worker_number.load(Acquire) == number)? {
+            return Err(RuntimeError::WorkerNotAccepted { core, timeout });
         }
         Ok(Worker { runtime: self, core, number, rings, segment })
     }
@@ -115,7 +115,7 @@ fn wait_until(segment: &Segment, mut condition: impl FnMut() -> bool) -> Result<
         if !segment.is_orchestrator_running() {
             return Err(RuntimeError::OrchestratorGone);
         }
-        if started.elapsed() >= ANSWER_TIMEOUT {
+        if started.elapsed() >= ORCHESTRATOR_TIMEOUT {
             return Ok(false);
         }
         std::thread::sleep(ANSWER_POLL_INTERVAL);
@@ -187,7 +187,7 @@ impl Worker<'_> {
 
     /// Enables a load monitor of the service, or changes its condition (EnableLoadMonitor). Fails when the service is
     /// out of range.
-    pub fn enable_load_monitor(&mut self, service: u8, trigger: Trigger) -> Result<(), RuntimeError> {
+    pub fn enable_load_monitor(&mut self, service: u8, trigger: HintTrigger) -> Result<(), RuntimeError> {
         self.check(service, self.core)?;
         self.send(Message::EnableLoadMonitor { service, trigger })
     }
@@ -205,7 +205,7 @@ impl Worker<'_> {
         let Self { segment, core, rings, .. } = self;
         let message = segment.read_message(segment.geometry.downlink_message_offset(*core, slot));
         rings.hints.advance();
-        rings.hints.publish(&segment.core(*core).worker_heads.messages);
+        rings.hints.publish(&segment.core_cursors(*core).worker_heads.messages);
         message.hint()
     }
 
@@ -236,7 +236,7 @@ impl Worker<'_> {
         if length > limit {
             return Err(RuntimeError::TooLong { length, limit });
         }
-        self.send_response(SlotHeader { length: length as u32, completed: 1, ..request.header }, response)
+        self.send_response(SlotHeader { length: length as u32, completed_count: 1, ..request.header }, response)
     }
 
     /// Returns priority and slot of the oldest request of the highest priority above `limit`.
@@ -260,7 +260,7 @@ impl Worker<'_> {
     }
 
     pub(crate) fn return_slot(&mut self, priority: u8) {
-        let head = &self.segment.core(self.core).worker_heads.data[usize::from(priority)];
+        let head = &self.segment.core_cursors(self.core).worker_heads.data[usize::from(priority)];
         let consumer = &mut self.rings.requests[usize::from(priority)];
         consumer.advance();
         consumer.publish(head);
@@ -269,7 +269,7 @@ impl Worker<'_> {
     /// Returns the number of requests at a core, waiting or served, in the queue of a service's priority; 0 for a
     /// service that is out of range. Panics for such a core.
     pub fn load(&self, service: u8, core: u16) -> u32 {
-        let lines = self.segment.core(core);
+        let lines = self.segment.core_cursors(core);
         let Ok(ServiceEntry { priority, .. }) = self.segment.service(service) else { return 0 };
         let (tails, heads) = (&lines.orchestrator_tails.data, &lines.worker_heads.data);
         let queue = tails.get(usize::from(priority)).zip(heads.get(usize::from(priority)));
@@ -286,12 +286,12 @@ impl Worker<'_> {
         if !self.segment.is_orchestrator_running() {
             return Err(RuntimeError::OrchestratorGone);
         }
-        let accepted = self.segment.core(self.core).orchestrator_tails.worker.load(Acquire);
-        if accepted == self.number { Ok(()) } else { Err(RuntimeError::Released(self.core)) }
+        let accepted = self.segment.core_cursors(self.core).orchestrator_tails.worker_number.load(Acquire);
+        if accepted == self.number { Ok(()) } else { Err(RuntimeError::WorkerReleased(self.core)) }
     }
 
     pub(crate) fn send_response(&mut self, header: SlotHeader, payload: &[u8]) -> Result<(), RuntimeError> {
-        let (core, lines) = (self.core, self.segment.core(self.core));
+        let (core, lines) = (self.core, self.segment.core_cursors(self.core));
         let producer = &mut self.rings.responses;
         // The ring has a slot for each request that the core can have.
         let slot = slot_or_error(producer.free_slot(&lines.orchestrator_heads.data[0]), core, "responses")?;
@@ -302,12 +302,12 @@ impl Worker<'_> {
     }
 
     pub(crate) fn wait_until_messages_are_read(&self) -> Result<(), RuntimeError> {
-        let heads = &self.segment.core(self.core).orchestrator_heads;
+        let heads = &self.segment.core_cursors(self.core).orchestrator_heads;
         self.wait_until_read("messages", || self.rings.messages.is_empty(&heads.messages))
     }
 
     pub(crate) fn wait_until_responses_are_read(&self) -> Result<(), RuntimeError> {
-        let heads = &self.segment.core(self.core).orchestrator_heads;
+        let heads = &self.segment.core_cursors(self.core).orchestrator_heads;
         self.wait_until_read("responses", || self.rings.responses.is_empty(&heads.data[0]))
     }
 
@@ -320,7 +320,7 @@ impl Worker<'_> {
     }
 
     pub(crate) fn send(&mut self, message: Message) -> Result<(), RuntimeError> {
-        let (core, lines) = (self.core, self.segment.core(self.core));
+        let (core, lines) = (self.core, self.segment.core_cursors(self.core));
         let producer = &mut self.rings.messages;
         let mut free = Ok(None);
         wait_until(&self.segment, || {

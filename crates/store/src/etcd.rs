@@ -30,14 +30,14 @@ const DOCUMENT_GENERATION: &str = "document_generation";
 /// Audit entries, grouped by id.
 const AUDIT: &str = "audit/";
 
-const ENTRIES_OF_A_PART: u64 = 50;
+const AUDIT_ENTRIES_PER_PART: u64 = 50;
 /// Number of servers in a part. A part of servers that are in 1,000 services each fits a transaction.
-const SERVERS_OF_A_PART: u16 = 16;
+const SERVERS_PER_PART: u16 = 16;
 /// Largest piece of the document, bytes.
 const MAX_PIECE_BYTES: usize = 256 << 10;
 /// Largest value, bytes: etcd takes requests of 1.5 MiB. Further pieces of a longer row are stored under the row's
 /// name, a blank (which no name contains) and a number.
-const VALUE_LIMIT: usize = 512 << 10;
+const MAX_VALUE_BYTES: usize = 512 << 10;
 
 /// State of the leading controller. Calls block, so asynchronous code must not make them.
 pub struct EtcdStore {
@@ -82,7 +82,7 @@ fn encode(rows: &Rows) -> anyhow::Result<Chunks> {
     }
     let mut groups: BTreeMap<u16, BTreeMap<u16, &_>> = BTreeMap::new();
     for (id, server) in &rows.servers {
-        groups.entry(id / SERVERS_OF_A_PART).or_default().insert(*id, server);
+        groups.entry(id / SERVERS_PER_PART).or_default().insert(*id, server);
     }
     for (group, servers) in &groups {
         add(&mut parts, format!("{SERVERS}{group:04}"), servers)?;
@@ -90,14 +90,14 @@ fn encode(rows: &Rows) -> anyhow::Result<Chunks> {
     for (number, piece) in pieces(&rows.document.text).enumerate() {
         add(&mut parts, format!("{DOCUMENT}{number:06}"), &piece)?;
     }
-    for entries in rows.audit.chunk_by(|a, b| a.id / ENTRIES_OF_A_PART == b.id / ENTRIES_OF_A_PART) {
-        add(&mut parts, format!("{AUDIT}{:012}", entries[0].id / ENTRIES_OF_A_PART), &entries)?;
+    for entries in rows.audit.chunk_by(|a, b| a.id / AUDIT_ENTRIES_PER_PART == b.id / AUDIT_ENTRIES_PER_PART) {
+        add(&mut parts, format!("{AUDIT}{:012}", entries[0].id / AUDIT_ENTRIES_PER_PART), &entries)?;
     }
     Ok(parts)
 }
 
 fn add(parts: &mut Chunks, name: String, row: &impl Serialize) -> anyhow::Result<()> {
-    for (number, piece) in serde_json::to_vec(row)?.chunks(VALUE_LIMIT).enumerate() {
+    for (number, piece) in serde_json::to_vec(row)?.chunks(MAX_VALUE_BYTES).enumerate() {
         let name = if number == 0 { name.clone() } else { format!("{name} {number:06}") };
         parts.insert(name, piece.to_vec());
     }
@@ -119,10 +119,10 @@ fn join_rows(parts: &Chunks) -> BTreeMap<&str, Cow<'_, [u8]>> {
 fn decode(parts: &Chunks) -> anyhow::Result<Rows> {
     let parts = join_rows(parts);
     let mut rows = Rows {
-        fleet: part(&parts, FLEET)?,
+        fleet: decode_part(&parts, FLEET)?,
         services: BTreeMap::new(),
         servers: BTreeMap::new(),
-        load_balancers: part(&parts, LOAD_BALANCERS)?,
+        load_balancers: decode_part(&parts, LOAD_BALANCERS)?,
         document: Document::default(),
         audit: Arc::default(),
     };
@@ -141,11 +141,11 @@ fn decode(parts: &Chunks) -> anyhow::Result<Rows> {
         }
     }
     rows.audit = Arc::new(audit);
-    rows.document = Document { generation: part(&parts, DOCUMENT_GENERATION)?, text: text.into() };
+    rows.document = Document { generation: decode_part(&parts, DOCUMENT_GENERATION)?, text: text.into() };
     Ok(rows)
 }
 
-fn part<Row: DeserializeOwned>(parts: &BTreeMap<&str, Cow<'_, [u8]>>, name: &str) -> anyhow::Result<Row> {
+fn decode_part<Row: DeserializeOwned>(parts: &BTreeMap<&str, Cow<'_, [u8]>>, name: &str) -> anyhow::Result<Row> {
     let value = parts.get(name).with_context(|| format!("part {name} is not there"))?;
     serde_json::from_slice(value).with_context(|| format!("part {name}"))
 }

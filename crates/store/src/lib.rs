@@ -82,14 +82,14 @@ mod tests {
         for pool in [[1u64, 1], [1, 2]] {
             buckets.update(&pool.map(|id| ServerId::try_from(id).unwrap()));
         }
-        let service = ServiceRecord { index: ServiceIndex::new(63).unwrap(), seed: u64::MAX, buckets };
+        let service = ServiceRecord { index: ServiceIndex::new(63).unwrap(), seed: u64::MAX, bucket_history: buckets };
         records.services.insert("web".into(), service);
         for (id, left) in [(0u64, None), (16_383, Some(1_700_000_000))] {
             let membership = left.map_or(Membership::Present, |s| Membership::LeftAt(Duration::from_secs(s)));
             let server = ServerRecord {
                 name: format!("s{id}"),
                 address: [10, 2, 0, 11].into(),
-                in_file: left.is_none(),
+                is_in_document: left.is_none(),
                 services: [("web".to_owned(), membership)].into(),
                 drain: left.is_none().then(|| DrainRecord {
                     since: Duration::from_secs(1_700_000_000),

@@ -141,7 +141,7 @@ impl From<&Records> for FleetRow {
                 KeyPhase::Announced { forced } => Some(forced),
             },
             rss_key: records.rss_key.to_string(),
-            clock: records.clock.map(|moment| moment.as_secs()),
+            clock: records.last_write_at.map(|moment| moment.as_secs()),
         }
     }
 }
@@ -164,14 +164,14 @@ impl FleetRow {
             load_balancers: BTreeMap::new(),
             document: Document::default(),
             audit: Arc::default(),
-            clock: self.clock.map(Duration::from_secs),
+            last_write_at: self.clock.map(Duration::from_secs),
         })
     }
 }
 
 impl From<&ServiceRecord> for ServiceRow {
     fn from(service: &ServiceRecord) -> Self {
-        let history = service.buckets.current().iter().zip(service.buckets.previous());
+        let history = service.bucket_history.current().iter().zip(service.bucket_history.previous());
         let buckets = history.map(|(now, before)| (now.get(), before.map(ServerId::get))).collect();
         Self { index: service.index.get(), seed: service.seed, buckets }
     }
@@ -185,7 +185,7 @@ impl ServiceRow {
         Ok(ServiceRecord {
             index: ServiceIndex::parse("index", self.index.into())?,
             seed: self.seed,
-            buckets: BucketHistory::from_stored(now, before).unwrap_or_default(),
+            bucket_history: BucketHistory::from_stored(now, before).unwrap_or_default(),
         })
     }
 }
@@ -219,7 +219,7 @@ impl From<&ServerRecord> for ServerRow {
         Self {
             name: server.name.clone(),
             address: server.address,
-            in_file: server.in_file,
+            in_file: server.is_in_document,
             services: server.services.iter().map(|(name, membership)| (name.clone(), left_at(membership))).collect(),
             drain: server.drain.as_ref().map(|drain| DrainRow {
                 since: drain.since.as_secs(),
@@ -240,7 +240,7 @@ impl ServerRow {
         Ok(ServerRecord {
             name: self.name,
             address: self.address,
-            in_file: self.in_file,
+            is_in_document: self.in_file,
             services: self.services.into_iter().map(|(name, left)| (name, membership(left))).collect(),
             drain: self.drain.map(|drain| DrainRecord {
                 since: Duration::from_secs(drain.since),

@@ -25,7 +25,7 @@ use tonic::transport::server::Connected;
 use crate::caller::Caller;
 use crate::certificate::{Certificate, Fingerprint, unix_now};
 use crate::credentials::Credentials;
-use crate::failure::{Failure, Failures, Reason};
+use crate::failure::{Failure, FailureCounters, FailureReason};
 use crate::identity::{Identity, Role};
 use crate::io::Io;
 use crate::tls::Tls;
@@ -34,13 +34,13 @@ use crate::verify::{ClientVerifier, RevocationList};
 
 /// Interval of checks of open connections' certificates.
 const POLL_INTERVAL: Duration = Duration::from_secs(1);
-const ACCEPT_QUEUE: usize = 64;
+const ACCEPT_QUEUE_LENGTH: usize = 64;
 /// Pause after an error of the listening socket, such as too many open files.
 const RETRY_DELAY: Duration = Duration::from_millis(10);
 
 /// Limits of handshakes and connections.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Limits {
+pub struct AcceptorLimits {
     /// Time from the connection to the end of the handshake.
     pub handshake_timeout: Duration,
     pub max_handshakes: usize,
@@ -49,7 +49,7 @@ pub struct Limits {
     pub max_connections_per_identity: usize,
 }
 
-impl Default for Limits {
+impl Default for AcceptorLimits {
     fn default() -> Self {
         Self {
             handshake_timeout: Duration::from_secs(5),
@@ -63,8 +63,8 @@ impl Default for Limits {
 #[derive(Debug)]
 pub struct ConnectionAcceptor {
     protection: Option<Protection>,
-    limits: Limits,
-    failures: Arc<Failures>,
+    limits: AcceptorLimits,
+    failures: Arc<FailureCounters>,
     connections: Mutex<Connections>,
 }
 
@@ -129,7 +129,7 @@ impl TrackedConnection {
 }
 
 impl ConnectionAcceptor {
-    pub fn without_tls(limits: Limits, failures: Arc<Failures>) -> Arc<Self> {
+    pub fn without_tls(limits: AcceptorLimits, failures: Arc<FailureCounters>) -> Arc<Self> {
         Arc::new(Self { protection: None, limits, failures, connections: Mutex::default() })
     }
 
@@ -140,8 +140,8 @@ impl ConnectionAcceptor {
         client_certificates: ClientCertificates,
         protocols: &'static [&'static str],
         revoked: RevocationList,
-        limits: Limits,
-        failures: Arc<Failures>,
+        limits: AcceptorLimits,
+        failures: Arc<FailureCounters>,
     ) -> Arc<Self> {
         let (accepted, config, believed) = (accepted.to_vec(), Mutex::default(), Mutex::new(tls.credentials()));
         let protection = Some(Protection {
@@ -162,7 +162,7 @@ impl ConnectionAcceptor {
 
     /// Accepts connections of `listener` until the stream is dropped.
     pub fn admit(self: Arc<Self>, listener: TcpListener) -> impl Stream<Item = io::Result<AcceptedConnection>> {
-        let (sender, receiver) = mpsc::channel(ACCEPT_QUEUE);
+        let (sender, receiver) = mpsc::channel(ACCEPT_QUEUE_LENGTH);
         tokio::spawn(async move {
             tokio::select! {
                 () = self.accept(&listener, &sender) => {}
@@ -179,7 +179,7 @@ impl ConnectionAcceptor {
             let accepted = tokio::select! {
                 accepted = listener.accept() => accepted,
                 _ = look.tick() => {
-                    self.maintain();
+                    self.close_invalid_connections();
                     continue;
                 }
             };
@@ -235,7 +235,7 @@ impl ConnectionAcceptor {
     ) -> Result<AcceptedConnection, Failure> {
         stream.set_nodelay(true).map_err(|error| Failure::of(&error))?;
         let Some(protection) = &self.protection else {
-            let caller = Caller { address, identity: None, is_protected: false };
+            let caller = Caller { address, identity: None, is_encrypted: false };
             return Ok(AcceptedConnection { io: Io::Plain(stream), caller, guard: None });
         };
         let acceptor = TlsAcceptor::from(protection.config()?);
@@ -243,18 +243,18 @@ impl ConnectionAcceptor {
         let stream = handshake
             .map_err(|_| {
                 let message = format!("no handshake within {:?}", self.limits.handshake_timeout);
-                Failure { reason: Reason::Timeout, message }
+                Failure { reason: FailureReason::Timeout, message }
             })?
             .map_err(|error| Failure::of(&error))?;
         let chain = stream.get_ref().1.peer_certificates().unwrap_or_default().to_vec();
         let certificate = chain.first().map(Certificate::read).transpose();
-        let certificate = certificate.map_err(|message| Failure { reason: Reason::NoIdentity, message })?;
+        let certificate = certificate.map_err(|message| Failure { reason: FailureReason::NoIdentity, message })?;
         let guard = match certificate {
             Some(certificate) => Some(self.register_connection(&certificate, chain)?),
             None => None,
         };
         let identity = guard.as_ref().map(|guard| guard.connection.identity.clone());
-        let caller = Caller { address, identity, is_protected: true };
+        let caller = Caller { address, identity, is_encrypted: true };
         Ok(AcceptedConnection { io: Io::Tls(Box::new(stream.into())), caller, guard })
     }
 
@@ -263,13 +263,14 @@ impl ConnectionAcceptor {
         certificate: &Certificate,
         chain: Vec<CertificateDer<'static>>,
     ) -> Result<ConnectionGuard, Failure> {
-        let nobody = || Failure { reason: Reason::NoIdentity, message: "its certificate has no identity".to_owned() };
+        let nobody =
+            || Failure { reason: FailureReason::NoIdentity, message: "its certificate has no identity".to_owned() };
         let identity = certificate.identity.clone().ok_or_else(nobody)?;
         let mut connections = self.connections();
         let count = connections.connections_by_identity.entry(identity.clone()).or_default();
         if *count >= self.limits.max_connections_per_identity {
             let message = format!("{identity} has {count} connections, which is the limit");
-            return Err(Failure { reason: Reason::TooMany, message });
+            return Err(Failure { reason: FailureReason::TooMany, message });
         }
         *count += 1;
         connections.next_number += 1;
@@ -292,16 +293,16 @@ impl ConnectionAcceptor {
         look.set_missed_tick_behavior(MissedTickBehavior::Delay);
         loop {
             look.tick().await;
-            self.maintain();
+            self.close_invalid_connections();
         }
     }
 
     /// Ends connections with expired or revoked certificates; live peers reconnect with a new one.
-    fn maintain(&self) {
-        self.maintain_at(unix_now());
+    fn close_invalid_connections(&self) {
+        self.close_invalid_connections_at(unix_now());
     }
 
-    pub(crate) fn maintain_at(&self, now: Duration) {
+    pub(crate) fn close_invalid_connections_at(&self, now: Duration) {
         let Some(protection) = &self.protection else { return };
         if let Some(verifier) = protection.verifier_if_authority_removed() {
             let tracked: Vec<Arc<TrackedConnection>> =
@@ -362,7 +363,8 @@ impl Protection {
             self.revocation_list.clone(),
             self.protocols,
         );
-        let new = Arc::new(new.map_err(|error| Failure { reason: Reason::Broken, message: format!("{error:#}") })?);
+        let new =
+            Arc::new(new.map_err(|error| Failure { reason: FailureReason::Broken, message: format!("{error:#}") })?);
         *config = Some((credentials, new.clone()));
         Ok(new)
     }
@@ -380,7 +382,7 @@ impl HandshakeSlot {
         let count = connections.handshakes_by_address.get(&address).copied().unwrap_or(0);
         if all >= limits.max_handshakes || count >= limits.max_handshakes_per_address {
             let message = format!("{count} handshakes of its address, {all} in all, are not done, which is the limit");
-            return Err(Failure { reason: Reason::TooMany, message });
+            return Err(Failure { reason: FailureReason::TooMany, message });
         }
         connections.handshakes_by_address.insert(address, count + 1);
         connections.handshake_count += 1;

@@ -57,14 +57,14 @@ impl Validity {
 /// Certificate and key (PEM).
 pub struct IssuedCertificate {
     /// The certificate.
-    pub certificate: String,
+    pub certificate_pem: String,
     /// Key of the certificate.
-    pub key: String,
+    pub key_pem: String,
 }
 
 /// Step of the replacement of an authority.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
-pub enum RollOver {
+pub enum RolloverStep {
     /// Create the next authority: ca.crt has both, and the old one still signs
     Begin,
     /// Let the next authority sign, after every daemon has the ca.crt of `begin`: ca.crt still has both
@@ -173,14 +173,14 @@ impl Authority {
         params.use_authority_key_identifier_extension = true;
         (params.not_before, params.not_after) = (to_date_time(validity.not_before)?, to_date_time(validity.not_after)?);
         let certificate = params.signed_by(&key, &issuer)?;
-        Ok(IssuedCertificate { certificate: certificate.pem(), key: key.serialize_pem() })
+        Ok(IssuedCertificate { certificate_pem: certificate.pem(), key_pem: key.serialize_pem() })
     }
 
     /// Executes one step to the next authority. Fails if another step is due.
-    pub fn roll_over(&self, step: RollOver, length: Duration) -> anyhow::Result<()> {
+    pub fn roll_over(&self, step: RolloverStep, length: Duration) -> anyhow::Result<()> {
         let is_there = |file: &str| self.path(file).exists();
         match step {
-            RollOver::Begin => {
+            RolloverStep::Begin => {
                 ensure!(!is_there("next.key"), "next.key exists: expected `switch`, the second step");
                 ensure!(
                     !is_there("previous.crt"),
@@ -188,7 +188,7 @@ impl Authority {
                 );
                 self.generate("next", &self.fleet()?, Validity::from_now(length), &["authority", "next"])
             }
-            RollOver::Switch => {
+            RolloverStep::Switch => {
                 ensure!(
                     is_there("next.key") || !is_there("previous.crt"),
                     "previous.crt exists, and no next.key: the new authority signs already: expected `finish`, the \
@@ -197,7 +197,7 @@ impl Authority {
                 ensure!(is_there("next.key"), "next.key is not there: expected `begin`, the first step");
                 self.switch()
             }
-            RollOver::Finish => {
+            RolloverStep::Finish => {
                 ensure!(!is_there("next.key"), "next.key exists: expected `switch`, the second step");
                 ensure!(is_there("previous.crt"), "previous.crt is not there: expected `switch`, the second step");
                 self.publish(&["authority"])?;
@@ -243,7 +243,7 @@ impl IssuedCertificate {
     pub fn write(&self, directory: &Path, authority: &Authority) -> anyhow::Result<()> {
         fs::create_dir_all(directory).with_context(|| directory.display().to_string())?;
         write(&directory.join("ca.crt"), &authority.read("ca.crt")?)?;
-        write_secret(&directory.join("own.key"), &self.key)?;
-        write(&directory.join("own.crt"), &self.certificate)
+        write_secret(&directory.join("own.key"), &self.key_pem)?;
+        write(&directory.join("own.crt"), &self.certificate_pem)
     }
 }

@@ -13,7 +13,7 @@ pub struct Caller {
     pub address: SocketAddr,
     /// Identity of the peer's certificate; `None`: no TLS, or a token instead of a certificate.
     pub identity: Option<Identity>,
-    pub is_protected: bool,
+    pub is_encrypted: bool,
 }
 
 impl fmt::Display for Caller {
@@ -34,7 +34,7 @@ impl Caller {
     /// Requires one of these roles, or fails with PERMISSION_DENIED. Without TLS every peer is permitted.
     pub fn require(&self, roles: &[Role]) -> Result<(), Status> {
         match &self.identity {
-            None if !self.is_protected => Ok(()),
+            None if !self.is_encrypted => Ok(()),
             Some(identity) if roles.contains(&identity.role) => Ok(()),
             _ => {
                 let expected: Vec<&str> = roles.iter().map(|role| role.name()).collect();
@@ -73,7 +73,7 @@ mod tests {
 
     fn caller(identity: Option<&str>, is_protected: bool) -> Caller {
         let identity = identity.map(|uri| uri.parse().unwrap());
-        Caller { address: SocketAddr::from(([192, 0, 2, 1], 5)), identity, is_protected }
+        Caller { address: SocketAddr::from(([192, 0, 2, 1], 5)), identity, is_encrypted: is_protected }
     }
 
     #[test]

@@ -7,7 +7,7 @@ use rustls::pki_types::CertificateDer;
 use x509_parser::extensions::GeneralName;
 use x509_parser::prelude::{FromDer as _, X509Certificate};
 
-use crate::identity::{Identity, SCHEME};
+use crate::identity::{Identity, URI_SCHEME};
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Certificate {
@@ -33,13 +33,13 @@ impl Certificate {
         let names = parsed.subject_alternative_name().map_err(|error| format!("its names cannot be read: {error}"))?;
         let names = names.map(|names| names.value.general_names.as_slice()).unwrap_or_default();
         let uris = names.iter().filter_map(|name| match name {
-            GeneralName::URI(uri) if uri.starts_with(SCHEME) => Some(*uri),
+            GeneralName::URI(uri) if uri.starts_with(URI_SCHEME) => Some(*uri),
             _ => None,
         });
         let mut identities = uris.map(str::parse);
         let identity = identities.next().transpose()?;
         if identities.next().is_some() {
-            return Err(format!("it has several names that begin with {SCHEME}: expected one"));
+            return Err(format!("it has several names that begin with {URI_SCHEME}: expected one"));
         }
         let seconds = |time: x509_parser::time::ASN1Time| Duration::from_secs(time.timestamp().max(0).unsigned_abs());
         Ok(Self {

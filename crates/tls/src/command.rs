@@ -7,7 +7,7 @@ use anyhow::Context as _;
 use comfy_table::Table;
 use rustls::pki_types::ServerName;
 
-use crate::authority::{Authority, CLOCK_TOLERANCE, DAY, RollOver, Validity};
+use crate::authority::{Authority, CLOCK_TOLERANCE, DAY, RolloverStep, Validity};
 use crate::certificate::{Certificate, unix_now};
 use crate::credentials::read_certificates;
 use crate::identity::{Identity, Name, Role};
@@ -73,7 +73,7 @@ enum Command {
     /// Replace the authority in three steps, during which all daemons accept each other's certificates
     RollOver {
         /// Step of the replacement
-        step: RollOver,
+        step: RolloverStep,
         /// Validity of the new authority (days)
         #[arg(long, default_value_t = 3650, value_parser = clap::value_parser!(u32).range(1..=36_500))]
         days: u32,
@@ -130,11 +130,11 @@ pub fn run(args: &CertsArgs) -> anyhow::Result<String> {
             let authority = Authority::open(&folder.directory)?;
             authority.roll_over(*step, days(*length))?;
             let next = match step {
-                RollOver::Begin => {
+                RolloverStep::Begin => {
                     "copy the new ca.crt to every daemon, or `coreward certs renew` all bundles; then `switch`"
                 }
-                RollOver::Switch => "`coreward certs renew` all bundles, and copy them; then `finish`",
-                RollOver::Finish => "copy the new ca.crt to every daemon, or renew its certificate when due",
+                RolloverStep::Switch => "`coreward certs renew` all bundles, and copy them; then `finish`",
+                RolloverStep::Finish => "copy the new ca.crt to every daemon, or renew its certificate when due",
             };
             Ok(format!("{}: {next}", authority.ca_path().display()))
         }

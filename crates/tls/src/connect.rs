@@ -19,9 +19,9 @@ use crate::failure::Failure;
 use crate::identity::Role;
 use crate::io::Io;
 use crate::tls::Tls;
-use crate::verify::Host;
+use crate::verify::ExpectedHost;
 
-const HTTP: &str = "http/1.1";
+const HTTP_1_1_ALPN: &str = "http/1.1";
 
 /// Connector to one address, for tonic.
 #[derive(Debug, Clone)]
@@ -41,7 +41,7 @@ impl Connector {
         let stream = TcpStream::connect(self.address).await?;
         stream.set_nodelay(true)?;
         let Some((tls, roles)) = &self.tls else { return Ok(Io::Plain(stream)) };
-        let config = tls.credentials().client_config(roles, Host::Any, "h2").map_err(io::Error::other)?;
+        let config = tls.credentials().client_config(roles, ExpectedHost::Any, "h2").map_err(io::Error::other)?;
         complete_handshake(Arc::new(config), self.address.ip().into(), stream).await
     }
 }
@@ -59,16 +59,16 @@ pub struct HttpsConnector(Arc<ClientConfig>);
 
 impl HttpsConnector {
     /// Creates a connector with a certificate. The controller must belong to the same fleet.
-    pub fn with_certificate(files: &CredentialFiles, host: Host) -> Result<Self, CredentialError> {
-        let config = Credentials::load(files)?.client_config(&[Role::Controller], host, HTTP);
-        let config = config.map_err(|error| CredentialError { key: "key", message: error.to_string() })?;
+    pub fn with_certificate(files: &CredentialFiles, host: ExpectedHost) -> Result<Self, CredentialError> {
+        let config = Credentials::load(files)?.client_config(&[Role::Controller], host, HTTP_1_1_ALPN);
+        let config = config.map_err(|error| CredentialError { config_key: "key", message: error.to_string() })?;
         Ok(Self(Arc::new(config)))
     }
 
     /// Creates a connector without a certificate, for clients with a token. `ca`: authorities that may sign the
     /// controller's certificate.
-    pub fn without_certificate(ca: &Path, host: Host) -> Result<Self, CredentialError> {
-        Ok(Self(Arc::new(client_without_certificate(ca, &[Role::Controller], host, HTTP)?)))
+    pub fn without_certificate(ca: &Path, host: ExpectedHost) -> Result<Self, CredentialError> {
+        Ok(Self(Arc::new(client_without_certificate(ca, &[Role::Controller], host, HTTP_1_1_ALPN)?)))
     }
 
     /// Connects to `address` of `host`, as given by the user, and verifies the controller.

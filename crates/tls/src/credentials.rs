@@ -13,7 +13,7 @@ use rustls::{ClientConfig, ConfigBuilder, RootCertStore, ServerConfig};
 
 use crate::certificate::Certificate;
 use crate::identity::{Identity, Name, Role};
-use crate::verify::{ClientCertificates, ClientVerifier, Host, RevocationList, ServerVerifier};
+use crate::verify::{ClientCertificates, ClientVerifier, ExpectedHost, RevocationList, ServerVerifier};
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct CredentialFiles {
@@ -28,13 +28,13 @@ pub struct CredentialFiles {
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{message}")]
 pub struct CredentialError {
-    pub key: &'static str,
+    pub config_key: &'static str,
     /// File, problem and expectation.
     pub message: String,
 }
 
 fn credential_error(key: &'static str, path: &Path, problem: impl std::fmt::Display) -> CredentialError {
-    CredentialError { key, message: format!("{}: {problem}", path.display()) }
+    CredentialError { config_key: key, message: format!("{}: {problem}", path.display()) }
 }
 
 /// Content of the files.
@@ -75,14 +75,19 @@ impl Credentials {
         let key = read_private_key(&files.key)?;
         let credentials = Self { identity, own_certificate: own, authorities, roots: Arc::new(roots), chain, key };
         // A configuration can be built only if key and certificate belong together.
-        credentials.client_config(&[Role::Controller], Host::Any, "h2").map_err(|error| {
+        credentials.client_config(&[Role::Controller], ExpectedHost::Any, "h2").map_err(|error| {
             credential_error("key", &files.key, format!("{error}: expected the key of {}", path.display()))
         })?;
         Ok(credentials)
     }
 
     /// Returns the configuration for connections to one of these roles. `protocol`: for ALPN.
-    pub fn client_config(&self, expected: &[Role], host: Host, protocol: &str) -> Result<ClientConfig, rustls::Error> {
+    pub fn client_config(
+        &self,
+        expected: &[Role],
+        host: ExpectedHost,
+        protocol: &str,
+    ) -> Result<ClientConfig, rustls::Error> {
         let fleet = Some(self.identity.fleet.clone());
         let builder = client_builder(self.roots.clone(), fleet, expected, host)?;
         let config = builder.with_client_auth_cert(self.chain.clone(), self.key.clone_key())?;
@@ -119,7 +124,7 @@ impl Credentials {
 }
 
 fn read_private_key(path: &Path) -> Result<PrivateKeyDer<'static>, CredentialError> {
-    let text = coreward_config::read_secret(path).map_err(|message| CredentialError { key: "key", message })?;
+    let text = coreward_config::read_secret(path).map_err(|message| CredentialError { config_key: "key", message })?;
     PrivateKeyDer::from_pem_slice(text.as_bytes())
         .map_err(|error| credential_error("key", path, format!("{error}: expected a private key in PEM")))
 }
@@ -128,7 +133,7 @@ fn read_private_key(path: &Path) -> Result<PrivateKeyDer<'static>, CredentialErr
 pub fn client_without_certificate(
     ca: &Path,
     expected: &[Role],
-    host: Host,
+    host: ExpectedHost,
     protocol: &str,
 ) -> Result<ClientConfig, CredentialError> {
     let (roots, _) = read_authorities(ca)?;
@@ -141,7 +146,7 @@ fn client_builder(
     roots: Arc<RootCertStore>,
     fleet: Option<Name>,
     expected: &[Role],
-    host: Host,
+    host: ExpectedHost,
 ) -> Result<ConfigBuilder<ClientConfig, WantsClientCert>, rustls::Error> {
     let provider = provider();
     let verifier = ServerVerifier::new(roots, &provider, fleet, expected, host);

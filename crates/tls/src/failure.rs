@@ -15,7 +15,7 @@ const LOG_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Reason for rejecting a connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub enum Reason {
+pub enum FailureReason {
     Timeout,
     /// The peer does not use TLS 1.3.
     NotTls,
@@ -41,7 +41,7 @@ pub enum Reason {
     Broken,
 }
 
-impl Reason {
+impl FailureReason {
     pub const ALL: [Self; 14] = [
         Self::Timeout,
         Self::NotTls,
@@ -104,13 +104,13 @@ fn describe_hosts(hosts: &[String]) -> String {
 }
 
 impl AcceptError {
-    fn reason(&self) -> Reason {
+    fn reason(&self) -> FailureReason {
         match self {
-            Self::NoIdentity(_) => Reason::NoIdentity,
-            Self::OtherFleet { .. } => Reason::OtherFleet,
-            Self::WrongRole { .. } => Reason::WrongRole,
-            Self::WrongHost { .. } => Reason::WrongName,
-            Self::Revoked(_) => Reason::Revoked,
+            Self::NoIdentity(_) => FailureReason::NoIdentity,
+            Self::OtherFleet { .. } => FailureReason::OtherFleet,
+            Self::WrongRole { .. } => FailureReason::WrongRole,
+            Self::WrongHost { .. } => FailureReason::WrongName,
+            Self::Revoked(_) => FailureReason::Revoked,
         }
     }
 }
@@ -118,7 +118,7 @@ impl AcceptError {
 /// Failed connection.
 #[derive(Debug, Clone)]
 pub struct Failure {
-    pub reason: Reason,
+    pub reason: FailureReason,
     /// Text for the operator.
     pub message: String,
 }
@@ -135,7 +135,7 @@ impl Failure {
     pub fn of(error: &std::io::Error) -> Self {
         match error.get_ref().and_then(|inner| inner.downcast_ref::<Error>()) {
             Some(error) => Self::from_tls(error),
-            None => Self { reason: Reason::Broken, message: error.to_string() },
+            None => Self { reason: FailureReason::Broken, message: error.to_string() },
         }
     }
 
@@ -144,34 +144,34 @@ impl Failure {
         let (reason, message) = match error {
             Error::InvalidCertificate(Wrong::Other(other)) => match other.0.downcast_ref::<AcceptError>() {
                 Some(not_accepted) => (not_accepted.reason(), not_accepted.to_string()),
-                None => (Reason::Broken, error.to_string()),
+                None => (FailureReason::Broken, error.to_string()),
             },
             Error::InvalidCertificate(Wrong::ExpiredContext { time, not_after }) => (
-                Reason::Expired,
+                FailureReason::Expired,
                 format!("its certificate has expired: {}", describe_clocks("until", *not_after, *time)),
             ),
             Error::InvalidCertificate(Wrong::NotValidYetContext { time, not_before }) => (
-                Reason::NotYetValid,
+                FailureReason::NotYetValid,
                 format!("its certificate is not valid yet: {}", describe_clocks("from", *not_before, *time)),
             ),
             Error::InvalidCertificate(Wrong::UnknownIssuer | Wrong::BadSignature) => {
-                (Reason::UnknownAuthority, "its certificate is signed by no authority in `ca`".to_owned())
+                (FailureReason::UnknownAuthority, "its certificate is signed by no authority in `ca`".to_owned())
             }
             Error::InvalidCertificate(Wrong::NotValidForName | Wrong::NotValidForNameContext { .. }) => {
-                (Reason::WrongName, error.to_string())
+                (FailureReason::WrongName, error.to_string())
             }
             Error::InvalidCertificate(other) => {
-                (Reason::UnknownAuthority, format!("its certificate is wrong: {other:?}"))
+                (FailureReason::UnknownAuthority, format!("its certificate is wrong: {other:?}"))
             }
-            Error::NoCertificatesPresented => (Reason::NoCertificate, "it shows no certificate".to_owned()),
+            Error::NoCertificatesPresented => (FailureReason::NoCertificate, "it shows no certificate".to_owned()),
             Error::AlertReceived(AlertDescription::CertificateRequired) => {
-                (Reason::RefusedByPeer, "the peer requires a certificate: expected `[tls]` with one".to_owned())
+                (FailureReason::RefusedByPeer, "the peer requires a certificate: expected `[tls]` with one".to_owned())
             }
-            Error::AlertReceived(alert) => (Reason::RefusedByPeer, describe_alert(*alert)),
+            Error::AlertReceived(alert) => (FailureReason::RefusedByPeer, describe_alert(*alert)),
             Error::InvalidMessage(_) | Error::PeerIncompatible(_) | Error::InappropriateMessage { .. } => {
-                (Reason::NotTls, format!("the peer does not speak TLS 1.3 ({error})"))
+                (FailureReason::NotTls, format!("the peer does not speak TLS 1.3 ({error})"))
             }
-            _ => (Reason::Broken, error.to_string()),
+            _ => (FailureReason::Broken, error.to_string()),
         };
         Self { reason, message }
     }
@@ -203,7 +203,7 @@ fn describe_alert(alert: AlertDescription) -> String {
 
 /// Counters of failures, with the times of the last log lines.
 #[derive(Debug, Default)]
-pub struct Failures(Mutex<BTreeMap<Reason, FailureCount>>);
+pub struct FailureCounters(Mutex<BTreeMap<FailureReason, FailureCount>>);
 
 #[derive(Debug, Default)]
 struct FailureCount {
@@ -212,8 +212,8 @@ struct FailureCount {
     last_logged: Option<Instant>,
 }
 
-impl Failures {
-    fn lock(&self) -> MutexGuard<'_, BTreeMap<Reason, FailureCount>> {
+impl FailureCounters {
+    fn lock(&self) -> MutexGuard<'_, BTreeMap<FailureReason, FailureCount>> {
         self.0.lock()
     }
 
@@ -240,8 +240,11 @@ impl Failures {
         );
     }
 
-    pub fn counts(&self) -> Vec<(Reason, u64)> {
+    pub fn counts(&self) -> Vec<(FailureReason, u64)> {
         let all = self.lock();
-        Reason::ALL.into_iter().map(|reason| (reason, all.get(&reason).map_or(0, |counted| counted.count))).collect()
+        FailureReason::ALL
+            .into_iter()
+            .map(|reason| (reason, all.get(&reason).map_or(0, |counted| counted.count)))
+            .collect()
     }
 }

@@ -9,7 +9,7 @@ use percent_encoding::{AsciiSet, NON_ALPHANUMERIC, percent_decode_str, utf8_perc
 /// Unreserved characters of RFC 3986 stay as they are.
 const ESCAPED: &AsciiSet = &NON_ALPHANUMERIC.remove(b'-').remove(b'.').remove(b'_').remove(b'~');
 /// Scheme of the URI.
-pub const SCHEME: &str = "coreward://";
+pub const URI_SCHEME: &str = "coreward://";
 const MAX_NAME_BYTES: usize = 64;
 
 /// Role of a certificate's owner.
@@ -99,7 +99,7 @@ pub struct Identity {
 impl Identity {
     pub fn uri(&self) -> String {
         let escaped = |name: &Name| utf8_percent_encode(&name.0, ESCAPED).to_string();
-        format!("{SCHEME}{}/{}/{}", escaped(&self.fleet), self.role, escaped(&self.name))
+        format!("{URI_SCHEME}{}/{}/{}", escaped(&self.fleet), self.role, escaped(&self.name))
     }
 }
 
@@ -113,8 +113,8 @@ impl FromStr for Identity {
     type Err = String;
 
     fn from_str(uri: &str) -> Result<Self, String> {
-        let wrong = |reason: &str| format!("{uri:?}: {reason}: expected {SCHEME}FLEET/ROLE/NAME");
-        let path = uri.strip_prefix(SCHEME).ok_or_else(|| wrong("another scheme"))?;
+        let wrong = |reason: &str| format!("{uri:?}: {reason}: expected {URI_SCHEME}FLEET/ROLE/NAME");
+        let path = uri.strip_prefix(URI_SCHEME).ok_or_else(|| wrong("another scheme"))?;
         let [fleet, role, name] = path.split('/').collect::<Vec<_>>()[..] else {
             return Err(wrong("not three parts"));
         };

@@ -26,7 +26,7 @@ mod tests;
 mod tls;
 pub mod verify;
 
-pub use acceptor::{AcceptedConnection, ConnectionAcceptor, Limits};
+pub use acceptor::{AcceptedConnection, AcceptorLimits, ConnectionAcceptor};
 pub use caller::Caller;
 pub use credentials::{CredentialError, CredentialFiles, read_certificates};
 pub use disk::write_secret;

@@ -12,7 +12,7 @@ use crate::tls::Tls;
 
 config_struct! {
     /// Own certificate and trusted authorities. Without this table connections are neither encrypted nor authenticated.
-    struct Table {
+    struct TlsTable {
         /// File with the authorities' certificates (PEM), relative to this file; several during the replacement of an
         /// authority.
         ca: Spanned<PathBuf>,
@@ -26,7 +26,7 @@ config_struct! {
 /// Reads `[tls]` and checks that its files are usable, even if other keys are wrong.
 impl FromToml for CredentialFiles {
     fn read(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
-        let Table { ca, certificate, key } = Table::read(value, reader)?;
+        let TlsTable { ca, certificate, key } = TlsTable::read(value, reader)?;
         let files = Self {
             ca: reader.resolve_path(ca.get_ref()),
             certificate: reader.resolve_path(certificate.get_ref()),
@@ -35,7 +35,7 @@ impl FromToml for CredentialFiles {
         let unusable = Credentials::problems(&files);
         let is_usable = unusable.is_empty();
         for problem in unusable {
-            let span = match problem.key {
+            let span = match problem.config_key {
                 "ca" => ca.span(),
                 "key" => key.span(),
                 _ => certificate.span(),
@@ -46,11 +46,11 @@ impl FromToml for CredentialFiles {
     }
 
     fn expected() -> String {
-        Table::expected()
+        TlsTable::expected()
     }
 
     fn schema() -> Value {
-        Table::schema()
+        TlsTable::schema()
     }
 }
 

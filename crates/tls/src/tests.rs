@@ -10,15 +10,15 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio_stream::StreamExt as _;
 
 use crate::acceptor::AcceptedConnection;
-use crate::authority::{Authority, DAY, RollOver, Validity};
+use crate::authority::{Authority, DAY, RolloverStep, Validity};
 use crate::certificate::{Fingerprint, unix_now};
 use crate::connect::Connector;
 use crate::disk::interruption;
-use crate::failure::{Failures, Reason};
+use crate::failure::{FailureCounters, FailureReason};
 use crate::identity::{Identity, Name, Role};
 use crate::io::Io;
 use crate::verify::RevocationList;
-use crate::{Caller, ClientCertificates, ConnectionAcceptor, CredentialFiles, Limits, Tls, read_certificates};
+use crate::{AcceptorLimits, Caller, ClientCertificates, ConnectionAcceptor, CredentialFiles, Tls, read_certificates};
 
 const TIMEOUT: Duration = Duration::from_secs(30);
 const PARTS: &[Role] = &[Role::Agent, Role::Lb];
@@ -66,15 +66,15 @@ impl Fleet {
 struct TestListener {
     address: SocketAddr,
     acceptor: Arc<ConnectionAcceptor>,
-    failures: Arc<Failures>,
+    failures: Arc<FailureCounters>,
     revoked: RevocationList,
 }
 
 impl TestListener {
-    async fn start(tls: Option<Arc<Tls>>, limits: Limits) -> Self {
+    async fn start(tls: Option<Arc<Tls>>, limits: AcceptorLimits) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
-        let (failures, revoked) = (Arc::new(Failures::default()), RevocationList::default());
+        let (failures, revoked) = (Arc::new(FailureCounters::default()), RevocationList::default());
         let acceptor = match tls {
             Some(tls) => {
                 let (required, revoked) = (ClientCertificates::Required, revoked.clone());
@@ -98,11 +98,11 @@ impl TestListener {
         ask(&mut stream).await
     }
 
-    fn has_failed(&self, reason: Reason) -> bool {
+    fn has_failed(&self, reason: FailureReason) -> bool {
         self.failures.counts().iter().any(|(counted, count)| *counted == reason && *count > 0)
     }
 
-    async fn wait_for_failure(&self, reason: Reason) {
+    async fn wait_for_failure(&self, reason: FailureReason) {
         let counted = async {
             while !self.has_failed(reason) {
                 tokio::time::sleep(Duration::from_millis(5)).await;
@@ -152,7 +152,7 @@ fn connection_survives_the_end_of_its_first_runtime() {
         required,
         &["h2"],
         RevocationList::default(),
-        Limits::default(),
+        AcceptorLimits::default(),
         failures,
     );
     let (connection, client) = accepting.block_on(async {
@@ -171,7 +171,7 @@ fn connection_survives_the_end_of_its_first_runtime() {
 #[tokio::test]
 async fn certificate_of_the_fleet_identifies_the_peer() {
     let fleet = Fleet::new("prod");
-    let listening = TestListener::start(Some(fleet.issue(Role::Controller, "c1")), Limits::default()).await;
+    let listening = TestListener::start(Some(fleet.issue(Role::Controller, "c1")), AcceptorLimits::default()).await;
     assert_eq!(listening.connect(&fleet.issue(Role::Agent, "s1")).await.unwrap(), "agent s1");
     assert_eq!(listening.connect(&fleet.issue(Role::Lb, "lb1")).await.unwrap(), "lb lb1");
     assert!(listening.failures.counts().iter().all(|(_, count)| *count == 0), "{:?}", listening.failures.counts());
@@ -187,32 +187,36 @@ async fn foreign_certificates_are_rejected() {
         name: "test".parse().unwrap(),
         authority: Authority::open(&fleet.bundle("authority")).unwrap(),
     };
-    let listening = TestListener::start(Some(fleet.issue(Role::Controller, "c1")), Limits::default()).await;
+    let listening = TestListener::start(Some(fleet.issue(Role::Controller, "c1")), AcceptorLimits::default()).await;
     let now = unix_now();
     let expired = Validity { not_before: now - 2 * DAY, not_after: now - DAY };
     let early = Validity { not_before: now + DAY, not_after: now + 2 * DAY };
     let ours = |role, name, validity| Tls::load(fleet.write(role, name, validity)).unwrap();
     let refused = "the peer refuses our certificate: ";
     let cases = [
-        (ours(Role::Viewer, "v", Validity::from_now(DAY)), Reason::WrongRole, "wrong fleet, role or name"),
+        (ours(Role::Viewer, "v", Validity::from_now(DAY)), FailureReason::WrongRole, "wrong fleet, role or name"),
         (
             of_another_fleet.issue(Role::Agent, "s1"),
-            Reason::OtherFleet,
+            FailureReason::OtherFleet,
             "its certificate is for controller c1 of fleet prod",
         ),
-        (ours(Role::Agent, "old", expired), Reason::Expired, "by the peer's clock it has expired or is not valid yet"),
+        (
+            ours(Role::Agent, "old", expired),
+            FailureReason::Expired,
+            "by the peer's clock it has expired or is not valid yet",
+        ),
         (
             ours(Role::Agent, "new", early),
-            Reason::NotYetValid,
+            FailureReason::NotYetValid,
             "by the peer's clock it has expired or is not valid yet",
         ),
     ];
     for (tls, reason, words) in cases {
         let error = listening.connect(&tls).await.unwrap_err();
         assert!(error.contains(words), "{reason:?}: {error}");
-        if reason == Reason::OtherFleet {
+        if reason == FailureReason::OtherFleet {
             // The client found the problem first, and sent an alert.
-            listening.wait_for_failure(Reason::RefusedByPeer).await;
+            listening.wait_for_failure(FailureReason::RefusedByPeer).await;
         } else {
             assert!(error.starts_with(refused), "{error}");
             listening.wait_for_failure(reason).await;
@@ -227,18 +231,18 @@ async fn foreign_certificates_are_rejected() {
     let files = CredentialFiles { ca: fleet.authority.ca_path(), ..files };
     let error = listening.connect(&Tls::load(files).unwrap()).await.unwrap_err();
     assert!(error.contains("its signer is not in the peer's `ca`"), "{error}");
-    listening.wait_for_failure(Reason::UnknownAuthority).await;
+    listening.wait_for_failure(FailureReason::UnknownAuthority).await;
 }
 
 #[tokio::test]
 async fn server_certificate_must_be_a_controllers() {
     let fleet = Fleet::new("prod");
     // The agent's certificate does not allow serving.
-    let listening = TestListener::start(Some(fleet.issue(Role::Agent, "s9")), Limits::default()).await;
+    let listening = TestListener::start(Some(fleet.issue(Role::Agent, "s9")), AcceptorLimits::default()).await;
     let error = listening.connect(&fleet.issue(Role::Agent, "s1")).await.unwrap_err();
     assert!(error.starts_with("its certificate is wrong: InvalidPurpose"), "{error}");
     // The rack's certificate allows serving, but is not a controller's.
-    let listening = TestListener::start(Some(fleet.issue(Role::Rack, "r1")), Limits::default()).await;
+    let listening = TestListener::start(Some(fleet.issue(Role::Rack, "r1")), AcceptorLimits::default()).await;
     let error = listening.connect(&fleet.issue(Role::Agent, "s1")).await.unwrap_err();
     assert_eq!(error, "its certificate is for rack r1: expected controller");
 }
@@ -246,12 +250,12 @@ async fn server_certificate_must_be_a_controllers() {
 #[tokio::test]
 async fn other_protocols_are_rejected() {
     let fleet = Fleet::new("prod");
-    let listening = TestListener::start(Some(fleet.issue(Role::Controller, "c1")), Limits::default()).await;
+    let listening = TestListener::start(Some(fleet.issue(Role::Controller, "c1")), AcceptorLimits::default()).await;
     let mut plain = TcpStream::connect(listening.address).await.unwrap();
     plain.write_all(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n").await.unwrap();
-    listening.wait_for_failure(Reason::NotTls).await;
+    listening.wait_for_failure(FailureReason::NotTls).await;
     // A client with TLS and a listener without.
-    let open = TestListener::start(None, Limits::default()).await;
+    let open = TestListener::start(None, AcceptorLimits::default()).await;
     let error = open.connect(&fleet.issue(Role::Agent, "s1")).await.unwrap_err();
     assert!(error.contains("does not speak TLS 1.3"), "{error}");
 }
@@ -259,18 +263,21 @@ async fn other_protocols_are_rejected() {
 #[tokio::test]
 async fn silent_connections_take_few_slots_for_a_short_time() {
     let fleet = Fleet::new("prod");
-    let limits =
-        Limits { handshake_timeout: Duration::from_secs(1), max_handshakes_per_address: 3, ..Limits::default() };
+    let limits = AcceptorLimits {
+        handshake_timeout: Duration::from_secs(1),
+        max_handshakes_per_address: 3,
+        ..AcceptorLimits::default()
+    };
     let listening = TestListener::start(Some(fleet.issue(Role::Controller, "c1")), limits).await;
     let agent = fleet.issue(Role::Agent, "s1");
     let mut silent = Vec::new();
     let refused = async {
-        while !listening.has_failed(Reason::TooMany) {
+        while !listening.has_failed(FailureReason::TooMany) {
             silent.push(TcpStream::connect(listening.address).await.unwrap());
         }
     };
     tokio::time::timeout(TIMEOUT, refused).await.expect("one too many");
-    listening.wait_for_failure(Reason::Timeout).await;
+    listening.wait_for_failure(FailureReason::Timeout).await;
     let back = async {
         while listening.connect(&agent).await.is_err() {
             tokio::time::sleep(Duration::from_millis(20)).await;
@@ -282,7 +289,7 @@ async fn silent_connections_take_few_slots_for_a_short_time() {
 #[tokio::test]
 async fn connections_per_certificate_are_limited() {
     let fleet = Fleet::new("prod");
-    let limits = Limits { max_connections_per_identity: 2, ..Limits::default() };
+    let limits = AcceptorLimits { max_connections_per_identity: 2, ..AcceptorLimits::default() };
     let listening = TestListener::start(Some(fleet.issue(Role::Controller, "c1")), limits).await;
     let agent = fleet.issue(Role::Agent, "s1");
     let connector = Connector::new(listening.address, Some((agent.clone(), &[Role::Controller])));
@@ -293,7 +300,7 @@ async fn connections_per_certificate_are_limited() {
         open.push(stream);
     }
     assert!(listening.connect(&agent).await.is_err());
-    listening.wait_for_failure(Reason::TooMany).await;
+    listening.wait_for_failure(FailureReason::TooMany).await;
     assert!(listening.connect(&fleet.issue(Role::Agent, "s2")).await.is_ok(), "others are not concerned");
     drop(open);
     let back = async {
@@ -308,7 +315,7 @@ async fn connections_per_certificate_are_limited() {
 #[tokio::test]
 async fn revocation_ends_open_connections() {
     let fleet = Fleet::new("prod");
-    let listening = TestListener::start(Some(fleet.issue(Role::Controller, "c1")), Limits::default()).await;
+    let listening = TestListener::start(Some(fleet.issue(Role::Controller, "c1")), AcceptorLimits::default()).await;
     let agent = fleet.issue(Role::Agent, "s1");
     let connector = Connector::new(listening.address, Some((agent.clone(), &[Role::Controller])));
     let mut stream = connector.connect().await.unwrap();
@@ -319,19 +326,19 @@ async fn revocation_ends_open_connections() {
     assert!(ended.is_err());
     let error = listening.connect(&agent).await.unwrap_err();
     assert!(error.contains("or revoked"), "{error}");
-    listening.wait_for_failure(Reason::Revoked).await;
+    listening.wait_for_failure(FailureReason::Revoked).await;
 }
 
 #[tokio::test]
 async fn connection_ends_with_its_certificate() {
     let fleet = Fleet::new("prod");
-    let listening = TestListener::start(Some(fleet.issue(Role::Controller, "c1")), Limits::default()).await;
+    let listening = TestListener::start(Some(fleet.issue(Role::Controller, "c1")), AcceptorLimits::default()).await;
     let agent = fleet.issue(Role::Agent, "s1");
     let connector = Connector::new(listening.address, Some((agent, &[Role::Controller])));
     let mut stream = connector.connect().await.unwrap();
-    listening.acceptor.maintain_at(unix_now() + DAY / 2);
+    listening.acceptor.close_invalid_connections_at(unix_now() + DAY / 2);
     ask(&mut stream).await.expect("the certificate is still valid");
-    listening.acceptor.maintain_at(unix_now() + 2 * DAY);
+    listening.acceptor.close_invalid_connections_at(unix_now() + 2 * DAY);
     let ended = tokio::time::timeout(TIMEOUT, stream.read_u8()).await.expect("an end in time");
     assert!(ended.is_err());
 }
@@ -343,7 +350,7 @@ async fn authorities_are_replaced_without_rejections() {
     let fleet = Fleet::new("prod");
     let controller = fleet.issue(Role::Controller, "c1");
     let agent = fleet.issue(Role::Agent, "s1");
-    let listening = TestListener::start(Some(controller.clone()), Limits::default()).await;
+    let listening = TestListener::start(Some(controller.clone()), AcceptorLimits::default()).await;
     let connector = Connector::new(listening.address, Some((agent.clone(), &[Role::Controller])));
     let mut open = connector.connect().await.unwrap();
     let renew = |role, name, tls: &Arc<Tls>| {
@@ -351,21 +358,21 @@ async fn authorities_are_replaced_without_rejections() {
         tls.reload().unwrap();
     };
     let before = controller.certificates();
-    for step in [RollOver::Begin, RollOver::Switch, RollOver::Finish] {
+    for step in [RolloverStep::Begin, RolloverStep::Switch, RolloverStep::Finish] {
         fleet.authority.roll_over(step, 30 * DAY).unwrap();
         // Here one half of the daemons has made the step, and the other half has not.
         renew(Role::Agent, "s1", &agent);
         assert_eq!(listening.connect(&agent).await.unwrap(), "agent s1", "{step:?}: the agent first");
         renew(Role::Controller, "c1", &controller);
         assert_eq!(listening.connect(&agent).await.unwrap(), "agent s1", "{step:?}: both");
-        if step != RollOver::Finish {
+        if step != RolloverStep::Finish {
             assert_eq!(ask(&mut open).await.unwrap(), "agent s1");
         }
     }
     // The authority is no longer trusted: a client with a new certificate can reconnect.
     let ended = tokio::time::timeout(TIMEOUT, open.read_u8()).await.expect("an end in time");
     assert!(ended.is_err());
-    assert!(fleet.authority.roll_over(RollOver::Finish, DAY).is_err(), "it is over");
+    assert!(fleet.authority.roll_over(RolloverStep::Finish, DAY).is_err(), "it is over");
     let after = controller.certificates();
     assert_eq!((before.len(), after.len()), (2, 2));
     assert_ne!(before[1].1.fingerprint, after[1].1.fingerprint, "another authority");
@@ -420,7 +427,7 @@ fn keys_are_private_and_expiry_is_reported() {
 /// remedy; no other step is possible; and the same command continues.
 #[tokio::test]
 async fn interrupted_step_is_completed_by_the_same_command() {
-    const STEPS: [RollOver; 3] = [RollOver::Begin, RollOver::Switch, RollOver::Finish];
+    const STEPS: [RolloverStep; 3] = [RolloverStep::Begin, RolloverStep::Switch, RolloverStep::Finish];
     for (position, interrupted) in STEPS.into_iter().enumerate() {
         let mut changes = 0;
         loop {
@@ -476,12 +483,12 @@ impl RollOverTest {
     async fn start() -> Self {
         let fleet = Fleet::new("prod");
         let (controller, agent) = (fleet.issue(Role::Controller, "c1"), fleet.issue(Role::Agent, "s1"));
-        let listening = TestListener::start(Some(controller.clone()), Limits::default()).await;
+        let listening = TestListener::start(Some(controller.clone()), AcceptorLimits::default()).await;
         Self { fleet, controller, agent, listening }
     }
 
     /// Makes a step, and distributes the files that it wrote.
-    async fn step(&self, step: RollOver) {
+    async fn step(&self, step: RolloverStep) {
         self.fleet.authority.roll_over(step, 30 * DAY).unwrap_or_else(|error| panic!("{step:?}: {error:#}"));
         self.fleet.write(Role::Agent, "s1", Validity::from_now(DAY));
         self.assert_mutual_trust(&format!("{step:?}: the agent first")).await;

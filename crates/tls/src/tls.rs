@@ -80,7 +80,7 @@ impl Tls {
                 new.identity,
                 old.identity
             );
-            return Err(CredentialError { key: "certificate", message });
+            return Err(CredentialError { config_key: "certificate", message });
         }
         let validity = format_remaining_validity(&new.own_certificate);
         tracing::info!(

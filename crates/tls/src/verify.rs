@@ -1,5 +1,5 @@
 //! Verification of the peer's certificate: authority, validity, fleet and role. Daemons do not compare hosts, because
-//! addresses change. Commands compare them ([`Host`]), because a person has chosen the host.
+//! addresses change. Commands compare them ([`ExpectedHost`]), because a person has chosen the host.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -36,7 +36,7 @@ impl RevocationList {
 
 /// Expected host of a controller.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Host {
+pub enum ExpectedHost {
     Any,
     /// The host of the request, if the certificate names hosts.
     Requested,
@@ -44,7 +44,7 @@ pub enum Host {
     OneOf(Vec<String>),
 }
 
-impl Host {
+impl ExpectedHost {
     fn check(
         &self,
         asked: &ServerName<'_>,
@@ -102,7 +102,7 @@ pub struct ServerVerifier {
     roots: Arc<RootCertStore>,
     algorithms: WebPkiSupportedAlgorithms,
     accepted_peers: AcceptedPeers,
-    host: Host,
+    host: ExpectedHost,
 }
 
 impl ServerVerifier {
@@ -112,7 +112,7 @@ impl ServerVerifier {
         provider: &CryptoProvider,
         fleet: Option<Name>,
         roles: &[Role],
-        host: Host,
+        host: ExpectedHost,
     ) -> Self {
         let algorithms = provider.signature_verification_algorithms;
         Self { roots, algorithms, accepted_peers: AcceptedPeers { fleet, roles: roles.to_vec() }, host }
@@ -170,7 +170,7 @@ impl ServerCertVerifier for ServerVerifier {
 pub enum ClientCertificates {
     Required,
     /// Certificates are optional: clients may authenticate with a token.
-    Accepted,
+    Optional,
 }
 
 #[derive(Debug)]
@@ -194,7 +194,7 @@ impl ClientVerifier {
         let builder = WebPkiClientVerifier::builder_with_provider(roots, provider.clone());
         let chain = match certificates {
             ClientCertificates::Required => builder.build()?,
-            ClientCertificates::Accepted => builder.allow_unauthenticated().build()?,
+            ClientCertificates::Optional => builder.allow_unauthenticated().build()?,
         };
         let algorithms = provider.signature_verification_algorithms;
         Ok(Self {

@@ -38,7 +38,7 @@ pub fn draw(frame: &mut Frame<'_>, seen: &Model, view: &mut View) {
         Constraint::Length(1),
     ]);
     let [head, services, balancers, servers, warned, foot] = rows.areas(area);
-    frame.render_widget(Paragraph::new(head_lines(seen, status, view.order)), head);
+    frame.render_widget(Paragraph::new(header_lines(seen, status, view.order)), head);
     frame.render_widget(services_table(status, services), services);
     frame.render_widget(balancers_table(seen, status, balancers), balancers);
     view.page_size = usize::from(servers.height.saturating_sub(1));
@@ -47,7 +47,7 @@ pub fn draw(frame: &mut Frame<'_>, seen: &Model, view: &mut View) {
     let warn = Style::new().fg(Color::Yellow);
     let lines: Vec<Line<'_>> = warnings.into_iter().map(|warning| Line::styled(format!("! {warning}"), warn)).collect();
     frame.render_widget(Paragraph::new(lines), warned);
-    frame.render_widget(Paragraph::new(foot_line(status, *view)), foot);
+    frame.render_widget(Paragraph::new(footer_line(status, *view)), foot);
 }
 
 pub fn full_height(status: &Status) -> u16 {
@@ -69,7 +69,7 @@ fn section_heights(needed: [usize; 3], servers: usize, area: Rect) -> [u16; 3] {
     })
 }
 
-fn head_lines<'a>(seen: &Model, status: &Status, order: SortOrder) -> Vec<Line<'a>> {
+fn header_lines<'a>(seen: &Model, status: &Status, order: SortOrder) -> Vec<Line<'a>> {
     let fresh = status.servers.iter().filter(|server| server.reports == ReportState::Fresh).count();
     let loads: Vec<f64> = seen.servers().values().flat_map(|server| server.cores.iter().copied()).collect();
     let highest = loads.iter().copied().fold(0.0, f64::max);
@@ -96,7 +96,7 @@ fn head_lines<'a>(seen: &Model, status: &Status, order: SortOrder) -> Vec<Line<'
     vec![Line::styled(first, Style::new().add_modifier(Modifier::BOLD)), second]
 }
 
-fn foot_line<'a>(status: &Status, view: View) -> Line<'a> {
+fn footer_line<'a>(status: &Status, view: View) -> Line<'a> {
     let (all, first) = (status.servers.len(), view.first_row);
     let last = (first + view.page_size).min(all);
     let shown = if all == 0 { String::new() } else { format!("servers {} to {last} of {all}; ", (first + 1).min(all)) };

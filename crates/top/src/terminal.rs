@@ -39,7 +39,7 @@ pub fn run(client: &Client, once: bool) -> anyhow::Result<Option<String>> {
             seen.update(ClientEvent::Loads(client.loads().await?));
             anyhow::Ok(())
         })?;
-        return Ok(Some(text(&seen)?));
+        return Ok(Some(render_text(&seen)?));
     }
     let (sender, events) = mpsc::channel();
     let client = client.clone();
@@ -113,7 +113,7 @@ fn event_loop(
 }
 
 /// Returns one page as text, in full height.
-fn text(seen: &Model) -> anyhow::Result<String> {
+fn render_text(seen: &Model) -> anyhow::Result<String> {
     let lines = seen.status.as_ref().map_or(1, full_height).min(MAX_LINES);
     let mut terminal = Terminal::new(TestBackend::new(COLUMNS, lines))?;
     terminal.draw(|frame| draw(frame, seen, &mut View::default()))?;

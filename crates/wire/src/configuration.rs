@@ -9,7 +9,7 @@ use coreward_model::ServerId;
 use coreward_model::connection_table::OwnerNumber;
 use coreward_model::consistency::{ServiceMode, Timestamps};
 use coreward_model::cookie::{CookieKey, FleetKeys};
-use coreward_model::health::{Check, WhenAllDown};
+use coreward_model::health::{HealthCheck, WhenAllDown};
 use coreward_model::placement::DEFAULT_TABLE_LIFETIME;
 use coreward_model::policy::{Capacity, TelemetryLevel, Weight};
 use coreward_model::rss::RssKey;
@@ -105,7 +105,7 @@ pub struct Service {
     /// Key that masks the time part of the service's cookies; present only with LB-side stamping.
     pub time_key: Option<CookieKey>,
     /// Health check of the servers, if any.
-    pub check: Option<Arc<Check>>,
+    pub check: Option<Arc<HealthCheck>>,
     /// Treatment of new connections when all servers are down.
     pub when_all_down: WhenAllDown,
     /// Servers of the service, with distinct ids.
@@ -429,7 +429,13 @@ impl TryFrom<&v1::Service> for Service {
             time_key: parse_time_key(mode, message.time_key)?,
             policy: message.policy.clone(),
             telemetry_level: parse_named("traffic", &message.traffic, TelemetryLevel::ALL, TelemetryLevel::name)?,
-            check: message.health_check.as_ref().map(Check::try_from).transpose().within("health_check")?.map(Arc::new),
+            check: message
+                .health_check
+                .as_ref()
+                .map(HealthCheck::try_from)
+                .transpose()
+                .within("health_check")?
+                .map(Arc::new),
             when_all_down: parse_when_all_down(&message.when_all_down)?,
             servers,
         })
@@ -521,7 +527,7 @@ impl RefusedService {
     }
 
     /// Returns the message for the controller; `generation`: generation of the configuration.
-    pub fn message(&self, generation: u64) -> v1::RefusedUpdate {
+    pub fn to_refused_update(&self, generation: u64) -> v1::RefusedUpdate {
         v1::RefusedUpdate { service: self.name.clone(), generation, reason: self.reason.to_string(), table: false }
     }
 }

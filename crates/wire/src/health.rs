@@ -4,7 +4,8 @@ use std::time::Duration;
 
 use coreward_model::ServerId;
 use coreward_model::health::{
-    Check, HttpProbe, Jitter, Probe, ProbeAddress, StatusRange, Thresholds, Verdict, Verification,
+    CertificateVerification, HealthCheck, HealthVerdict, HttpProbe, Jitter, Probe, ProbeAddress, StatusRange,
+    Thresholds,
 };
 
 use crate::address::parse_server_id;
@@ -22,7 +23,7 @@ pub struct HealthMessage {
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct CheckedServer {
     /// Verdict on the server; `None`: not enough checks so far.
-    pub verdict: Option<Verdict>,
+    pub verdict: Option<HealthVerdict>,
     /// Duration of the verdict.
     pub verdict_duration: Duration,
     /// Error of the newest check; empty: the check passed, or no check has ended.
@@ -57,7 +58,7 @@ impl From<&CheckedServer> for v1::ServerHealth {
     fn from(checked: &CheckedServer) -> Self {
         Self {
             server_id: 0,
-            up: checked.verdict.map(|verdict| verdict == Verdict::Up),
+            up: checked.verdict.map(|verdict| verdict == HealthVerdict::Up),
             since_ms: checked.verdict_duration.as_millis() as u64,
             error: checked.error.chars().take(MAX_ERROR).collect(),
             latency_us: u32::try_from(checked.latency.as_micros()).unwrap_or(u32::MAX),
@@ -86,7 +87,7 @@ impl TryFrom<&v1::LoadBalancerHealth> for HealthMessage {
 
 impl From<&v1::ServerHealth> for CheckedServer {
     fn from(message: &v1::ServerHealth) -> Self {
-        let verdict = |up: bool| if up { Verdict::Up } else { Verdict::Down };
+        let verdict = |up: bool| if up { HealthVerdict::Up } else { HealthVerdict::Down };
         Self {
             verdict: message.up.map(verdict),
             verdict_duration: Duration::from_millis(message.since_ms),
@@ -98,8 +99,8 @@ impl From<&v1::ServerHealth> for CheckedServer {
     }
 }
 
-impl From<&Check> for v1::HealthCheck {
-    fn from(check: &Check) -> Self {
+impl From<&HealthCheck> for v1::HealthCheck {
+    fn from(check: &HealthCheck) -> Self {
         let mut message = Self {
             probe: check.probe.name().to_owned(),
             at: check.probe_address.name().to_owned(),
@@ -114,12 +115,12 @@ impl From<&Check> for v1::HealthCheck {
         if let Probe::Http(http) | Probe::Https(http, _) = &check.probe {
             message.path.clone_from(&http.path);
             message.host = http.host.clone().unwrap_or_default();
-            let (first, last) = http.expect.bounds();
+            let (first, last) = http.expected_status.bounds();
             (message.expect_first, message.expect_last) = (first.into(), last.into());
         }
         if let Probe::Https(_, verification) = &check.probe {
-            message.verify = *verification != Verification::Off;
-            if let Verification::Authorities(pem) = verification {
+            message.verify = *verification != CertificateVerification::Off;
+            if let CertificateVerification::Authorities(pem) = verification {
                 message.authorities.clone_from(pem);
             }
         }
@@ -127,14 +128,14 @@ impl From<&Check> for v1::HealthCheck {
     }
 }
 
-impl TryFrom<&v1::HealthCheck> for Check {
+impl TryFrom<&v1::HealthCheck> for HealthCheck {
     type Error = WireError;
 
     fn try_from(message: &v1::HealthCheck) -> Result<Self, WireError> {
         let probe = match message.probe.as_str() {
             "tcp" => Probe::Tcp,
             "http" => Probe::Http(parse_http(message)?),
-            "https" => Probe::Https(parse_http(message)?, verification(message)),
+            "https" => Probe::Https(parse_http(message)?, parse_verification(message)),
             other => {
                 return Err(WireError::new("probe", format!("{other:?}: expected \"tcp\", \"http\" or \"https\"")));
             }
@@ -167,15 +168,15 @@ fn parse_http(message: &v1::HealthCheck) -> Result<HttpProbe, WireError> {
     Ok(HttpProbe {
         path: message.path.clone(),
         host: (!message.host.is_empty()).then(|| message.host.clone()),
-        expect: expect.ok_or_else(|| WireError::new("expect_first", wrong()))?,
+        expected_status: expect.ok_or_else(|| WireError::new("expect_first", wrong()))?,
     })
 }
 
-fn verification(message: &v1::HealthCheck) -> Verification {
+fn parse_verification(message: &v1::HealthCheck) -> CertificateVerification {
     match (message.verify, message.authorities.as_str()) {
-        (false, _) => Verification::Off,
-        (true, "") => Verification::System,
-        (true, pem) => Verification::Authorities(pem.to_owned()),
+        (false, _) => CertificateVerification::Off,
+        (true, "") => CertificateVerification::System,
+        (true, pem) => CertificateVerification::Authorities(pem.to_owned()),
     }
 }
 
@@ -190,8 +191,8 @@ fn parse_period(field: &str, milliseconds: u32) -> Result<Duration, WireError> {
 mod tests {
     use super::*;
 
-    fn check(probe: Probe) -> Check {
-        Check {
+    fn check(probe: Probe) -> HealthCheck {
+        HealthCheck {
             probe,
             probe_address: ProbeAddress::Server,
             port: Some(8080),
@@ -204,7 +205,7 @@ mod tests {
 
     fn http() -> HttpProbe {
         let expect = StatusRange::new(200, 204).unwrap();
-        HttpProbe { path: "/healthz?x=1".to_owned(), host: Some("www.example.org".to_owned()), expect }
+        HttpProbe { path: "/healthz?x=1".to_owned(), host: Some("www.example.org".to_owned()), expected_status: expect }
     }
 
     #[test]
@@ -212,16 +213,16 @@ mod tests {
         let probes = [
             Probe::Tcp,
             Probe::Http(http()),
-            Probe::Https(http(), Verification::System),
-            Probe::Https(http(), Verification::Off),
-            Probe::Https(http(), Verification::Authorities("pem".to_owned())),
+            Probe::Https(http(), CertificateVerification::System),
+            Probe::Https(http(), CertificateVerification::Off),
+            Probe::Https(http(), CertificateVerification::Authorities("pem".to_owned())),
         ];
         for probe in probes {
             let check = check(probe);
-            assert_eq!(Check::try_from(&v1::HealthCheck::from(&check)), Ok(check));
+            assert_eq!(HealthCheck::try_from(&v1::HealthCheck::from(&check)), Ok(check));
         }
         let good = v1::HealthCheck::from(&check(Probe::Http(http())));
-        let error = |message: v1::HealthCheck| Check::try_from(&message).unwrap_err().to_string();
+        let error = |message: v1::HealthCheck| HealthCheck::try_from(&message).unwrap_err().to_string();
         assert_eq!(
             error(v1::HealthCheck { probe: "icmp".to_owned(), ..good.clone() }),
             "probe: \"icmp\": expected \"tcp\", \"http\" or \"https\""
@@ -232,7 +233,7 @@ mod tests {
 
     #[test]
     fn health_message_round_trips() {
-        let entry = |index: u32, id: u64, verdict: Option<Verdict>| {
+        let entry = |index: u32, id: u64, verdict: Option<HealthVerdict>| {
             let checked = CheckedServer {
                 verdict,
                 verdict_duration: Duration::from_millis(1500),
@@ -243,7 +244,8 @@ mod tests {
             };
             (ServiceIndex::new(index).unwrap(), ServerId::try_from(id).unwrap(), checked)
         };
-        let servers = vec![entry(3, 7, Some(Verdict::Up)), entry(3, 8, Some(Verdict::Down)), entry(5, 7, None)];
+        let servers =
+            vec![entry(3, 7, Some(HealthVerdict::Up)), entry(3, 8, Some(HealthVerdict::Down)), entry(5, 7, None)];
         let message = HealthMessage { servers };
         let sent = v1::LoadBalancerHealth::from(&message);
         assert_eq!(sent.services.len(), 2);

@@ -44,7 +44,7 @@ pub use configuration::{
 pub use error::{Context, WireError};
 pub use health::{CheckedServer, HealthMessage};
 pub use rack::{RackConfiguration, RackMember, RackServer, RackService};
-pub use report::{AGENT_MESSAGE_BYTES, CountedConnections, Report, ReportDetails, ReportError, limited_report};
+pub use report::{CountedConnections, MAX_AGENT_MESSAGE_BYTES, Report, ReportDetails, ReportError, limit_report_size};
 pub use rss::ReportedRss;
 pub use sockets::{SocketAnswer, SocketQuery};
 pub use traffic::{ServerTraffic, TrafficMessage};

@@ -42,7 +42,7 @@ pub fn read(bytes: &[u8]) -> impl Iterator<Item = Option<u64>> + '_ {
 }
 
 /// Returns the error for a list in which [`read`] found an invalid number.
-pub fn error_unreadable(field: &str) -> WireError {
+pub fn unreadable_number_error(field: &str) -> WireError {
     WireError::new(field, "a number that is not whole: expected one of 64 bits in at most 10 bytes")
 }
 
@@ -65,7 +65,7 @@ mod tests {
 
     /// The message of a version with `repeated` fields.
     #[derive(Clone, PartialEq, prost::Message)]
-    struct Repeated {
+    struct RepeatedNumbers {
         #[prost(uint64, repeated, tag = "3")]
         numbers: Vec<u64>,
         #[prost(double, repeated, tag = "5")]
@@ -89,7 +89,7 @@ mod tests {
             use prost::Message as _;
             let encoded = write(numbers.iter().copied());
             let in_bytes = EncodedNumbers { numbers: encoded, doubles: write_doubles(doubles.iter().copied()) };
-            let repeated = Repeated { numbers, doubles };
+            let repeated = RepeatedNumbers { numbers, doubles };
             prop_assert_eq!(in_bytes.encode_to_vec(), repeated.encode_to_vec());
             prop_assert_eq!(count(&in_bytes.numbers), repeated.numbers.len());
             prop_assert_eq!(count_doubles("load", &in_bytes.doubles).unwrap(), repeated.doubles.len());

@@ -5,10 +5,10 @@ use std::time::Duration;
 
 use coreward_model::ServerId;
 use coreward_model::load::{Alpha, MAX_LOAD};
-use coreward_model::placement::{BucketCount, Core};
+use coreward_model::placement::{BucketCount, ServerCore};
 use coreward_model::policy::{
-    Bin, CandidateList, Capacity, LoadSpread, Loads, MAX_CANDIDATES, RackSummary, ReducedServer, ServerClass,
-    SpreadBins, Weight,
+    Bin, CandidateList, Capacity, HistogramBins, LoadHistogram, MAX_CANDIDATES, RackSummary, ReducedServer,
+    ServerClass, ServerLoads, Weight,
 };
 use prost::Message as _;
 
@@ -63,7 +63,7 @@ pub struct RackService {
     /// Name of the policy, which a rack of an older version may not know.
     pub policy: String,
     /// Number of buckets.
-    pub buckets: BucketCount,
+    pub bucket_count: BucketCount,
     /// Whether each datagram is placed on its own.
     pub places_requests: bool,
     /// Servers of the service in the rack.
@@ -92,7 +92,7 @@ impl From<&RackConfiguration> for v1::RackConfiguration {
         let service = |service: &RackService| v1::RackService {
             index: service.index.get().into(),
             policy: service.policy.clone(),
-            bucket_count: service.buckets.get(),
+            bucket_count: service.bucket_count.get(),
             places_requests: service.places_requests,
             server_id: service.members.iter().map(|member| member.id.get().into()).collect(),
             eligible: service.members.iter().map(|member| member.is_eligible).collect(),
@@ -181,7 +181,7 @@ fn parse_service(message: &v1::RackService) -> Result<RackService, WireError> {
     Ok(RackService {
         index: ServiceIndex::parse("index", message.index)?,
         policy: message.policy.clone(),
-        buckets: BucketCount::new(message.bucket_count.into())
+        bucket_count: BucketCount::new(message.bucket_count.into())
             .map_err(|error| WireError::new("bucket_count", error))?,
         places_requests: message.places_requests,
         members: (0..count).map(member).collect::<Result<_, WireError>>()?,
@@ -196,13 +196,13 @@ pub fn summary_message(service: ServiceIndex, summary: &RackSummary) -> v1::Rack
     for server in &summary.servers {
         let id = u32::from(server.id.get());
         message.server_id.push(id);
-        message.cores.push(server.loads.count());
+        message.cores.push(server.loads.core_count());
         message.load_sum.push(server.loads.sum());
         if let Some(cores) = server.loads.cores() {
             message.slow_start.push(v1::CoreLoads { server_id: id, load: cores.to_vec() });
         }
     }
-    let spread = |(class, bins): &(ServerClass, SpreadBins)| v1::LoadSpread {
+    let spread = |(class, bins): &(ServerClass, HistogramBins)| v1::LoadSpread {
         weight: class.weight.get(),
         speed: class.speed,
         bin: packed::write(bins.iter().map(|(bin, _)| u64::from(*bin))),
@@ -232,7 +232,7 @@ pub fn parse_summary(message: &v1::RackSummary) -> Result<(ServiceIndex, RackSum
         let position = servers.binary_search_by_key(&id, |server| server.id).map_err(|_| unknown())?;
         loads.load.iter().try_for_each(|load| check_load("slow_start.load", *load))?;
         check_length("slow_start.load", loads.load.len(), message.cores[position] as usize)?;
-        servers[position].loads = Loads::Relayed(loads.load.clone().into());
+        servers[position].loads = ServerLoads::Relayed(loads.load.clone().into());
     }
     let spreads: Vec<_> = message.spreads.iter().map(parse_spread).collect::<Result<_, _>>().within("spreads")?;
     let mut classes = HashSet::new();
@@ -240,7 +240,7 @@ pub fn parse_summary(message: &v1::RackSummary) -> Result<(ServiceIndex, RackSum
         return Err(WireError::new("spreads", "two of one weight and speed: expected one"));
     }
     let ids: Vec<ServerId> = servers.iter().map(|server| server.id).collect();
-    let list = |list: &v1::CandidateList| parse_list(list, &ids);
+    let list = |list: &v1::CandidateList| parse_candidate_list(list, &ids);
     let lists = message.lists.iter().map(list).collect::<Result<_, _>>().within("lists")?;
     Ok((service, RackSummary { servers, spreads, lists }))
 }
@@ -258,13 +258,13 @@ fn parse_servers(message: &v1::RackSummary) -> Result<Vec<ReducedServer>, WireEr
             return Err(WireError::new("cores", format!("{cores}: expected 1 to {MAX_CORES}")));
         }
         check_total_load("load_sum", *sum, *cores)?;
-        let loads = Loads::Aggregated { sum: *sum, core_count: *cores };
+        let loads = ServerLoads::Aggregated { sum: *sum, core_count: *cores };
         Ok(ReducedServer { id: parse_server_id("server_id", *id)?, loads })
     };
     parallel.map(server).collect()
 }
 
-fn parse_spread(message: &v1::LoadSpread) -> Result<(ServerClass, SpreadBins), WireError> {
+fn parse_spread(message: &v1::LoadSpread) -> Result<(ServerClass, HistogramBins), WireError> {
     let count = packed::count(&message.bin);
     check_length("cores", packed::count(&message.cores), count)?;
     check_length("sum", packed::count(&message.sum), count)?;
@@ -272,14 +272,14 @@ fn parse_spread(message: &v1::LoadSpread) -> Result<(ServerClass, SpreadBins), W
         return Err(WireError::new("speed", format!("{}: expected a number above 0", message.speed)));
     }
     let class = ServerClass { weight: parse_weight(message.weight)?, speed: message.speed };
-    let mut bins = SpreadBins::with_capacity(count);
+    let mut bins = HistogramBins::with_capacity(count);
     let numbers = packed::read(&message.bin).zip(packed::read(&message.cores)).zip(packed::read(&message.sum));
     for ((bin, cores), sum) in numbers {
         let (Some(bin), Some(cores), Some(sum)) = (bin, cores, sum) else {
-            return Err(packed::error_unreadable("bin, cores, sum"));
+            return Err(packed::unreadable_number_error("bin, cores, sum"));
         };
-        let expected = || WireError::new("bin", format!("{bin}: expected 0 to {}", LoadSpread::BIN_COUNT - 1));
-        let bin = u16::try_from(bin).ok().filter(|bin| *bin < LoadSpread::BIN_COUNT).ok_or_else(expected)?;
+        let expected = || WireError::new("bin", format!("{bin}: expected 0 to {}", LoadHistogram::BIN_COUNT - 1));
+        let bin = u16::try_from(bin).ok().filter(|bin| *bin < LoadHistogram::BIN_COUNT).ok_or_else(expected)?;
         let sum_at_most = cores.saturating_mul(MAX_RACK_LOAD);
         if cores > MAX_CORES_OF_BIN || sum > sum_at_most {
             let problem =
@@ -295,7 +295,7 @@ fn parse_spread(message: &v1::LoadSpread) -> Result<(ServerClass, SpreadBins), W
 }
 
 /// Parses a list. This is the hot path: each message has thousands of candidates. `ids`: ids of the summary's servers.
-fn parse_list(message: &v1::CandidateList, ids: &[ServerId]) -> Result<CandidateList, WireError> {
+fn parse_candidate_list(message: &v1::CandidateList, ids: &[ServerId]) -> Result<CandidateList, WireError> {
     let count = packed::count(&message.server);
     check_length("core", packed::count(&message.core), count)?;
     check_length("load", packed::count_doubles("load", &message.load)?, count)?;
@@ -308,7 +308,7 @@ fn parse_list(message: &v1::CandidateList, ids: &[ServerId]) -> Result<Candidate
     let mut candidates = Vec::with_capacity(count);
     for ((server, core), load) in cores.zip(packed::read_doubles(&message.load)) {
         let (Some(server), Some(core)) = (server, core) else {
-            return Err(packed::error_unreadable("server, core"));
+            return Err(packed::unreadable_number_error("server, core"));
         };
         let Some(id) = usize::try_from(server).ok().and_then(|at| ids.get(at)) else {
             return Err(WireError::new("server", format!("{server}: expected a position below {}", ids.len())));
@@ -316,7 +316,7 @@ fn parse_list(message: &v1::CandidateList, ids: &[ServerId]) -> Result<Candidate
         let Ok(core) = u16::try_from(core) else {
             return Err(WireError::new("core", format!("{core}: expected below 65536")));
         };
-        candidates.push((Core { server: *id, core }, load));
+        candidates.push((ServerCore { server: *id, core }, load));
     }
     let key = parse_key(&message.key, message.input_transform)?;
     Ok(CandidateList { key, per_bucket: message.per_bucket as usize, candidates })
@@ -345,7 +345,7 @@ fn check_length(field: &str, length: usize, expected: usize) -> Result<(), WireE
 #[cfg(test)]
 mod tests {
     use coreward_model::policy::{Pool, PoolServer, policy_by_name};
-    use coreward_model::rss::{IndirectionTable, Rss};
+    use coreward_model::rss::{IndirectionTable, RssConfig};
     use prost::bytes::Bytes;
 
     use coreward_model::rss::RssKey;
@@ -355,11 +355,11 @@ mod tests {
     fn summary() -> RackSummary {
         let server = |n: u64| PoolServer {
             loads: Some(vec![n as f64 / 10.0; 4].into()),
-            rss: Some(Rss {
+            rss: Some(RssConfig {
                 key: RssKey::microsoft(),
                 indirection_table: IndirectionTable::balanced(n, 128, 4).unwrap(),
             }),
-            ramp: if n == 2 { 0.5 } else { 1.0 },
+            slow_start_fraction: if n == 2 { 0.5 } else { 1.0 },
             ..PoolServer::new((n * 31).try_into().unwrap())
         };
         let pool = Pool::new((0..5).map(server).collect(), 1);
@@ -450,7 +450,7 @@ mod tests {
             services: vec![RackService {
                 index: ServiceIndex::new(1).unwrap(),
                 policy: "crossrss".to_owned(),
-                buckets: BucketCount::PUBLISHED,
+                bucket_count: BucketCount::PUBLISHED,
                 places_requests: false,
                 members: vec![member(9, true), member(11, false)],
             }],

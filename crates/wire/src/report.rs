@@ -8,7 +8,7 @@ use coreward_intf as intf;
 use coreward_model::load::CoreReadings;
 use prost::Message as _;
 
-use crate::sanitize::{readable_dispatched, readable_refused, retain_known_counters, sanitize};
+use crate::sanitize::{retain_known_counters, sanitize, sanitize_dispatched, sanitize_refused};
 use crate::{Context as _, ReportedRss, WireError, v1};
 
 /// Report of an agent. Counters are totals, not differences.
@@ -36,7 +36,7 @@ pub struct Report {
     pub details: Option<ReportDetails>,
 }
 
-const SERVER_COUNTERS: [&[&str]; 3] =
+const AGENT_COUNTER_NAMES: [&[&str]; 3] =
     [&intf::SERVER_COUNTER_NAMES, &intf::STEER_COUNTER_NAMES, &intf::DECAP_COUNTER_NAMES];
 
 /// Returns whether the service has an address, which is a label of metrics.
@@ -116,14 +116,14 @@ pub enum ReportError {
 /// minute.
 pub const MAX_TIME_TO_LIVE_MS: u32 = 180_000;
 /// The largest message that a controller or a rack reads from an agent.
-pub const AGENT_MESSAGE_BYTES: usize = 256 << 10;
+pub const MAX_AGENT_MESSAGE_BYTES: usize = 256 << 10;
 /// Limit of a report's cores.
 pub(crate) const MAX_CORES: usize = 4096;
 const MAX_COUNTERS: usize = 256;
 const MAX_WARNINGS: usize = 64;
-const MAX_DISPATCHED: usize = 1024;
+const MAX_DISPATCHED_SERVICES: usize = 1024;
 /// Maximum number of services with counters in a report: one per service index.
-const MAX_COUNTED: usize = 1024;
+const MAX_COUNTED_SERVICES: usize = 1024;
 /// Limit of workers of all UDP services: each worker has a core, or shares one.
 const MAX_WORKERS: usize = 4096;
 
@@ -138,9 +138,13 @@ impl TryFrom<v1::Report> for Report {
             ("core_busy_ns", message.core_busy_ns.len(), MAX_CORES),
             ("counters", message.counters.len(), MAX_COUNTERS),
             ("warnings", message.warnings.len(), MAX_WARNINGS),
-            ("dispatch", message.dispatch.len(), MAX_DISPATCHED),
+            ("dispatch", message.dispatch.len(), MAX_DISPATCHED_SERVICES),
             ("dispatch.workers", message.dispatch.iter().map(|service| service.workers.len()).sum(), MAX_WORKERS),
-            ("connections", message.connections.as_ref().map_or(0, |counted| counted.services.len()), MAX_COUNTED),
+            (
+                "connections",
+                message.connections.as_ref().map_or(0, |counted| counted.services.len()),
+                MAX_COUNTED_SERVICES,
+            ),
         ] {
             if count > most {
                 return Err(ReportError::TooLarge { field: what, count, limit: most });
@@ -149,11 +153,11 @@ impl TryFrom<v1::Report> for Report {
         let rss =
             message.rss.as_ref().map(ReportedRss::try_from).transpose().within("rss").map_err(ReportError::Rss)?;
         let details = (!message.without_details).then(|| ReportDetails {
-            counters: retain_known_counters(message.counters, &SERVER_COUNTERS).into_iter().collect(),
+            counters: retain_known_counters(message.counters, &AGENT_COUNTER_NAMES).into_iter().collect(),
             warnings: message.warnings.into_iter().map(sanitize).collect(),
-            dispatch: message.dispatch.into_iter().filter(has_address).map(readable_dispatched).collect(),
+            dispatch: message.dispatch.into_iter().filter(has_address).map(sanitize_dispatched).collect(),
             connections: message.connections.map(CountedConnections::from),
-            refused: readable_refused(message.refused),
+            refused: sanitize_refused(message.refused),
         });
         Ok(Self {
             sent_at: Duration::from_nanos(message.sent_unix_ns),
@@ -175,15 +179,15 @@ impl TryFrom<v1::Report> for Report {
 }
 
 /// Removes display lists, such as tables of 4,096 workers, from a report that is too large.
-pub fn limited_report(mut report: v1::Report) -> v1::Report {
+pub fn limit_report_size(mut report: v1::Report) -> v1::Report {
     // Room for the other parts of the message, and for the warning.
     const ENVELOPE_BYTES: usize = 256;
-    if report.encoded_len() > AGENT_MESSAGE_BYTES - ENVELOPE_BYTES {
+    if report.encoded_len() > MAX_AGENT_MESSAGE_BYTES - ENVELOPE_BYTES {
         report.dispatch.clear();
         report.connections = None;
         report.warnings.truncate(MAX_WARNINGS - 1);
         report.warnings.push(format!(
-            "the report was larger than {AGENT_MESSAGE_BYTES} bytes: sent without workers and connections"
+            "the report was larger than {MAX_AGENT_MESSAGE_BYTES} bytes: sent without workers and connections"
         ));
     }
     report
@@ -288,7 +292,7 @@ mod tests {
 
     #[test]
     fn oversized_report_loses_descriptions_first() {
-        assert_eq!(limited_report(message()), message());
+        assert_eq!(limit_report_size(message()), message());
         let worker = v1::DispatchedWorker {
             worker: u32::MAX,
             pid: u32::MAX,
@@ -303,9 +307,9 @@ mod tests {
         let warnings = vec!["w".repeat(512); MAX_WARNINGS];
         let busy = vec![u64::MAX; MAX_CORES];
         let report = v1::Report { dispatch: vec![service], warnings, core_busy_ns: busy.clone(), ..message() };
-        assert!(report.encoded_len() > AGENT_MESSAGE_BYTES);
-        let report = limited_report(report);
-        assert!(report.encoded_len() < AGENT_MESSAGE_BYTES - 100, "{}", report.encoded_len());
+        assert!(report.encoded_len() > MAX_AGENT_MESSAGE_BYTES);
+        let report = limit_report_size(report);
+        assert!(report.encoded_len() < MAX_AGENT_MESSAGE_BYTES - 100, "{}", report.encoded_len());
         assert_eq!((report.core_busy_ns, report.warnings.len()), (busy, MAX_WARNINGS));
     }
 

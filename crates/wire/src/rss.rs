@@ -1,6 +1,6 @@
 //! A server's RSS, as its agent reports it.
 
-use coreward_model::rss::{IndirectionTable, InputTransform, Rss, RssKey};
+use coreward_model::rss::{IndirectionTable, InputTransform, RssConfig, RssKey};
 
 use crate::sanitize::sanitize_str;
 use crate::{WireError, v1};
@@ -11,7 +11,7 @@ pub struct ReportedRss {
     /// Source: "ethtool" or "testbed emulation".
     pub source: String,
     /// RSS key and indirection table; `None`: the NIC does not show them.
-    pub rss: Option<Rss>,
+    pub rss: Option<RssConfig>,
 }
 
 impl From<&ReportedRss> for v1::Rss {
@@ -40,7 +40,7 @@ impl TryFrom<&v1::Rss> for ReportedRss {
         let key = parse_key(&message.key, message.input_transform)?;
         let indirection_table = IndirectionTable::new(&message.indirection_table)
             .map_err(|error| WireError::new("indirection_table", error))?;
-        Ok(Self { source, rss: Some(Rss { key, indirection_table }) })
+        Ok(Self { source, rss: Some(RssConfig { key, indirection_table }) })
     }
 }
 

@@ -24,12 +24,12 @@ pub fn sanitize(text: String) -> String {
     if is_readable { text } else { sanitize_str(&text) }
 }
 
-fn all_readable(texts: Vec<String>) -> Vec<String> {
+fn sanitize_all(texts: Vec<String>) -> Vec<String> {
     texts.into_iter().take(MAX_SERVERS).map(sanitize).collect()
 }
 
 /// Returns counts with displayable names.
-pub fn readable_counts(counts: HashMap<String, u64>) -> HashMap<String, u64> {
+pub fn sanitize_counts(counts: HashMap<String, u64>) -> HashMap<String, u64> {
     counts.into_iter().take(MAX_COUNTS).map(|(name, count)| (sanitize(name), count)).collect()
 }
 
@@ -40,17 +40,17 @@ pub fn retain_known_counters(counts: HashMap<String, u64>, known: &[&[&str]]) ->
 }
 
 /// Sanitizes an agent's state of a UDP service.
-pub fn readable_dispatched(service: v1::DispatchedService) -> v1::DispatchedService {
+pub fn sanitize_dispatched(service: v1::DispatchedService) -> v1::DispatchedService {
     v1::DispatchedService {
         listen: sanitize(service.listen),
         policy: sanitize(service.policy),
         workers: service.workers,
-        counters: readable_counts(service.counters),
+        counters: sanitize_counts(service.counters),
     }
 }
 
 /// Sanitizes rejected updates.
-pub fn readable_refused(refused: Vec<v1::RefusedUpdate>) -> Vec<v1::RefusedUpdate> {
+pub fn sanitize_refused(refused: Vec<v1::RefusedUpdate>) -> Vec<v1::RefusedUpdate> {
     let sanitized = |refused: v1::RefusedUpdate| v1::RefusedUpdate {
         service: sanitize(refused.service),
         reason: sanitize(refused.reason),
@@ -60,7 +60,7 @@ pub fn readable_refused(refused: Vec<v1::RefusedUpdate>) -> Vec<v1::RefusedUpdat
 }
 
 /// Sanitizes a load balancer's state.
-pub fn readable_state(state: v1::LoadBalancerState) -> v1::LoadBalancerState {
+pub fn sanitize_state(state: v1::LoadBalancerState) -> v1::LoadBalancerState {
     let clock = |clock: v1::ServerClock| v1::ServerClock {
         service: sanitize(clock.service),
         server: sanitize(clock.server),
@@ -70,15 +70,15 @@ pub fn readable_state(state: v1::LoadBalancerState) -> v1::LoadBalancerState {
     };
     let stamped = |stamped: v1::StampedPackets| v1::StampedPackets { service: sanitize(stamped.service), ..stamped };
     v1::LoadBalancerState {
-        table_generations: readable_counts(state.table_generations),
-        unresolved_servers: all_readable(state.unresolved_servers),
+        table_generations: sanitize_counts(state.table_generations),
+        unresolved_servers: sanitize_all(state.unresolved_servers),
         counters: retain_known_counters(state.counters, &[&intf::LB_COUNTER_NAMES]),
         xdp_mode: sanitize(state.xdp_mode),
         events: retain_known_counters(state.events, &[&intf::LB_EVENT_NAMES]),
-        unresolved_load_balancers: all_readable(state.unresolved_load_balancers),
+        unresolved_load_balancers: sanitize_all(state.unresolved_load_balancers),
         server_clocks: state.server_clocks.into_iter().take(MAX_SERVERS).map(clock).collect(),
-        warnings: all_readable(state.warnings),
-        refused: readable_refused(state.refused),
+        warnings: sanitize_all(state.warnings),
+        refused: sanitize_refused(state.refused),
         stamped_services: state.stamped_services.into_iter().take(MAX_COUNTS).map(stamped).collect(),
         ..state
     }
@@ -94,7 +94,7 @@ mod tests {
         assert_eq!(sanitize("s1".into()), "s1");
         assert_eq!(sanitize(escape()), "\u{fffd}[2Jgone");
         assert_eq!(sanitize("ä".repeat(600)).chars().count(), MAX_CHARACTERS);
-        let state = readable_state(v1::LoadBalancerState {
+        let state = sanitize_state(v1::LoadBalancerState {
             xdp_mode: escape(),
             counters: (0..5000).map(|n| (format!("\n{n}"), n)).chain([("new_connection".to_owned(), 1)]).collect(),
             table_generations: (0..5000).map(|n| (format!("\n{n}"), n)).collect(),

@@ -8,7 +8,7 @@ use crate::address::{address_bytes, parse_address, parse_port, parse_server_id};
 use crate::{Context as _, WireError, v1};
 
 /// Limit of connections in a query.
-pub const MAX_CLIENTS: usize = 256;
+pub const MAX_CLIENTS_PER_QUERY: usize = 256;
 
 /// Query of a load balancer: which of these clients' connections to a service still have a socket at the server.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -21,7 +21,7 @@ pub struct SocketQuery {
     pub server: ServerId,
     /// Service of the connections.
     pub service: ServiceAddress,
-    /// Clients; at most [`MAX_CLIENTS`].
+    /// Clients; at most [`MAX_CLIENTS_PER_QUERY`].
     pub clients: Vec<SocketAddr>,
 }
 
@@ -32,7 +32,8 @@ pub struct SocketAnswer {
     pub number: u64,
     /// Session of the query.
     pub load_balancer_session: u64,
-    /// Whether a socket exists, for each client of the query; at most [`MAX_CLIENTS`]. Empty: no agent is connected.
+    /// Whether a socket exists, for each client of the query; at most [`MAX_CLIENTS_PER_QUERY`]. Empty: no agent is
+    /// connected.
     pub is_open: Vec<bool>,
 }
 
@@ -106,10 +107,10 @@ impl TryFrom<v1::SocketAnswer> for SocketAnswer {
 }
 
 fn check_client_count(field: &str, length: usize) -> Result<(), WireError> {
-    if length <= MAX_CLIENTS {
+    if length <= MAX_CLIENTS_PER_QUERY {
         return Ok(());
     }
-    Err(WireError::new(field, format!("{length} entries: expected at most {MAX_CLIENTS}")))
+    Err(WireError::new(field, format!("{length} entries: expected at most {MAX_CLIENTS_PER_QUERY}")))
 }
 
 #[cfg(test)]

@@ -2,7 +2,7 @@
 
 use coreward_intf as intf;
 use coreward_model::ServerId;
-use coreward_model::placement::{BucketCount, Candidate, Core, Member, PlacementTable, Rule};
+use coreward_model::placement::{BucketCount, Candidate, Member, PlacementRule, PlacementTable, ServerCore};
 use coreward_model::rss::RssKey;
 use prost::Message as _;
 use prost::bytes::Bytes;
@@ -81,9 +81,9 @@ fn parse(message: &v1::PlacementTable) -> Result<(ServiceIndex, PlacementTable),
     Ok((service, table))
 }
 
-fn parse_rule(name: &str) -> Result<Rule, WireError> {
+fn parse_rule(name: &str) -> Result<PlacementRule, WireError> {
     let expected = || format!("rule {name:?} is not known: expected one of {}", intf::PLACEMENT_RULE_NAMES.join(", "));
-    Rule::from_name(name).ok_or_else(|| WireError::new("rule", expected()))
+    PlacementRule::from_name(name).ok_or_else(|| WireError::new("rule", expected()))
 }
 
 fn check_at_most(field: &str, value: u32, largest: u32) -> Result<u32, WireError> {
@@ -148,11 +148,11 @@ fn parse_candidates(message: &v1::PlacementTable) -> Result<Vec<Candidate>, Wire
         .collect()
 }
 
-fn parse_core_slots(cores: &[u32]) -> Result<Vec<Core>, WireError> {
+fn parse_core_slots(cores: &[u32]) -> Result<Vec<ServerCore>, WireError> {
     check_max_length("core_slot", cores.len(), intf::MAX_CORE_SLOTS)?;
     cores
         .iter()
-        .map(|packed| Ok(Core { server: parse_server_id("core_slot", packed >> 16)?, core: *packed as u16 }))
+        .map(|packed| Ok(ServerCore { server: parse_server_id("core_slot", packed >> 16)?, core: *packed as u16 }))
         .collect()
 }
 
@@ -183,7 +183,7 @@ fn check_lengths(table: &PlacementTable) -> Result<(), WireError> {
     if table.groups.is_empty() {
         return Err(WireError::new("group_keys", "0 entries: expected at least 1, as there are members"));
     }
-    if per_bucket == 0 && matches!(table.rule, Rule::Table | Rule::LeastAssigned) {
+    if per_bucket == 0 && matches!(table.rule, PlacementRule::Table | PlacementRule::LeastAssigned) {
         let problem = format!("0: expected at least 1 under rule {}", table.rule.name());
         return Err(WireError::new("candidates_per_bucket", problem));
     }
@@ -193,7 +193,7 @@ fn check_lengths(table: &PlacementTable) -> Result<(), WireError> {
 #[cfg(test)]
 mod tests {
     use coreward_model::policy::{self, Pool, PoolServer};
-    use coreward_model::rss::{IndirectionTable, Rss};
+    use coreward_model::rss::{IndirectionTable, RssConfig};
     use proptest::prelude::*;
 
     use super::*;
@@ -201,7 +201,7 @@ mod tests {
     fn pool(servers: u64) -> Pool {
         let server = |n: u64| PoolServer {
             loads: Some(vec![n as f64 / 10.0; 4].into()),
-            rss: Some(Rss {
+            rss: Some(RssConfig {
                 key: RssKey::microsoft(),
                 indirection_table: IndirectionTable::balanced(n, 128, 4).unwrap(),
             }),

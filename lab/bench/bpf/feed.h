@@ -9,7 +9,7 @@
 #include <linux/bpf.h>
 #include <bpf/bpf_helpers.h>
 
-#define PACKETS (1 << 20)
+#define PACKET_COUNT (1 << 20)
 
 /* Fields that differ between packets, as in the frame. 16 bytes, four to a cache line. */
 struct variation {
@@ -18,14 +18,14 @@ struct variation {
 	/* TSecr. */
 	__u32 tsecr;
 	/* Index in `lines` of generated_packets.bpf.c. */
-	__u32 line;
+	__u32 line_index;
 };
 
-struct variation packets[PACKETS] SEC(".bss.packets");
+struct variation packets[PACKET_COUNT] SEC(".bss.packets");
 __u64 next_packet;
 
-/* Packets 0 .. mask are taken in turn. */
-const volatile __u32 mask;
+/* Packets 0 .. packet_index_mask are taken in turn. */
+const volatile __u32 packet_index_mask;
 /* Offset of the client's address in the frame: that of the source, or of a reply's destination. */
 const volatile __u32 client_offset;
 
@@ -38,11 +38,13 @@ struct {
 
 static __always_inline const struct variation *take_packet(void)
 {
-	const struct variation *packet = &packets[next_packet++ & mask & (PACKETS - 1)];
+	const struct variation *packet = &packets[next_packet++ & packet_index_mask & (PACKET_COUNT - 1)];
 	__u64 ahead;
 
 	/* Touches what is 256 packets (one page of memory) ahead: hardware prefetching stops at the end of a page. */
-	asm volatile("%0 = *(u32 *)(%1 + 0)" : "=r"(ahead) : "r"(&packets[(next_packet + 256) & mask & (PACKETS - 1)]));
+	asm volatile("%0 = *(u32 *)(%1 + 0)"
+		     : "=r"(ahead)
+		     : "r"(&packets[(next_packet + 256) & packet_index_mask & (PACKET_COUNT - 1)]));
 	return packet;
 }
 

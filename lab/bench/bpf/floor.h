@@ -20,13 +20,13 @@ static __always_inline bool is_tcp_ipv4(const void *data, const void *data_end)
 	const struct ethhdr *ethernet = data;
 	const struct iphdr *ip = data + sizeof(*ethernet);
 
-	return data + FAST_PATH_OPTIONS <= data_end && ethernet->h_proto == bpf_htons(ETH_P_IP) && ip->ihl == 5 &&
-	       ip->protocol == IPPROTO_TCP;
+	return data + FAST_PATH_OPTIONS_OFFSET <= data_end && ethernet->h_proto == bpf_htons(ETH_P_IP) &&
+	       ip->ihl == 5 && ip->protocol == IPPROTO_TCP;
 }
 
 static __always_inline bool is_tcp_ipv6(const void *data, const void *data_end)
 {
-	return data + FAST_PATH_IPV6_OPTIONS <= data_end && is_ipv6_frame(data, data_end) &&
+	return data + FAST_PATH_IPV6_OPTIONS_OFFSET <= data_end && is_ipv6_frame(data, data_end) &&
 	       PACKET_U8(data, IPV6_FIELD_OFFSET(next_header)) == IPPROTO_TCP;
 }
 

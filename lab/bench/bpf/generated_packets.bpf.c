@@ -35,7 +35,7 @@
 #include "lb/parse.h"
 
 /* All 0. As large as an entry of the connection table, and as many: user space sets the number. */
-struct line {
+struct cache_line {
 	__u64 words[8];
 };
 
@@ -44,7 +44,7 @@ struct {
 	__uint(map_flags, BPF_F_MMAPABLE);
 	__uint(max_entries, 1);
 	__type(key, __u32);
-	__type(value, struct line);
+	__type(value, struct cache_line);
 } lines SEC(".maps");
 
 /* First 8 bytes of the frame: the destination MAC address must be restored after each run. */
@@ -88,8 +88,8 @@ SEC("xdp")
 int generated_packet_with_line(struct xdp_md *ctx)
 {
 	const struct variation *packet = take_packet();
-	__u32 index = packet->line;
-	const struct line *line = bpf_map_lookup_elem(&lines, &index);
+	__u32 index = packet->line_index;
+	const struct cache_line *line = bpf_map_lookup_elem(&lines, &index);
 	__u64 word;
 
 	if (!line)
@@ -102,8 +102,8 @@ SEC("xdp")
 int generated_packet_after_line(struct xdp_md *ctx)
 {
 	const struct variation *packet = take_packet();
-	__u32 index = packet->line;
-	const volatile struct line *line = bpf_map_lookup_elem(&lines, &index);
+	__u32 index = packet->line_index;
+	const volatile struct cache_line *line = bpf_map_lookup_elem(&lines, &index);
 
 	if (!line)
 		return XDP_ABORTED;

@@ -84,11 +84,11 @@ int generate(struct xdp_md *ctx)
 		__u64 client = new_client(number);
 
 		PACKET_U32(data, IP_FIELD_OFFSET(saddr)) = client;
-		PACKET_U16(data, FAST_PATH_TCP) = client >> 32;
+		PACKET_U16(data, FAST_PATH_TCP_OFFSET) = client >> 32;
 	} else {
 		PACKET_U32(data, IP_FIELD_OFFSET(saddr)) = packet->client_address;
-		PACKET_U32(data, FAST_PATH_TCP) = packet->ports;
-		PACKET_U32(data, FAST_PATH_TSECR) = packet->tsecr;
+		PACKET_U32(data, FAST_PATH_TCP_OFFSET) = packet->ports;
+		PACKET_U32(data, FAST_PATH_TSECR_OFFSET) = packet->tsecr;
 	}
 	return bpf_redirect(target_ifindex, 0);
 }
@@ -120,7 +120,7 @@ int read_tsecr(struct xdp_md *ctx)
 	void *data = (void *)(long)ctx->data;
 	void *data_end = (void *)(long)ctx->data_end;
 
-	if (data + sizeof(struct live_frame) > data_end || PACKET_U32(data, FAST_PATH_TSECR) == NO_TSECR)
+	if (data + sizeof(struct live_frame) > data_end || PACKET_U32(data, FAST_PATH_TSECR_OFFSET) == NO_TSECR)
 		return XDP_PASS;
 	return swap_macs_and_return(data);
 }

@@ -9,17 +9,17 @@
 #define REPEATS 64
 
 /* A cache line each. */
-struct cell {
+struct cache_line {
 	__u64 words[8];
 };
 
-struct cell cells[REPEATS] SEC(".bss.cells");
+struct cache_line cells[REPEATS] SEC(".bss.cells");
 
 struct {
 	__uint(type, BPF_MAP_TYPE_ARRAY);
 	__uint(max_entries, REPEATS);
 	__type(key, __u32);
-	__type(value, struct cell);
+	__type(value, struct cache_line);
 } cell_map SEC(".maps");
 
 /* The memory clobber keeps clang from removing the call. */
@@ -68,7 +68,7 @@ int unit_look_up(struct xdp_md *ctx)
 #pragma unroll
 	for (int i = 0; i < REPEATS; i++) {
 		__u32 index = (ctx->rx_queue_index + i) & (REPEATS - 1);
-		struct cell *cell = bpf_map_lookup_elem(&cell_map, &index);
+		struct cache_line *cell = bpf_map_lookup_elem(&cell_map, &index);
 
 		if (!cell)
 			return XDP_ABORTED;

@@ -5,7 +5,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use crate::cpus::thread_time;
+use crate::cpus::thread_cpu_time;
 use crate::default_args::default_args;
 use crate::namespace::{self, ip};
 use anyhow::{Context as _, ensure};
@@ -16,7 +16,7 @@ use coreward_intf as intf;
 use libbpf_rs::{MapHandle, MapType, libbpf_sys};
 
 use crate::controller;
-use crate::controller_process::{Controller, Scratch};
+use crate::controller_process::{Controller, ScratchDirectory};
 use crate::report::{Goal, Report, Table, goal_cells, summarize};
 
 /// Options of `coreward-lab bench agent`.
@@ -53,7 +53,7 @@ fn measure(args: &Args) -> anyhow::Result<Report> {
     ip("link set lo up")?;
     let queues = format!("numrxqueues {0} numtxqueues {0}", args.cores);
     ip(&format!("link add eth0 {queues} type veth peer name eth1 {queues}"))?;
-    let (scratch, pins) = (Scratch::new()?, Pins::new()?);
+    let (scratch, pins) = (ScratchDirectory::new()?, PinDirectory::new()?);
     let mut one_agent = controller::Args::default();
     (one_agent.agents, one_agent.report_interval_ms) = (1, args.report_interval_ms);
     let mut controller = Controller::start(&controller::fleet(&one_agent), None, &scratch.0)?;
@@ -95,9 +95,9 @@ fn configuration(args: &Args, controller: &Controller, scratch: &Path, pins: &Pa
 }
 
 /// Directory on bpffs; removed when dropped.
-pub(crate) struct Pins(pub(crate) PathBuf);
+pub(crate) struct PinDirectory(pub(crate) PathBuf);
 
-impl Pins {
+impl PinDirectory {
     pub(crate) fn new() -> anyhow::Result<Self> {
         let path = PathBuf::from(format!("/sys/fs/bpf/coreward-bench-{}", std::process::id()));
         fs::create_dir(&path).with_context(|| format!("{} (is bpffs mounted?)", path.display()))?;
@@ -105,14 +105,14 @@ impl Pins {
     }
 }
 
-impl Drop for Pins {
+impl Drop for PinDirectory {
     fn drop(&mut self) {
         let _ = fs::remove_dir_all(&self.0);
     }
 }
 
 /// Results of one window.
-struct Window {
+struct WindowResult {
     cpu_pct: f64,
     cpu_per_report_us: f64,
     reports_per_second: f64,
@@ -122,17 +122,17 @@ async fn accepted_reports(controller: &mut Controller) -> anyhow::Result<u64> {
     Ok(controller.status().await?.accepted_reports)
 }
 
-async fn measure_windows(args: &Args, controller: &mut Controller) -> anyhow::Result<Vec<Window>> {
+async fn measure_windows(args: &Args, controller: &mut Controller) -> anyhow::Result<Vec<WindowResult>> {
     // Until the agent has its configuration and reports regularly.
     tokio::time::sleep(Duration::from_secs(2)).await;
     let mut windows = Vec::new();
     for _ in 0..args.windows {
-        let (reports, cpu, start) = (accepted_reports(controller).await?, thread_time(), Instant::now());
+        let (reports, cpu, start) = (accepted_reports(controller).await?, thread_cpu_time(), Instant::now());
         tokio::time::sleep(Duration::from_secs(args.window_seconds)).await;
-        let (cpu, elapsed) = (thread_time() - cpu, start.elapsed().as_secs_f64());
+        let (cpu, elapsed) = (thread_cpu_time() - cpu, start.elapsed().as_secs_f64());
         let reports = accepted_reports(controller).await? - reports;
         ensure!(reports > 0, "no report reached the controller");
-        windows.push(Window {
+        windows.push(WindowResult {
             cpu_pct: cpu.as_secs_f64() / elapsed * 100.0,
             cpu_per_report_us: cpu.as_secs_f64() * 1e6 / reports as f64,
             reports_per_second: reports as f64 / elapsed,
@@ -141,9 +141,9 @@ async fn measure_windows(args: &Args, controller: &mut Controller) -> anyhow::Re
     Ok(windows)
 }
 
-fn report(args: &Args, windows: &[Window]) -> Report {
+fn report(args: &Args, windows: &[WindowResult]) -> Report {
     let mut table = Table::new(&["", "median", "least", "most", "goal", "verdict"]);
-    let mut row = |what: &str, of: fn(&Window) -> f64, goal: Option<Goal>| {
+    let mut row = |what: &str, of: fn(&WindowResult) -> f64, goal: Option<Goal>| {
         let summary = summarize(windows.iter().map(of));
         // One decimal is not enough for a percentage below 1.
         let values = summary.map(|value| format!("{value:.2}").into());

@@ -32,7 +32,7 @@ impl Certificates {
     }
 
     /// Returns the table `[tls]` of a daemon's file, with a new certificate. Fails when it cannot be written.
-    pub fn table(&self, role: Role, name: &str) -> anyhow::Result<String> {
+    pub fn tls_table(&self, role: Role, name: &str) -> anyhow::Result<String> {
         let CredentialFiles { ca, certificate, key } = self.issue(role, name)?;
         Ok(format!("[tls]\nca = {ca:?}\ncertificate = {certificate:?}\nkey = {key:?}\n"))
     }

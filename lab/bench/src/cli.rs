@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::ensure;
 
-use crate::environment::OtherLoad;
+use crate::environment::BackgroundLoad;
 use crate::page::GeneratedPart;
 use crate::report::Report;
 use crate::xdp::{self, flood, server, throughput};
@@ -30,9 +30,9 @@ enum Command {
     /// Measure the cost of the load balancer's program per packet (needs root)
     Xdp(xdp::Args),
     /// Measure the cost of the server's programs per packet (needs root)
-    Server(xdp::Length),
+    Server(xdp::MeasurementLength),
     /// Measure how a SYN flood on one CPU affects established packets on another (needs root)
-    Flood(xdp::Length),
+    Flood(xdp::MeasurementLength),
     /// Measure the rate of live frames through the load balancer's program (needs root)
     Throughput(throughput::Args),
     /// Measure the cost of selecting the worker of a request (needs root)
@@ -100,10 +100,10 @@ pub fn run(arguments: &BenchArgs) -> anyhow::Result<()> {
 type Bench = fn() -> anyhow::Result<Report>;
 
 /// Benches of docs/cost.md in its order, by the names of their reports.
-const ALL: [(&str, Bench); 12] = [
+const BENCHES: [(&str, Bench); 12] = [
     ("xdp", || xdp::run(&xdp::Args::default())),
-    ("server", || server::run(&xdp::Length::default())),
-    ("flood", || flood::run(&xdp::Length::default())),
+    ("server", || server::run(&xdp::MeasurementLength::default())),
+    ("flood", || flood::run(&xdp::MeasurementLength::default())),
     ("throughput", || throughput::run(&throughput::Args::default())),
     ("dispatch", || dispatch::run(&dispatch::Args::default())),
     ("orchestrate", || orchestrate::run(&orchestrate::Args::default())),
@@ -117,7 +117,7 @@ const ALL: [(&str, Bench); 12] = [
 
 impl BenchArgs {
     fn show(&self, report: &Report) -> anyhow::Result<()> {
-        let report = &Report { about: format!("{} {}", report.about, environment::sentence()), ..report.clone() };
+        let report = &Report { about: format!("{} {}", report.about, environment::describe()), ..report.clone() };
         if self.json {
             println!("{}", report.json())
         } else {
@@ -129,9 +129,9 @@ impl BenchArgs {
     /// Runs all benches. Writes the page only at the end, so that it never mixes two runs. A failed bench writes its
     /// error.
     fn run_all(&self, page: Option<&Path>) -> anyhow::Result<()> {
-        let (environment, load) = (environment::sentence(), OtherLoad::start()?);
+        let (environment, load) = (environment::describe(), BackgroundLoad::start()?);
         let (mut parts, mut failed) = (Vec::new(), Vec::new());
-        for (name, measure) in ALL {
+        for (name, measure) in BENCHES {
             match measure() {
                 Ok(report) => {
                     self.show(&report)?;
@@ -145,7 +145,7 @@ impl BenchArgs {
             }
         }
         if let Some(page) = page {
-            page::write(page, &format!("{environment} {}", load.sentence()?), parts)?;
+            page::write(page, &format!("{environment} {}", load.describe()?), parts)?;
         }
         ensure!(failed.is_empty(), "failed: {}", failed.join(", "));
         Ok(())

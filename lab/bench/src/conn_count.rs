@@ -3,7 +3,7 @@
 use std::net::{Ipv4Addr, SocketAddr};
 use std::time::Instant;
 
-use crate::cpus::thread_time;
+use crate::cpus::thread_cpu_time;
 use crate::default_args::default_args;
 use crate::namespace::{self, ip};
 use anyhow::{Context as _, ensure};
@@ -30,7 +30,7 @@ impl Default for Args {
 }
 
 /// Connections per client address, limited by the number of ports.
-const PER_CLIENT: u32 = 20_000;
+const CONNECTIONS_PER_CLIENT: u32 = 20_000;
 const FIRST_PORT: u16 = 10_000;
 
 /// Accept backlog: connections are never accepted, because a process has too few descriptors for all of them.
@@ -79,7 +79,7 @@ struct Server {
     /// Open as long as the server.
     _listener: socket2::Socket,
     address: SocketAddr,
-    open: u32,
+    open_count: u32,
 }
 
 impl Server {
@@ -88,20 +88,20 @@ impl Server {
         listener.bind(&SocketAddr::from((Ipv4Addr::LOCALHOST, 0)).into())?;
         listener.listen(BACKLOG)?;
         let address = listener.local_addr()?.as_socket().context("a listening socket without an address")?;
-        Ok(Self { _listener: listener, address, open: 0 })
+        Ok(Self { _listener: listener, address, open_count: 0 })
     }
 
     /// Opens connections up to the number `connections`; the clients close theirs.
     fn open(&mut self, connections: u32) -> anyhow::Result<()> {
-        for number in self.open..connections {
+        for number in self.open_count..connections {
             let client = tcp_socket()?;
-            let from = Ipv4Addr::from(u32::from(Ipv4Addr::new(127, 1, 0, 1)) + number / PER_CLIENT);
+            let from = Ipv4Addr::from(u32::from(Ipv4Addr::new(127, 1, 0, 1)) + number / CONNECTIONS_PER_CLIENT);
             // Explicit ports: the kernel's search for a free port would take most of the time.
-            let port = FIRST_PORT + (number % PER_CLIENT) as u16;
+            let port = FIRST_PORT + (number % CONNECTIONS_PER_CLIENT) as u16;
             client.bind(&SocketAddr::from((from, port)).into())?;
             client.connect(&self.address.into()).with_context(|| format!("connection {number}"))?;
         }
-        self.open = connections;
+        self.open_count = connections;
         Ok(())
     }
 
@@ -109,11 +109,16 @@ impl Server {
     fn rounds(&self, rounds: u32, services: &[SocketAddr]) -> anyhow::Result<(f64, f64)> {
         let (mut times, mut cpu_times) = (Vec::new(), Vec::new());
         for _ in 0..rounds {
-            let (start, cpu) = (Instant::now(), thread_time());
+            let (start, cpu) = (Instant::now(), thread_cpu_time());
             let counted = connection_counts(services)?;
             times.push(start.elapsed().as_secs_f64() * 1e3);
-            cpu_times.push((thread_time() - cpu).as_secs_f64() * 1e3);
-            ensure!(counted[0] == self.open, "{} connections were counted: expected {}", counted[0], self.open);
+            cpu_times.push((thread_cpu_time() - cpu).as_secs_f64() * 1e3);
+            ensure!(
+                counted[0] == self.open_count,
+                "{} connections were counted: expected {}",
+                counted[0],
+                self.open_count
+            );
         }
         Ok((median(&times).unwrap_or(0.0), median(&cpu_times).unwrap_or(0.0)))
     }

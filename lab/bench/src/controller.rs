@@ -7,9 +7,9 @@ use anyhow::ensure;
 use coreward_api::types::ReportState;
 use tokio::time::{Instant, sleep};
 
-use crate::controller_process::{Controller, Scratch, subscribe, take_tables};
+use crate::controller_process::{Controller, ScratchDirectory, subscribe, take_tables};
 use crate::default_args::default_args;
-use crate::fake_agent::{self, name};
+use crate::fake_agent::{self, server_name};
 use crate::report::{Cell, Goal, Report, Table, goal_cells, summarize};
 
 /// Options of `coreward-lab bench controller`.
@@ -50,7 +50,7 @@ impl Default for Args {
 /// Runs the bench. Fails when the controller does not start, or an agent cannot connect.
 pub fn run(args: &Args) -> anyhow::Result<Report> {
     coreward_control_server::server::raise_file_limit();
-    let directory = Scratch::new()?;
+    let directory = ScratchDirectory::new()?;
     let mut controller = Controller::start(&fleet(args), None, &directory.0)?;
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     let measured = runtime.block_on(measure(args, &mut controller))?;
@@ -62,10 +62,12 @@ pub(crate) fn fleet(args: &Args) -> String {
     let mut text = format!("report_interval = \"{}ms\"\n", args.report_interval_ms);
     for agent in 0..args.agents {
         let octets = agent.to_be_bytes();
-        text += &format!("[[server]]\nname = \"{}\"\naddress = \"10.2.{}.{}\"\n", name(agent), octets[2], octets[3]);
+        text +=
+            &format!("[[server]]\nname = \"{}\"\naddress = \"10.2.{}.{}\"\n", server_name(agent), octets[2], octets[3]);
     }
     for service in 0..args.services {
-        let part = (0..args.agents).filter(|agent| agent % args.services == service).map(name).collect::<Vec<_>>();
+        let part =
+            (0..args.agents).filter(|agent| agent % args.services == service).map(server_name).collect::<Vec<_>>();
         let (vip, policy) = (vip(service), &args.policy);
         text += &format!(
             "[[service]]\nname = \"web{service}\"\nvip = \"{vip}\"\npolicy = {policy:?}\nservers = {part:?}\n"
@@ -80,22 +82,22 @@ pub(crate) fn vip(service: u32) -> std::net::SocketAddrV4 {
 }
 
 /// Results of one window.
-pub(crate) struct Window {
+pub(crate) struct WindowResult {
     pub(crate) user_pct: f64,
     pub(crate) system_pct: f64,
-    per_report_us: f64,
+    cpu_per_report_us: f64,
     pub(crate) reports_per_second: f64,
 }
 
-struct Measured {
-    windows: Vec<Window>,
+struct ControllerResults {
+    windows: Vec<WindowResult>,
     resident_mib: u64,
     /// Deviation of each table from one interval after its predecessor.
     table_jitter_ms: Vec<f64>,
     table_bytes: usize,
 }
 
-async fn measure(args: &Args, controller: &mut Controller) -> anyhow::Result<Measured> {
+async fn measure(args: &Args, controller: &mut Controller) -> anyhow::Result<ControllerResults> {
     let mut tables = Vec::new();
     for balancer in 0..args.load_balancers {
         tables.push(tokio::spawn(take_tables(subscribe(controller, balancer).await?)));
@@ -106,7 +108,7 @@ async fn measure(args: &Args, controller: &mut Controller) -> anyhow::Result<Mea
     sleep(Duration::from_secs(2)).await;
     let mut windows = Vec::new();
     for _ in 0..args.windows {
-        windows.push(window(controller, Duration::from_secs(args.window_seconds)).await?);
+        windows.push(measure_window(controller, Duration::from_secs(args.window_seconds)).await?);
     }
     let resident_mib = controller.resident_mib()?;
     let status = controller.status().await?;
@@ -115,7 +117,7 @@ async fn measure(args: &Args, controller: &mut Controller) -> anyhow::Result<Mea
     let refused: u64 = status.refused_reports.values().sum();
     ensure!(refused == 0, "{refused} reports were refused: {:?}", status.refused_reports);
     controller.process.kill()?;
-    let mut measured = Measured { windows, resident_mib, table_jitter_ms: Vec::new(), table_bytes: 0 };
+    let mut measured = ControllerResults { windows, resident_mib, table_jitter_ms: Vec::new(), table_bytes: 0 };
     for taken in tables {
         let (arrivals, bytes) = taken.await?;
         let expected = args.report_interval_ms as f64;
@@ -126,7 +128,7 @@ async fn measure(args: &Args, controller: &mut Controller) -> anyhow::Result<Mea
     Ok(measured)
 }
 
-pub(crate) async fn window(controller: &mut Controller, length: Duration) -> anyhow::Result<Window> {
+pub(crate) async fn measure_window(controller: &mut Controller, length: Duration) -> anyhow::Result<WindowResult> {
     let asking = controller.operator_client().await?;
     let accepted = async || anyhow::Ok((asking.status(false).await?.accepted_reports as f64, Instant::now()));
     let (reports_before, first) = accepted().await?;
@@ -136,27 +138,27 @@ pub(crate) async fn window(controller: &mut Controller, length: Duration) -> any
     let (reports_after, last) = accepted().await?;
     let rate = (reports_after - reports_before) / (last - first).as_secs_f64();
     let (user, system) = (after.0 - before.0, after.1 - before.1);
-    Ok(Window {
+    Ok(WindowResult {
         user_pct: user / elapsed * 100.0,
         system_pct: system / elapsed * 100.0,
-        per_report_us: (user + system) / elapsed / rate * 1e6,
+        cpu_per_report_us: (user + system) / elapsed / rate * 1e6,
         reports_per_second: rate,
     })
 }
 
-fn report(args: &Args, measured: &Measured) -> Report {
+fn report(args: &Args, measured: &ControllerResults) -> Report {
     let mut table = Table::new(&["", "median", "least", "most", "goal", "verdict"]);
-    let mut row = |what: &str, of: fn(&Window) -> f64, goal: Option<Goal>| {
+    let mut row = |what: &str, of: fn(&WindowResult) -> f64, goal: Option<Goal>| {
         let summary = summarize(measured.windows.iter().map(of));
         table.add_row([what.into()].into_iter().chain(summary.map(Cell::Number)).chain(goal_cells(goal, summary[0])));
     };
     let half_a_cpu = Some(Goal::AtMost(50.0));
     row("CPU of the controller, % of one", |window| window.user_pct + window.system_pct, half_a_cpu);
     row("  of it in the kernel (TCP), %", |window| window.system_pct, None);
-    row("CPU per report (its share of tables included), us", |window| window.per_report_us, None);
+    row("CPU per report (its share of tables included), us", |window| window.cpu_per_report_us, None);
     row("reports taken per second", |window| window.reports_per_second, None);
     let name = "tables early or late at the load balancers, ms";
-    table.summary(name, measured.table_jitter_ms.iter().copied(), goal_cells(None, 0.0));
+    table.add_summary_row(name, measured.table_jitter_ms.iter().copied(), goal_cells(None, 0.0));
     Report {
         name: "controller",
         title: "The controller",

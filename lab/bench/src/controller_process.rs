@@ -36,9 +36,9 @@ pub fn run_process(args: &ProcessArgs) -> anyhow::Result<()> {
 }
 
 /// Temporary directory; removed when dropped.
-pub(crate) struct Scratch(pub(crate) std::path::PathBuf);
+pub(crate) struct ScratchDirectory(pub(crate) std::path::PathBuf);
 
-impl Scratch {
+impl ScratchDirectory {
     pub(crate) fn new() -> anyhow::Result<Self> {
         let path = std::env::temp_dir().join(format!("coreward-bench-{}", std::process::id()));
         std::fs::create_dir_all(&path).with_context(|| path.display().to_string())?;
@@ -46,7 +46,7 @@ impl Scratch {
     }
 }
 
-impl Drop for Scratch {
+impl Drop for ScratchDirectory {
     fn drop(&mut self) {
         let _ = std::fs::remove_dir_all(&self.0);
     }
@@ -57,11 +57,11 @@ pub(crate) struct Controller {
     pub(crate) process: Child,
     pub(crate) address: SocketAddr,
     /// Address of the controller's HTTP API.
-    api: SocketAddr,
+    api_address: SocketAddr,
     /// Token of an operator.
     token_file: PathBuf,
     /// Address of the controller's metrics.
-    pub(crate) metrics: SocketAddr,
+    pub(crate) metrics_address: SocketAddr,
     /// Certificates of all parts; `None`: connections without TLS.
     certificates: Option<Certificates>,
 }
@@ -89,7 +89,7 @@ impl Controller {
         let (address, api, metrics) = (free()?, free()?, free()?);
         let store = directory.join("controller.redb");
         let config = directory.join("controller.toml");
-        let tls = certificates.as_ref().map(|all| all.table(Role::Controller, "controller")).transpose()?;
+        let tls = certificates.as_ref().map(|all| all.tls_table(Role::Controller, "controller")).transpose()?;
         std::fs::write(
             &config,
             format!(
@@ -100,7 +100,7 @@ impl Controller {
         let mut command = Command::new(std::env::current_exe()?);
         let process = command.args(["bench", "controller-process"]).arg("--config").arg(config).spawn()?;
         let token_file = token_file(directory, coreward_api::Role::Operator);
-        Ok(Self { process, address, api, token_file, metrics, certificates })
+        Ok(Self { process, address, api_address: api, token_file, metrics_address: metrics, certificates })
     }
 
     /// Waits until the controller accepts connections.
@@ -118,7 +118,7 @@ impl Controller {
 
     /// Returns the table `[tls]` for the file of another part; empty without TLS.
     pub(crate) fn tls_table(&self, role: Role, name: &str) -> anyhow::Result<String> {
-        Ok(self.certificates.as_ref().map(|all| all.table(role, name)).transpose()?.unwrap_or_default())
+        Ok(self.certificates.as_ref().map(|all| all.tls_table(role, name)).transpose()?.unwrap_or_default())
     }
 
     /// Connects with this role and name, once the controller listens.
@@ -134,7 +134,7 @@ impl Controller {
     /// Returns a client with an operator's token, once the API answers.
     pub(crate) async fn operator_client(&mut self) -> anyhow::Result<Client> {
         self.wait_until_listening().await?;
-        Client::new(self.api.into(), &self.token_file)
+        Client::new(self.api_address.into(), &self.token_file)
     }
 
     /// Returns the controller's status of everything.

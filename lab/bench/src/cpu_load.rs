@@ -41,9 +41,9 @@ impl Default for Args {
     }
 }
 
-const SENDER: usize = 0;
-const RECEIVER: usize = 1;
-const FLOODED: Ipv4Addr = Ipv4Addr::new(10, 9, 0, 2);
+const SENDER_CPU: usize = 0;
+const RECEIVER_CPU: usize = 1;
+const FLOOD_DESTINATION: Ipv4Addr = Ipv4Addr::new(10, 9, 0, 2);
 
 /// Way in which packets reach their CPU, and their rate.
 struct Case {
@@ -65,7 +65,7 @@ const CASES: [Case; 5] = [
 pub fn run(args: &Args) -> anyhow::Result<Report> {
     let cpus = std::thread::available_parallelism()?.get();
     ensure!(
-        cpus > RECEIVER,
+        cpus > RECEIVER_CPU,
         "coreward-lab bench cpu-load: one CPU sends, another receives: expected 2 CPUs, this has {cpus}"
     );
     namespace::measure_in_thread("cpu-load", args, measure)
@@ -86,8 +86,8 @@ fn measure(args: &Args) -> anyhow::Result<Report> {
     let mut costs = Table::new(&["packets by", "program, ns", "empty, ns", "above empty, ns", "CPU of it, %"]);
     for case in CASES {
         let windows = measure_case(&case, args)?;
-        let column = |value: fn(&Window) -> f64| windows.iter().map(value).collect::<Vec<_>>();
-        let difference = column(Window::difference);
+        let column = |value: fn(&WindowResult) -> f64| windows.iter().map(value).collect::<Vec<_>>();
+        let difference = column(WindowResult::difference);
         let events = column(|window| window.events_per_second);
         loads.add_row([
             case.name.into(),
@@ -114,19 +114,19 @@ fn measure(args: &Args) -> anyhow::Result<Report> {
         name: "cpu-load",
         title: "The load of a core",
         about: format!(
-            "UDP datagrams from CPU {SENDER} to a veth device whose packets are dropped on CPU {RECEIVER}: by RPS or \
-             by a NAPI thread. `load`: by cpu_load.bpf.c. `not idle`, `stolen`, `sum` of all columns: by /proc/stat. \
-             Difference, in points: 0 from `not idle` less `stolen` to `not idle`. Without IRQ_TIME_ACCOUNTING the \
-             kernel samples all but idle time. Events: task switches, begins and ends of interrupts and softirqs, of \
-             all CPUs. `program`: time of one event by the kernel's run-time statistics; `empty`: a program that does \
-             nothing. Medians of {windows} windows of {window_ms} ms."
+            "UDP datagrams from CPU {SENDER_CPU} to a veth device whose packets are dropped on CPU {RECEIVER_CPU}: by \
+             RPS or by a NAPI thread. `load`: by cpu_load.bpf.c. `not idle`, `stolen`, `sum` of all columns: by \
+             /proc/stat. Difference, in points: 0 from `not idle` less `stolen` to `not idle`. Without \
+             IRQ_TIME_ACCOUNTING the kernel samples all but idle time. Events: task switches, begins and ends of \
+             interrupts and softirqs, of all CPUs. `program`: time of one event by the kernel's run-time statistics; \
+             `empty`: a program that does nothing. Medians of {windows} windows of {window_ms} ms."
         ),
         tables: vec![loads, costs],
     })
 }
 
 /// Measurements of one window. Loads in % of one CPU.
-struct Window {
+struct WindowResult {
     load: f64,
     kernel: KernelLoad,
     events_per_second: f64,
@@ -134,7 +134,7 @@ struct Window {
     empty_ns: f64,
 }
 
-impl Window {
+impl WindowResult {
     /// Returns the distance from the nearest load that the kernel's accounting allows, in percentage points.
     fn difference(&self) -> f64 {
         let KernelLoad { not_idle, stolen, .. } = self.kernel;
@@ -142,10 +142,10 @@ impl Window {
     }
 }
 
-fn measure_case(case: &Case, args: &Args) -> anyhow::Result<Vec<Window>> {
+fn measure_case(case: &Case, args: &Args) -> anyhow::Result<Vec<WindowResult>> {
     namespace::enter_new()?;
     let wire = VethPair::new(0)?;
-    let _thread = receive_on(&wire, RECEIVER, case.threaded)?;
+    let _thread = receive_on(&wire, RECEIVER_CPU, case.threaded)?;
     let load = CpuLoad::start()?;
     let mut storage = MaybeUninit::uninit();
     let mut floor = skeleton::EmptyTracepointSkelBuilder::default().open(&mut storage)?.load()?;
@@ -154,17 +154,17 @@ fn measure_case(case: &Case, args: &Args) -> anyhow::Result<Vec<Window>> {
     std::thread::scope(|scope| {
         let flood = scope.spawn(|| flood(case.burst, &done));
         std::thread::sleep(Duration::from_millis(200));
-        let windows = (0..args.windows).map(|_| window(&load, Duration::from_millis(args.window_ms))).collect();
+        let windows = (0..args.windows).map(|_| measure_window(&load, Duration::from_millis(args.window_ms))).collect();
         done.store(true, Ordering::Relaxed);
         flood.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
         windows
     })
 }
 
-fn window(load: &CpuLoad, length: Duration) -> anyhow::Result<Window> {
-    let (began, kernel, busy, programs) = (Instant::now(), Ticks::read()?, load.busy_ns(RECEIVER), run_times());
+fn measure_window(load: &CpuLoad, length: Duration) -> anyhow::Result<WindowResult> {
+    let (began, kernel, busy, programs) = (Instant::now(), Ticks::read()?, load.busy_ns(RECEIVER_CPU), run_times());
     std::thread::sleep(length);
-    let busy = load.busy_ns(RECEIVER) - busy;
+    let busy = load.busy_ns(RECEIVER_CPU) - busy;
     let (seconds, kernel) = (began.elapsed().as_secs_f64(), Ticks::read()?.since(&kernel));
     let (mut events, mut time_ns, mut empty_ns) = (0, 0, 0.0);
     for (id, program) in run_times() {
@@ -177,7 +177,7 @@ fn window(load: &CpuLoad, length: Duration) -> anyhow::Result<Window> {
         }
     }
     ensure!(events > 0, "no events in {length:?}");
-    Ok(Window {
+    Ok(WindowResult {
         load: busy as f64 / seconds / 1e7,
         kernel: KernelLoad::of(kernel, seconds),
         events_per_second: events as f64 / seconds,
@@ -207,11 +207,11 @@ fn run_times() -> HashMap<u32, RunTime> {
     ProgInfoIter::default().filter_map(program).collect()
 }
 
-/// Makes `cpu` receive packets to [`FLOODED`]: by a NAPI thread, or by RPS.
+/// Makes `cpu` receive packets to [`FLOOD_DESTINATION`]: by a NAPI thread, or by RPS.
 fn receive_on(wire: &VethPair, cpu: usize, threaded: bool) -> anyhow::Result<Option<NapiThread>> {
     let VethPair { generator_end, tested_end } = wire;
     ip(&format!("address add 10.9.0.1/24 dev {generator_end}"))?;
-    ip(&format!("neigh replace {FLOODED} lladdr {OWN_MAC} dev {generator_end}"))?;
+    ip(&format!("neigh replace {FLOOD_DESTINATION} lladdr {OWN_MAC} dev {generator_end}"))?;
     if threaded {
         // veth uses NAPI once GRO is on.
         let status = Command::new("ethtool").args(["-K", tested_end, "gro", "on"]).status().context("ethtool")?;
@@ -223,12 +223,12 @@ fn receive_on(wire: &VethPair, cpu: usize, threaded: bool) -> anyhow::Result<Opt
 }
 
 fn flood((burst, pause): (usize, Duration), done: &AtomicBool) -> anyhow::Result<()> {
-    cpus::bind(THIS_THREAD, SENDER)?;
+    cpus::bind_to_cpu(THIS_THREAD, SENDER_CPU)?;
     let socket = UdpSocket::bind("0.0.0.0:0")?;
     while !done.load(Ordering::Relaxed) {
         for _ in 0..burst {
             // A full queue rejects a datagram; the next datagram is sent.
-            _ = socket.send_to(&[0; 64], (FLOODED, 9));
+            _ = socket.send_to(&[0; 64], (FLOOD_DESTINATION, 9));
         }
         if !pause.is_zero() {
             std::thread::sleep(pause);
@@ -237,13 +237,13 @@ fn flood((burst, pause): (usize, Duration), done: &AtomicBool) -> anyhow::Result
     Ok(())
 }
 
-/// Ticks of 10 ms of [`RECEIVER`] (proc(5)): user, nice, system, idle, iowait, irq, softirq, steal.
+/// Ticks of 10 ms of [`RECEIVER_CPU`] (proc(5)): user, nice, system, idle, iowait, irq, softirq, steal.
 struct Ticks([u64; 8]);
 
 impl Ticks {
     fn read() -> anyhow::Result<Self> {
         let text = std::fs::read_to_string("/proc/stat").context("/proc/stat")?;
-        let line = text.lines().find_map(|line| line.strip_prefix(&format!("cpu{RECEIVER} ")));
+        let line = text.lines().find_map(|line| line.strip_prefix(&format!("cpu{RECEIVER_CPU} ")));
         let numbers = line.context("/proc/stat: the receiving CPU is offline")?.split_whitespace();
         let numbers: Vec<u64> = numbers.take(8).map(str::parse).collect::<Result<_, _>>()?;
         let numbers =

@@ -7,17 +7,17 @@ use nix::sched::{CpuSet, sched_setaffinity};
 use nix::time::{ClockId, clock_gettime};
 use nix::unistd::Pid;
 
-/// The calling thread, for [`bind`].
+/// The calling thread, for [`bind_to_cpu`].
 pub const THIS_THREAD: Pid = Pid::from_raw(0);
 
 /// Returns the CPU time of this thread.
-pub fn thread_time() -> Duration {
+pub fn thread_cpu_time() -> Duration {
     clock_gettime(ClockId::CLOCK_THREAD_CPUTIME_ID).expect("every Linux has this clock").into()
 }
 
 /// Binds a thread, and the threads that it starts later, to one CPU. Fails when the CPU does not exist or is not
 /// allowed.
-pub fn bind(thread: Pid, cpu: usize) -> anyhow::Result<()> {
+pub fn bind_to_cpu(thread: Pid, cpu: usize) -> anyhow::Result<()> {
     let mut only = CpuSet::new();
     only.set(cpu)?;
     sched_setaffinity(thread, &only).with_context(|| format!("binding a thread to CPU {cpu}"))

@@ -15,7 +15,7 @@ use crate::namespace::{self, ip};
 use crate::report::{Goal, Report, Table, goal_cells};
 use crate::run_time::{enable_statistics, run_time};
 use anyhow::{Context as _, ensure};
-use coreward_dataplane::dispatch::{self, Dispatch, Options, Policy, RequestType};
+use coreward_dataplane::dispatch::{self, DispatchPrograms, Options, Policy, RequestType};
 use coreward_dataplane::reuseport;
 use coreward_model::dispatch::ClassBounds;
 use libbpf_rs::skel::{OpenSkel as _, SkelBuilder as _};
@@ -45,14 +45,14 @@ impl Default for Args {
     }
 }
 
-const WORKERS: [usize; 2] = [16, 64];
+const WORKER_COUNTS: [usize; 2] = [16, 64];
 const CLIENT_COUNT: usize = 61;
 /// Number of requests that are outstanding at once.
 const BURST: u32 = 48;
 
 /// Returns the goal for the fastest round (ns).
 fn goal_of(policy: &str, workers: usize) -> Option<Goal> {
-    (policy == Policy::ShortestQueue.name() && workers == WORKERS[0]).then_some(Goal::AtMost(90.0))
+    (policy == Policy::ShortestQueue.name() && workers == WORKER_COUNTS[0]).then_some(Goal::AtMost(90.0))
 }
 
 /// Measures in a new thread, because a network namespace belongs to a thread. Fails without root.
@@ -67,7 +67,7 @@ fn measure(args: &Args) -> anyhow::Result<Report> {
     let mut sent = Table::new(&["datagram sent, 16 workers", "above empty, ns", "empty, ns"]);
     let mut table =
         Table::new(&["policy", "workers", "above empty, ns", "fastest rounds", "goal", "verdict", "empty, ns"]);
-    for workers in WORKERS {
+    for workers in WORKER_COUNTS {
         let mut services = vec![Service::floor(workers, Floor::Empty)?, Service::floor(workers, Floor::SelectSocket)?];
         let mut names = vec!["(always the same)"];
         for policy in Policy::all() {
@@ -81,7 +81,7 @@ fn measure(args: &Args) -> anyhow::Result<Report> {
                 times.push(service.run_round(args.requests)?);
             }
         }
-        if workers == WORKERS[0] {
+        if workers == WORKER_COUNTS[0] {
             egress_rows(args, &services, &mut sent)?;
         }
         let empty = times[0].clone();
@@ -164,7 +164,7 @@ struct Service {
     egress: OwnedFd,
     _link: Option<Link>,
     /// Keeps the dispatch attached.
-    dispatch: Option<(Dispatch, Pins)>,
+    dispatch: Option<(DispatchPrograms, Pins)>,
 }
 
 /// Directory of pins; removed when dropped.
@@ -224,7 +224,7 @@ impl Service {
         };
         let name = format!("coreward-bench-dispatch-{}-{}", std::process::id(), address.port());
         let pins = Pins(PathBuf::from("/sys/fs/bpf").join(name));
-        let dispatch = Dispatch::load(&pins.0, &dispatch::cgroup_root()?, &options)?;
+        let dispatch = DispatchPrograms::load(&pins.0, &dispatch::cgroup_root()?, &options)?;
         for socket in &sockets {
             dispatch.add_worker(socket.as_fd(), std::process::id())?;
         }

@@ -9,7 +9,7 @@ use anyhow::Context as _;
 pub const PROFILE: &str = env!("COREWARD_PROFILE");
 
 /// Returns build, commit, machine, kernel and date in one sentence.
-pub fn sentence() -> String {
+pub fn describe() -> String {
     let cpus = std::thread::available_parallelism().map_or(0, usize::from);
     let cpu_info = fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
     let model =
@@ -25,13 +25,13 @@ pub fn sentence() -> String {
 }
 
 /// Load of the machine by other processes and guests since the start of a run.
-pub struct OtherLoad {
+pub struct BackgroundLoad {
     /// Load average of the last minute before the run.
     load_average: String,
     cpu_times: CpuTimes,
 }
 
-impl OtherLoad {
+impl BackgroundLoad {
     /// Starts the measurement. Fails without /proc.
     pub fn start() -> anyhow::Result<Self> {
         let averages = fs::read_to_string("/proc/loadavg").context("/proc/loadavg")?;
@@ -40,7 +40,7 @@ impl OtherLoad {
     }
 
     /// Returns the load in one sentence. Fails without /proc.
-    pub fn sentence(&self) -> anyhow::Result<String> {
+    pub fn describe(&self) -> anyhow::Result<String> {
         let stolen = CpuTimes::read()?.stolen_since(&self.cpu_times);
         let load_average = &self.load_average;
         Ok(format!(
@@ -86,7 +86,7 @@ mod tests {
 
     #[test]
     fn sentence_names_profile_and_kernel() {
-        let sentence = sentence();
+        let sentence = describe();
         assert!(sentence.contains(&format!("profile {PROFILE}")) && sentence.contains("Linux "), "{sentence}");
         assert!(!PROFILE.is_empty() && PROFILE != "build", "{PROFILE}");
     }

@@ -19,7 +19,7 @@ use tonic::transport::Channel;
 
 use crate::controller_process::Controller;
 
-pub(crate) fn name(agent: u32) -> String {
+pub(crate) fn server_name(agent: u32) -> String {
     format!("s{agent}")
 }
 
@@ -33,7 +33,7 @@ pub(crate) async fn start_all(
 ) -> anyhow::Result<Arc<AtomicU64>> {
     let mut clients = Vec::new();
     for agent in 0..agents {
-        clients.push(controller.connect_as(Role::Agent, &name(agent)).await?);
+        clients.push(controller.connect_as(Role::Agent, &server_name(agent)).await?);
     }
     let (start, sent) = (Instant::now(), Arc::new(AtomicU64::new(0)));
     for (agent, client) in (0..).zip(clients) {
@@ -54,7 +54,7 @@ async fn fake_agent(
     sent: Arc<AtomicU64>,
 ) {
     let (sender, receiver) = mpsc::channel(2);
-    let registration = v1::AgentRegistration { server: name(agent), version: "bench".into() };
+    let registration = v1::AgentRegistration { server: server_name(agent), version: "bench".into() };
     let registration = v1::AgentMessage { message: Some(agent_message::Message::Registration(registration)) };
     if sender.send(registration).await.is_err() {
         return;

@@ -24,7 +24,7 @@ use coreward_runtime::serve::{Context, Handler, Reply, Request, ServeOptions};
 use coreward_runtime::worker::{Runtime, Worker};
 use coreward_runtime::{RuntimeError, ServiceEntry};
 
-use crate::cpus::{THIS_THREAD, bind};
+use crate::cpus::{THIS_THREAD, bind_to_cpu};
 use crate::report::{Cell, Goal, Report, Table, goal_cells, summarize};
 
 /// Options of `coreward-lab bench orchestrate`.
@@ -56,7 +56,7 @@ pub fn run(args: &Args) -> anyhow::Result<Report> {
 }
 
 fn measure(args: &Args) -> anyhow::Result<Report> {
-    bind(THIS_THREAD, CPUS[0])?;
+    bind_to_cpu(THIS_THREAD, CPUS[0])?;
     let mut rates = Table::new(&["per second on one CPU", "millions", "least", "most", "ns each", "goal", "verdict"]);
     // The fastest round is the one with the fewest interruptions by other processes.
     let mut add = |name: &str, goal: f64, measure: &dyn Fn() -> anyhow::Result<f64>| -> anyhow::Result<()> {
@@ -67,8 +67,12 @@ fn measure(args: &Args) -> anyhow::Result<Report> {
         Ok(())
     };
     for (cores, goal) in [(16, 3.0), (64, 1.5)] {
-        add(&format!("decisions of the model, {cores} cores"), goal, &|| Ok(decide(cores, args.operations)))?;
-        add(&format!("requests through the memory, {cores} cores"), goal, &|| dispatch(cores, args.operations))?;
+        add(&format!("decisions of the model, {cores} cores"), goal, &|| {
+            Ok(measure_decisions(cores, args.operations))
+        })?;
+        add(&format!("requests through the memory, {cores} cores"), goal, &|| {
+            measure_dispatch(cores, args.operations)
+        })?;
     }
     add("feedback messages of one core", 20.0, &|| measure_feedback(args.operations))?;
     add("hints to one core", 20.0, &|| measure_hints(args.operations))?;
@@ -76,7 +80,7 @@ fn measure(args: &Args) -> anyhow::Result<Report> {
     let count = args.operations.min(200_000);
     let (mut requests, mut lines) = (Vec::new(), Vec::new());
     for _ in 0..args.rounds {
-        requests.push(round_trip(count)?);
+        requests.push(measure_round_trip(count)?);
         lines.push(line_round_trip(count)?);
     }
     for (name, rounds, goal) in [
@@ -135,8 +139,8 @@ fn measure_sockets(args: &Args) -> anyhow::Result<Table> {
     let head = ["over UDP, per second on one CPU", "thousands", "least", "most", "ns each", "delivery, ns each"];
     let mut table = Table::new(&head);
     for ((name, _), times) in servers.iter().zip(&times) {
-        let rates: Vec<f64> = times.iter().map(|times| 1e6 / times.server).collect();
-        let delivery = median(&times.iter().map(|times| times.delivery).collect::<Vec<_>>()).context("a round")?;
+        let rates: Vec<f64> = times.iter().map(|times| 1e6 / times.server_ns).collect();
+        let delivery = median(&times.iter().map(|times| times.delivery_ns).collect::<Vec<_>>()).context("a round")?;
         let (_, [middle, least, most, each]) = rate_cells(&rates, 1e6);
         table.add_row([(*name).into(), middle, least, most, each, delivery.into()]);
     }
@@ -156,7 +160,7 @@ fn millions_per_second(operations: u64, started: Instant) -> f64 {
 
 /// Decides requests of alternating services while each core has two on average; each decision completes the oldest one.
 /// Returns ns per decision.
-fn decide(cores: u16, decisions: u64) -> f64 {
+fn measure_decisions(cores: u16, decisions: u64) -> f64 {
     let ranked: Vec<_> =
         (0..SERVICE_COUNT).map(|priority| RankedService { priority, lambda: Lambda::PUBLISHED }).collect();
     let ranks = RankArrays::new(cores, &ranked, RankRule::Ranked, DEPTH);
@@ -170,7 +174,7 @@ fn decide(cores: u16, decisions: u64) -> f64 {
         if outstanding.len() > 2 * usize::from(cores)
             && let Some(oldest) = outstanding.pop_front()
         {
-            balancer.feedback(oldest.service, oldest.core, 1).expect("it is outstanding");
+            balancer.record_feedback(oldest.service, oldest.core, 1).expect("it is outstanding");
         }
     }
     millions_per_second(decisions, started)
@@ -195,7 +199,7 @@ fn config(cores: u16, address: SocketAddrV4) -> EngineConfig {
     };
     EngineConfig {
         core_count: cores,
-        depth: DEPTH,
+        rank_bound: DEPTH,
         rank_rule: RankRule::Ranked,
         services: (0..SERVICE_COUNT).map(service).collect(),
         scheduler: FeoConfig { capacity: 1024, ..FeoConfig::strict_priority(0..SERVICE_COUNT) },
@@ -227,7 +231,7 @@ fn connect(runtime: &Runtime, cores: u16, address: SocketAddrV4) -> Result<Vec<W
 }
 
 /// Sends requests through the queues of all cores; the workers complete them without a response.
-fn dispatch(cores: u16, requests: u64) -> anyhow::Result<f64> {
+fn measure_dispatch(cores: u16, requests: u64) -> anyhow::Result<f64> {
     let (_directory, path, mut engine) = engine(cores)?;
     let runtime = Runtime::connect(&path)?;
     let stop = AtomicBool::new(false);
@@ -259,7 +263,7 @@ fn dispatch(cores: u16, requests: u64) -> anyhow::Result<f64> {
 
 /// Runs the workers of all cores in one thread.
 fn complete_all(runtime: &Runtime, cores: u16, stop: &AtomicBool) -> anyhow::Result<()> {
-    bind(THIS_THREAD, CPUS[1])?;
+    bind_to_cpu(THIS_THREAD, CPUS[1])?;
     let mut workers = connect(runtime, cores, address())?;
     while !stop.load(Relaxed) {
         for worker in &mut workers {
@@ -281,13 +285,13 @@ impl Handler for Echo {
 }
 
 /// Returns median and 99th percentile of the time from a request to its response (ns), with one request at a time.
-fn round_trip(trips: u64) -> anyhow::Result<[f64; 2]> {
+fn measure_round_trip(trips: u64) -> anyhow::Result<[f64; 2]> {
     let (_directory, path, mut engine) = engine(1)?;
     let runtime = Runtime::connect(&path)?;
     let stop = AtomicBool::new(false);
     std::thread::scope(|scope| {
         let worker = scope.spawn(|| -> anyhow::Result<()> {
-            bind(THIS_THREAD, CPUS[1])?;
+            bind_to_cpu(THIS_THREAD, CPUS[1])?;
             let mut workers = connect(&runtime, 1, address())?;
             let options = ServeOptions { sleep: Duration::ZERO, ..ServeOptions::default() };
             workers[0].serve(&Echo, options, &stop)?;
@@ -316,12 +320,12 @@ fn round_trip(trips: u64) -> anyhow::Result<[f64; 2]> {
             engine.poll(trips, &mut |_, _, _| ());
         }
         worker.join().expect("the worker's thread")?;
-        Ok(quantiles(times))
+        Ok(median_and_p99(times))
     })
 }
 
 /// Returns the median and the 99th percentile.
-fn quantiles(mut times: Vec<f64>) -> [f64; 2] {
+fn median_and_p99(mut times: Vec<f64>) -> [f64; 2] {
     times.sort_unstable_by(f64::total_cmp);
     [times[times.len() / 2], times[times.len() * 99 / 100]]
 }
@@ -342,7 +346,7 @@ fn line_round_trip(trips: u64) -> anyhow::Result<[f64; 2]> {
     };
     std::thread::scope(|scope| {
         let other = scope.spawn(|| -> anyhow::Result<()> {
-            let bound = bind(THIS_THREAD, CPUS[1]);
+            let bound = bind_to_cpu(THIS_THREAD, CPUS[1]);
             back.0.store(u64::MAX, Release);
             for trip in 1..=trips {
                 wait(&there, trip);
@@ -362,7 +366,7 @@ fn line_round_trip(trips: u64) -> anyhow::Result<[f64; 2]> {
             times.push(started.elapsed().as_nanos() as f64);
         }
         other.join().expect("the other thread")?;
-        Ok(quantiles(times))
+        Ok(median_and_p99(times))
     })
 }
 
@@ -392,7 +396,7 @@ fn measure_feedback(messages: u64) -> anyhow::Result<f64> {
     let runtime = Runtime::connect(&path)?;
     std::thread::scope(|scope| {
         let worker = scope.spawn(|| -> anyhow::Result<()> {
-            bind(THIS_THREAD, CPUS[1])?;
+            bind_to_cpu(THIS_THREAD, CPUS[1])?;
             let mut worker = runtime.worker(0)?;
             for _ in 0..messages {
                 worker.load_feedback(0, 0, 1)?;
@@ -415,7 +419,7 @@ fn measure_hints(messages: u64) -> anyhow::Result<f64> {
     let runtime = Runtime::connect(&path)?;
     std::thread::scope(|scope| {
         let worker = scope.spawn(|| -> anyhow::Result<()> {
-            bind(THIS_THREAD, CPUS[1])?;
+            bind_to_cpu(THIS_THREAD, CPUS[1])?;
             let mut worker = runtime.worker(0)?;
             let mut received = 0;
             while received < messages {
@@ -424,7 +428,8 @@ fn measure_hints(messages: u64) -> anyhow::Result<f64> {
             Ok(())
         });
         accept(&mut queues, &worker)?;
-        let (started, hint) = (Instant::now(), HintMessage { service: 0, hint: LoadHint::ScaleUp, waiting: 0 });
+        let (started, hint) =
+            (Instant::now(), HintMessage { service: 0, hint: LoadHint::ScaleUp, waiting_services: 0 });
         let mut sent = 0;
         while sent < messages {
             match queues.send_hint(0, hint) {

@@ -18,10 +18,10 @@ use tokio::time::{Instant, sleep, sleep_until};
 use tokio_stream::wrappers::ReceiverStream;
 
 use crate::controller_process::Controller;
-use crate::cpus::thread_time;
-use crate::fake_agent::{FakeAgent, name};
+use crate::cpus::thread_cpu_time;
+use crate::fake_agent::{FakeAgent, server_name};
 use crate::report::{Report, Table};
-use crate::scale::{Window, measure_windows, rows};
+use crate::scale::{WindowResult, add_window_rows, measure_windows};
 use crate::test_env::{self, ScaleArgs};
 
 /// Number of different summaries that each rack sends in turn. They are made in advance, because real racks would make
@@ -102,8 +102,8 @@ impl Rack {
         let rack = format!("rack{number}");
         let registration = v1::RackRegistration { name: rack.clone(), version: "bench".into() };
         let registrations = agents.clone().map(|agent| {
-            let registration = v1::AgentRegistration { server: name(agent), version: "bench".into() };
-            report_from(agent, agent_message::Message::Registration(registration))
+            let registration = v1::AgentRegistration { server: server_name(agent), version: "bench".into() };
+            wrap_agent_message(agent, agent_message::Message::Registration(registration))
         });
         messages.send(v1::RackMessage { registration: Some(registration), ..Default::default() }).await?;
         messages.send(v1::RackMessage { agents: registrations.collect(), ..Default::default() }).await?;
@@ -137,13 +137,13 @@ impl Rack {
             let reports: Vec<v1::Report> = servers.iter_mut().map(FakeAgent::report).collect();
             let wall = wall_clock();
             let now = Now { monotonic: interval * round as u32, wall, record: wall };
-            let begun = thread_time();
+            let begun = thread_cpu_time();
             for (agent, report) in agents.clone().zip(reports) {
                 let (_, outcome) = reducer.report(agent.into(), report, now);
                 outcome.context("a report of a pretended server")?;
             }
             let summaries = reducer.summaries(now);
-            cost_us = (thread_time() - begun).as_secs_f64() * 1e6;
+            cost_us = (thread_cpu_time() - begun).as_secs_f64() * 1e6;
             if round > 0 {
                 rounds.push(v1::RackMessage { summaries, ..Default::default() });
             }
@@ -166,7 +166,9 @@ impl Rack {
             // The first report of each agent has its RSS configuration and is sent immediately.
             let (first, step) = if round == 0 { (0, 1) } else { (round % per_detail, per_detail) };
             for (agent, server) in self.servers.iter_mut().skip(first).step_by(step) {
-                message.agents.push(report_from(*agent, agent_message::Message::Report(server.detailed_report())));
+                message
+                    .agents
+                    .push(wrap_agent_message(*agent, agent_message::Message::Report(server.detailed_report())));
             }
             if self.messages.send(message).await.is_err() {
                 return;
@@ -176,15 +178,15 @@ impl Rack {
     }
 }
 
-fn report_from(agent: u32, message: agent_message::Message) -> v1::FromAgent {
+fn wrap_agent_message(agent: u32, message: agent_message::Message) -> v1::FromAgent {
     v1::FromAgent { stream: agent.into(), message: Some(v1::AgentMessage { message: Some(message) }) }
 }
 
-fn report(args: &Args, windows: &[Window], costs_us: Vec<f64>, bytes: Vec<f64>) -> Report {
+fn report(args: &Args, windows: &[WindowResult], costs_us: Vec<f64>, bytes: Vec<f64>) -> Report {
     let mut table = Table::new(&["", "median", "least", "most"]);
-    rows(&mut table, "summaries", windows);
-    table.summary("a summary, bytes", bytes, []);
-    table.summary("CPU of a rack for the reports and the summary of one interval, us", costs_us, []);
+    add_window_rows(&mut table, "summaries", windows);
+    table.add_summary_row("a summary, bytes", bytes, []);
+    table.add_summary_row("CPU of a rack for the reports and the summary of one interval, us", costs_us, []);
     Report {
         name: "racks",
         title: "The controller behind racks",

@@ -117,7 +117,12 @@ impl Table {
     }
 
     /// Adds a row: a name, median, minimum and maximum of values, and further cells.
-    pub fn summary(&mut self, name: &str, values: impl IntoIterator<Item = f64>, more: impl IntoIterator<Item = Cell>) {
+    pub fn add_summary_row(
+        &mut self,
+        name: &str,
+        values: impl IntoIterator<Item = f64>,
+        more: impl IntoIterator<Item = Cell>,
+    ) {
         self.add_row([name.into()].into_iter().chain(summarize(values).map(Cell::Number)).chain(more));
     }
 

@@ -45,19 +45,19 @@ async fn measure(args: &Args, controller: &mut Controller, interval: Duration) -
 }
 
 /// Results of one window.
-pub struct Window {
+pub struct WindowResult {
     cpu_pct: f64,
     sent_per_second: f64,
-    taken_per_second: f64,
+    accepted_per_second: f64,
     tables_per_second: f64,
     resident_mib: f64,
     max_mib: f64,
     /// Cumulative shares of the time from a report's receipt to its table, by bucket bound (s).
-    to_table: Vec<(f64, f64)>,
+    report_to_table_shares: Vec<(f64, f64)>,
     /// Cumulative shares of the time from a report's receipt to its table in the kernel.
-    to_kernel: Vec<(f64, f64)>,
+    report_to_kernel_shares: Vec<(f64, f64)>,
     /// Cumulative shares of the time from a report's sending to its table in the kernel.
-    sent_to_kernel: Vec<(f64, f64)>,
+    sent_to_kernel_shares: Vec<(f64, f64)>,
 }
 
 /// Measures all windows. `sent`: reports sent to the controller so far. Fails when the controller does not answer.
@@ -65,15 +65,19 @@ pub async fn measure_windows(
     args: &ScaleArgs,
     controller: &mut Controller,
     sent: &AtomicU64,
-) -> anyhow::Result<Vec<Window>> {
+) -> anyhow::Result<Vec<WindowResult>> {
     let mut windows = Vec::new();
     for _ in 0..args.windows {
-        windows.push(window(Duration::from_secs(args.window_seconds), controller, sent).await?);
+        windows.push(measure_window(Duration::from_secs(args.window_seconds), controller, sent).await?);
     }
     Ok(windows)
 }
 
-async fn window(length: Duration, controller: &mut Controller, sent: &AtomicU64) -> anyhow::Result<Window> {
+async fn measure_window(
+    length: Duration,
+    controller: &mut Controller,
+    sent: &AtomicU64,
+) -> anyhow::Result<WindowResult> {
     let asking = controller.operator_client().await?;
     let accepted = async || {
         let status = asking.status(false).await?;
@@ -83,25 +87,25 @@ async fn window(length: Duration, controller: &mut Controller, sent: &AtomicU64)
     let first = accepted().await?;
     // Answers about thousands of servers take a while and delay other requests, which must not be measured.
     sleep(SETTLE_TIME).await;
-    let before = scrape(controller.metrics)?;
+    let before = scrape(controller.metrics_address)?;
     sleep(SETTLE_TIME).await;
     let (began, sent_before, cpu_before) = (Instant::now(), sent.load(Ordering::Relaxed), controller.cpu_seconds()?);
     sleep(length).await;
     let (cpu, elapsed) = (controller.cpu_seconds()?, began.elapsed().as_secs_f64());
     let sent = (sent.load(Ordering::Relaxed) - sent_before) as f64 / elapsed;
-    let after = scrape(controller.metrics)?;
+    let after = scrape(controller.metrics_address)?;
     let last = accepted().await?;
     let between = (last.2 - first.2).as_secs_f64();
-    Ok(Window {
+    Ok(WindowResult {
         cpu_pct: (cpu.0 + cpu.1 - cpu_before.0 - cpu_before.1) / elapsed * 100.0,
         sent_per_second: sent,
-        taken_per_second: (last.0 - first.0) / between,
+        accepted_per_second: (last.0 - first.0) / between,
         tables_per_second: (last.1 - first.1) / between,
         resident_mib: controller.memory_mib("VmRSS:")? as f64,
         max_mib: controller.memory_mib("VmHWM:")? as f64,
-        to_table: shares(&before, &after, "coreward_table_build_delay_seconds"),
-        to_kernel: shares(&before, &after, "coreward_table_propagation_seconds"),
-        sent_to_kernel: shares(&before, &after, "coreward_report_sent_to_kernel_seconds"),
+        report_to_table_shares: shares(&before, &after, "coreward_table_build_delay_seconds"),
+        report_to_kernel_shares: shares(&before, &after, "coreward_table_propagation_seconds"),
+        sent_to_kernel_shares: shares(&before, &after, "coreward_report_sent_to_kernel_seconds"),
     })
 }
 
@@ -134,7 +138,7 @@ fn shares(before: &str, after: &str, name: &str) -> Vec<(f64, f64)> {
 }
 
 /// Returns a quantile of a histogram (ms), interpolated within its bucket.
-fn quantile(shares: &[(f64, f64)], part: f64) -> f64 {
+fn quantile_ms(shares: &[(f64, f64)], part: f64) -> f64 {
     let mut lower = (0.0, 0.0);
     for (bound, share) in shares {
         if *share >= part {
@@ -148,32 +152,33 @@ fn quantile(shares: &[(f64, f64)], part: f64) -> f64 {
 }
 
 /// Returns the share of values of at most `seconds`.
-fn fraction_within(shares: &[(f64, f64)], seconds: f64) -> f64 {
+fn percent_within(shares: &[(f64, f64)], seconds: f64) -> f64 {
     shares.iter().find(|(bound, _)| *bound >= seconds).map_or(f64::NAN, |(_, share)| share * 100.0)
 }
 
 /// Adds rows of the windows' results. `messages`: name of the messages that the windows count.
-pub fn rows(table: &mut Table, messages: &str, windows: &[Window]) {
-    let mut row = |what: &str, of: &dyn Fn(&Window) -> f64| table.summary(what, windows.iter().map(of), []);
+pub fn add_window_rows(table: &mut Table, messages: &str, windows: &[WindowResult]) {
+    let mut row =
+        |what: &str, of: &dyn Fn(&WindowResult) -> f64| table.add_summary_row(what, windows.iter().map(of), []);
     row(&format!("{messages} sent per second"), &|window| window.sent_per_second);
-    row("reports taken per second", &|window| window.taken_per_second);
+    row("reports taken per second", &|window| window.accepted_per_second);
     row("CPU of the controller, % of one", &|window| window.cpu_pct);
     row("tables made per second", &|window| window.tables_per_second);
     row("resident memory, MiB", &|window| window.resident_mib);
     row("  at most so far", &|window| window.max_mib);
-    row("report to table, p50, ms", &|window| quantile(&window.to_table, 0.5));
-    row("  p99", &|window| quantile(&window.to_table, 0.99));
-    row("report received to table in the kernel, p50, ms", &|window| quantile(&window.to_kernel, 0.5));
-    row("  p99", &|window| quantile(&window.to_kernel, 0.99));
-    row("  within 10 ms, %", &|window| fraction_within(&window.to_kernel, 0.01));
-    row("report sent to table in the kernel, p50, ms", &|window| quantile(&window.sent_to_kernel, 0.5));
-    row("  p99", &|window| quantile(&window.sent_to_kernel, 0.99));
-    row("  within 10 ms, %", &|window| fraction_within(&window.sent_to_kernel, 0.01));
+    row("report to table, p50, ms", &|window| quantile_ms(&window.report_to_table_shares, 0.5));
+    row("  p99", &|window| quantile_ms(&window.report_to_table_shares, 0.99));
+    row("report received to table in the kernel, p50, ms", &|window| quantile_ms(&window.report_to_kernel_shares, 0.5));
+    row("  p99", &|window| quantile_ms(&window.report_to_kernel_shares, 0.99));
+    row("  within 10 ms, %", &|window| percent_within(&window.report_to_kernel_shares, 0.01));
+    row("report sent to table in the kernel, p50, ms", &|window| quantile_ms(&window.sent_to_kernel_shares, 0.5));
+    row("  p99", &|window| quantile_ms(&window.sent_to_kernel_shares, 0.99));
+    row("  within 10 ms, %", &|window| percent_within(&window.sent_to_kernel_shares, 0.01));
 }
 
-fn report(args: &Args, windows: &[Window]) -> Report {
+fn report(args: &Args, windows: &[WindowResult]) -> Report {
     let mut table = Table::new(&["", "median", "least", "most"]);
-    rows(&mut table, "reports", windows);
+    add_window_rows(&mut table, "reports", windows);
     Report {
         name: "scale",
         title: "A controller at its limit",

@@ -6,7 +6,7 @@ use std::path::Path;
 use std::time::Instant;
 
 use anyhow::{Context as _, ensure};
-use coreward_sim::trace::Source;
+use coreward_sim::trace::TraceSource;
 use coreward_sim::trace::capture::{ReadOptions, writer};
 use coreward_sim::{lb, rpc};
 
@@ -113,7 +113,7 @@ fn captures(args: &Args) -> anyhow::Result<Table> {
 
 /// Writes a capture of campus traffic; the page cache then holds it.
 fn write_capture(path: &Path, seconds: u32) -> anyhow::Result<()> {
-    let mut trace = format!("campus:seconds={seconds}").parse::<Source>()?.open(1, ReadOptions::default())?;
+    let mut trace = format!("campus:seconds={seconds}").parse::<TraceSource>()?.open(1, ReadOptions::default())?;
     let out = File::create(path).with_context(|| path.display().to_string())?;
     writer::write(trace.as_mut(), SNAP_LENGTH, BufWriter::with_capacity(1 << 20, out))?;
     Ok(())

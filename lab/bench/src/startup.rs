@@ -15,9 +15,9 @@ use nix::errno::Errno;
 use nix::net::if_::if_nametoindex;
 use nix::sys::socket::{MsgFlags, recv};
 
-use crate::agent::Pins;
+use crate::agent::PinDirectory;
 use crate::controller::{self, fleet, vip};
-use crate::controller_process::{Controller, Scratch};
+use crate::controller_process::{Controller, ScratchDirectory};
 use crate::fake_agent;
 use crate::namespace;
 use crate::report::{Report, Table};
@@ -51,7 +51,7 @@ pub fn run(args: &Args) -> anyhow::Result<Report> {
 
 fn measure(args: &Args) -> anyhow::Result<Report> {
     make_network()?;
-    let (scratch, pins) = (Scratch::new()?, Pins::new()?);
+    let (scratch, pins) = (ScratchDirectory::new()?, PinDirectory::new()?);
     let of_fleet = controller::Args { agents: args.servers, services: args.services, ..controller::Args::default() };
     let mut controller = Controller::start_without_fleet(&scratch.0)?;
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
@@ -187,7 +187,7 @@ struct ChangeTimes {
 
 async fn change_server(
     controller: &mut Controller,
-    pins: &Pins,
+    pins: &PinDirectory,
     document: &mut String,
     generation: u64,
     server: u32,
@@ -195,7 +195,7 @@ async fn change_server(
 ) -> anyhow::Result<ChangeTimes> {
     let client = controller.operator_client().await?;
     let status = client.status(false).await?;
-    let name = fake_agent::name(server);
+    let name = fake_agent::server_name(server);
     let known = status.servers.iter().find(|known| known.name == name).context("the server is not known")?;
     let id = ServerId::try_from(u64::from(known.id))?;
     let service = ServiceAddress { socket: vip(server % args.services).into(), protocol: Protocol::Tcp };
@@ -223,7 +223,7 @@ async fn change_server(
 
 fn report(args: &Args, starts: &[StartTimes], changes: &[ChangeTimes]) -> Report {
     let mut table = Table::new(&["ms", "median", "least", "most"]);
-    let mut row = |what: &str, values: Vec<f64>| table.summary(what, values, []);
+    let mut row = |what: &str, values: Vec<f64>| table.add_summary_row(what, values, []);
     let ms = |time: Duration| time.as_secs_f64() * 1e3;
     row("from exec to the first packet forwarded", starts.iter().map(|start| ms(start.first)).collect());
     row("from exec to a packet of every service", starts.iter().map(|start| ms(start.all)).collect());

@@ -10,10 +10,10 @@ use crate::namespace::{self, ip};
 use anyhow::{Context as _, ensure};
 use coreward_tls::Role;
 
-use crate::agent::Pins;
+use crate::agent::PinDirectory;
 use crate::certificates::Certificates;
 use crate::controller;
-use crate::controller_process::{Controller, Scratch};
+use crate::controller_process::{Controller, ScratchDirectory};
 use crate::report::Report;
 
 /// Options of measurements of a controller at its limit.
@@ -55,12 +55,12 @@ where
 {
     coreward_control_server::server::raise_file_limit();
     make_network()?;
-    let (scratch, pins) = (Scratch::new()?, Pins::new()?);
+    let (scratch, pins) = (ScratchDirectory::new()?, PinDirectory::new()?);
     let certificates = tls.then(|| Certificates::new(&scratch.0.join("certificates"))).transpose()?;
     // A process inherits the CPU of the thread that starts it.
-    cpus::bind(THIS_THREAD, 0)?;
+    cpus::bind_to_cpu(THIS_THREAD, 0)?;
     let mut controller = Controller::start(&controller::fleet(fleet), certificates, &scratch.0)?;
-    cpus::bind(THIS_THREAD, 1)?;
+    cpus::bind_to_cpu(THIS_THREAD, 1)?;
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     runtime.block_on(async {
         controller.wait_until_listening().await?;
@@ -87,7 +87,7 @@ pub struct Balancer(Child);
 
 impl Balancer {
     /// Starts it at the device `eth0`, with its pins below `pins`. Fails when the process cannot be started.
-    pub fn start(controller: &Controller, scratch: &Scratch, pins: &Pins) -> anyhow::Result<Self> {
+    pub fn start(controller: &Controller, scratch: &ScratchDirectory, pins: &PinDirectory) -> anyhow::Result<Self> {
         let config = scratch.0.join("lb.toml");
         let text = format!(
             "name = \"lb1\"\ncontroller = \"{}\"\ninterface = \"eth0\"\npin_directory = {:?}\n\

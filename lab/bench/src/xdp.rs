@@ -17,7 +17,7 @@ use anyhow::{Context as _, ensure};
 
 use crate::report::{Report, Table, goal_cells};
 use balancer::Balancer;
-use established::ByConnections;
+use established::ConnectionCountResult;
 use goals::Goals;
 use interleaved::{Program, RoundTimes, Turn, run_interleaved};
 pub use interleaved::{difference, fastest_difference, median_of, quartiles};
@@ -26,7 +26,7 @@ use workload::Case;
 
 /// Length of a measurement.
 #[derive(Debug, Clone, Copy, clap::Args)]
-pub struct Length {
+pub struct MeasurementLength {
     /// Number of rounds; in each, all programs of a case run one after the other
     #[arg(long, default_value_t = Self::default().rounds, value_parser = clap::value_parser!(u32).range(1..))]
     rounds: u32,
@@ -35,7 +35,7 @@ pub struct Length {
     packets: u32,
 }
 
-impl Default for Length {
+impl Default for MeasurementLength {
     fn default() -> Self {
         Self { rounds: 15, packets: PACKET_COUNT as u32 }
     }
@@ -45,7 +45,7 @@ impl Default for Length {
 #[derive(Default, clap::Args)]
 pub struct Args {
     #[command(flatten)]
-    length: Length,
+    length: MeasurementLength,
     /// Measure only cases whose name contains this text, without the cases of established connections
     #[arg(long, value_name = "TEXT")]
     only: Option<String>,
@@ -54,7 +54,7 @@ pub struct Args {
 impl Args {
     /// Returns a length of `rounds` rounds with the default number of packets.
     pub fn for_rounds(rounds: u32) -> Self {
-        Self { length: Length { rounds, ..Length::default() }, only: None }
+        Self { length: MeasurementLength { rounds, ..MeasurementLength::default() }, only: None }
     }
 }
 
@@ -137,7 +137,7 @@ fn measure_alone(case: Case, args: &Args) -> anyhow::Result<Measured> {
     Measured::new(&balancer, [&times[0], &times[1], &times[2]])
 }
 
-fn report(established: &[ByConnections], alone: &[Measured], units: Option<Table>, args: &Args) -> Report {
+fn report(established: &[ConnectionCountResult], alone: &[Measured], units: Option<Table>, args: &Args) -> Report {
     let goals = Goals::new(established, alone);
     let tables = [costs(established, alone, &goals), established::table(established)];
     Report {
@@ -148,7 +148,7 @@ fn report(established: &[ByConnections], alone: &[Measured], units: Option<Table
     }
 }
 
-fn costs(established: &[ByConnections], alone: &[Measured], goals: &Goals<'_>) -> Table {
+fn costs(established: &[ConnectionCountResult], alone: &[Measured], goals: &Goals<'_>) -> Table {
     let mut table = Table::new(&[
         "packet",
         "above empty, ns",
@@ -159,7 +159,8 @@ fn costs(established: &[ByConnections], alone: &[Measured], goals: &Goals<'_>) -
         "multiple of parse + swap",
         "empty, ns",
     ]);
-    let modes: [fn(&ByConnections) -> &Measured; 3] = [|of| &of.stateless, |of| &of.stateful, |of| &of.hash_table];
+    let modes: [fn(&ConnectionCountResult) -> &Measured; 3] =
+        [|of| &of.stateless, |of| &of.stateful, |of| &of.hash_table];
     let by_mode = modes.into_iter().flat_map(|mode| established.iter().map(mode));
     for m in by_mode.chain(alone) {
         let [goal, verdict] = goal_cells(goals.goal_of(m.case), m.fastest);

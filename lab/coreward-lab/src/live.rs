@@ -2,14 +2,17 @@
 
 use coreward_bench::figure;
 use coreward_dataplane::capabilities;
-use coreward_sim::figure::embedded::Embedded;
+use coreward_sim::figure::embedded::EmbeddedScenario;
 use coreward_sim::figure::live::LiveFigure;
 use coreward_testbed::{dispatch_figure, pcc};
 
 /// All live figures in any order: lists and pages use the papers' order.
 pub const FIGURES: &[LiveFigure] = &[
     LiveFigure {
-        figure: Embedded { name: "cheetah-5-live", text: include_str!("../../scenarios/live/cheetah-5-live.toml") },
+        embedded_scenario: EmbeddedScenario {
+            name: "cheetah-5-live",
+            toml_text: include_str!("../../scenarios/live/cheetah-5-live.toml"),
+        },
         measure: |scenario, progress| {
             capabilities::require("coreward-lab figure cheetah-5-live")?;
             figure::cheetah_5(scenario, progress)
@@ -18,62 +21,74 @@ pub const FIGURES: &[LiveFigure] = &[
         interrupt: None,
     },
     LiveFigure {
-        figure: Embedded { name: "cheetah-9-live", text: include_str!("../../scenarios/live/cheetah-9-live.toml") },
+        embedded_scenario: EmbeddedScenario {
+            name: "cheetah-9-live",
+            toml_text: include_str!("../../scenarios/live/cheetah-9-live.toml"),
+        },
         measure: pcc::figure::measure,
         interrupt: Some(pcc::figure::interrupt),
     },
     LiveFigure {
-        figure: Embedded { name: "turbo-9-live", text: include_str!("../../scenarios/live/turbo-9-live.toml") },
+        embedded_scenario: EmbeddedScenario {
+            name: "turbo-9-live",
+            toml_text: include_str!("../../scenarios/live/turbo-9-live.toml"),
+        },
         measure: dispatch_figure::server_figure::measure,
         interrupt: Some(dispatch_figure::interrupt),
     },
     LiveFigure {
-        figure: Embedded { name: "turbo-6d-live", text: include_str!("../../scenarios/live/turbo-6d-live.toml") },
+        embedded_scenario: EmbeddedScenario {
+            name: "turbo-6d-live",
+            toml_text: include_str!("../../scenarios/live/turbo-6d-live.toml"),
+        },
         measure: dispatch_figure::server_figure::measure,
         interrupt: Some(dispatch_figure::interrupt),
     },
     LiveFigure {
-        figure: Embedded {
+        embedded_scenario: EmbeddedScenario {
             name: "ringleader-classes-live",
-            text: include_str!("../../scenarios/live/ringleader-classes-live.toml"),
+            toml_text: include_str!("../../scenarios/live/ringleader-classes-live.toml"),
         },
         measure: dispatch_figure::server_figure::measure,
         interrupt: Some(dispatch_figure::interrupt),
     },
     LiveFigure {
-        figure: Embedded {
+        embedded_scenario: EmbeddedScenario {
             name: "ringleader-8-live",
-            text: include_str!("../../scenarios/live/ringleader-8-live.toml"),
+            toml_text: include_str!("../../scenarios/live/ringleader-8-live.toml"),
         },
         measure: dispatch_figure::server_figure::measure,
         interrupt: Some(dispatch_figure::interrupt),
     },
     LiveFigure {
-        figure: Embedded {
+        embedded_scenario: EmbeddedScenario {
             name: "ringleader-bimodal-live",
-            text: include_str!("../../scenarios/live/ringleader-bimodal-live.toml"),
+            toml_text: include_str!("../../scenarios/live/ringleader-bimodal-live.toml"),
         },
         measure: dispatch_figure::server_figure::measure,
         interrupt: Some(dispatch_figure::interrupt),
     },
     LiveFigure {
-        figure: Embedded {
+        embedded_scenario: EmbeddedScenario {
             name: "ringleader-high-bimodal-live",
-            text: include_str!("../../scenarios/live/ringleader-high-bimodal-live.toml"),
+            toml_text: include_str!("../../scenarios/live/ringleader-high-bimodal-live.toml"),
         },
         measure: dispatch_figure::server_figure::measure,
         interrupt: Some(dispatch_figure::interrupt),
     },
     LiveFigure {
-        figure: Embedded {
+        embedded_scenario: EmbeddedScenario {
             name: "ringleader-cores-live",
-            text: include_str!("../../scenarios/live/ringleader-cores-live.toml"),
+            toml_text: include_str!("../../scenarios/live/ringleader-cores-live.toml"),
         },
         measure: dispatch_figure::cores_figure::measure,
         interrupt: Some(dispatch_figure::interrupt),
     },
     LiveFigure {
-        figure: Embedded { name: "path-live", text: include_str!("../../scenarios/live/path-live.toml") },
+        embedded_scenario: EmbeddedScenario {
+            name: "path-live",
+            toml_text: include_str!("../../scenarios/live/path-live.toml"),
+        },
         measure: dispatch_figure::path_figure::measure,
         interrupt: Some(dispatch_figure::interrupt),
     },
@@ -86,8 +101,12 @@ mod tests {
     #[test]
     fn every_live_scenario_is_valid() {
         for live in FIGURES {
-            let scenario = live.figure.scenario().unwrap_or_else(|error| panic!("{error}"));
-            assert!(scenario.live.is_some() && live.figure.name.ends_with("-live"), "{}", live.figure.name);
+            let scenario = live.embedded_scenario.scenario().unwrap_or_else(|error| panic!("{error}"));
+            assert!(
+                scenario.live.is_some() && live.embedded_scenario.name.ends_with("-live"),
+                "{}",
+                live.embedded_scenario.name
+            );
         }
     }
 }

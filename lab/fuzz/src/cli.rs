@@ -21,13 +21,13 @@ pub struct FuzzArgs {
 #[derive(clap::Subcommand)]
 enum Command {
     /// Send generated packets while the state changes, and compare every verdict, byte, counter and map entry
-    Packets(Packets),
+    Packets(PacketsArgs),
     /// Check that connections stay with their server while servers, load balancers and keys change
-    Consistency(Consistency),
+    Consistency(ConsistencyArgs),
 }
 
 #[derive(clap::Args)]
-struct Packets {
+struct PacketsArgs {
     /// Number of packets [default: as many as fit into --seconds]
     #[arg(long, value_parser = clap::value_parser!(u64).range(1..))]
     packets: Option<u64>,
@@ -46,7 +46,7 @@ struct Packets {
 }
 
 #[derive(clap::Args)]
-struct Consistency {
+struct ConsistencyArgs {
     /// Number of connections
     #[arg(long, default_value_t = consistency::Config::default().connections)]
     connections: u32,
@@ -76,7 +76,7 @@ struct Consistency {
     model_only: bool,
 }
 
-fn consistency(arguments: &Consistency) -> anyhow::Result<()> {
+fn consistency(arguments: &ConsistencyArgs) -> anyhow::Result<()> {
     let config = consistency::Config {
         connections: arguments.connections,
         minutes: arguments.minutes,
@@ -105,7 +105,7 @@ pub fn run(arguments: FuzzArgs) -> anyhow::Result<()> {
     }
 }
 
-fn packets(arguments: &Packets) -> anyhow::Result<()> {
+fn packets(arguments: &PacketsArgs) -> anyhow::Result<()> {
     let clock = || SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_secs());
     let campaign = Campaign {
         seed: arguments.seed.unwrap_or_else(clock),

@@ -23,9 +23,9 @@ use coreward_model::tuple::Protocol;
 use coreward_model::{FourTuple, ServerId, ServiceAddress};
 
 use crate::change::Change;
-use crate::frame::{self, Ip, Tcp, timestamp};
+use crate::frame::{self, EthernetIpHeader, TcpHeader, timestamp_option};
 use crate::fuzz_rng::FuzzRng;
-use crate::harness::{Harness, OWN_MAC, Setup, TIME_KEY};
+use crate::harness::{Harness, HarnessSetup, OWN_MAC, TIME_KEY};
 
 const VIP: (Ipv4Addr, u16) = (Ipv4Addr::new(10, 200, 0, 1), 80);
 const ACK: u8 = 0x10;
@@ -80,7 +80,7 @@ impl CookieTester {
         let mut rng = FuzzRng::new(seed, 1);
         let mut key = || CookieKey { k0: rng.u64(), k1: rng.u64() };
         let keys = FleetKeys { keys: [key(), key()], current: KeyIndex::First };
-        let mut harness = Harness::new(Setup::new(OWN_MAC, keys), with_program)?;
+        let mut harness = Harness::new(HarnessSetup::new(OWN_MAC, keys), with_program)?;
         let address = ServiceAddress { socket: VIP.into(), protocol: Protocol::Tcp };
         let service_slot = harness.change(&Change::Services(vec![(address, ServiceMode::default())]))?[0];
         let mut known = BTreeSet::new();
@@ -105,8 +105,13 @@ impl CookieTester {
         let server = self.rng.pick(&self.servers);
         let current = self.rng.pick(&[KeyIndex::First, KeyIndex::Second]);
         let keys = FleetKeys { current, ..self.keys };
-        let tsecr =
-            cookie::stamp(&keys, &TIME_KEY, &FourTuple::ipv4(client, VIP), Cookie::Server(server), self.rng.u32());
+        let tsecr = cookie::stamp_tsval(
+            &keys,
+            &TIME_KEY,
+            &FourTuple::ipv4(client, VIP),
+            Cookie::Server(server),
+            self.rng.u32(),
+        );
         (server, tsecr)
     }
 
@@ -114,7 +119,7 @@ impl CookieTester {
     fn send_and_find_server(&mut self, client: (Ipv4Addr, u16), tsecr: u32) -> anyhow::Result<Option<ServerId>> {
         let buckets = TokenBucketSelector::Service(self.service_slot, intf::LIMITED_UNKNOWN_COOKIE);
         self.harness.change(&Change::BroadcastTokens(buckets, true))?;
-        let ip = Ip {
+        let ip = EthernetIpHeader {
             mac: OWN_MAC,
             source: client.0,
             destination: VIP.0,
@@ -124,8 +129,8 @@ impl CookieTester {
             option_words: 0,
             tos_and_ttl: [0, 64],
         };
-        let options = [&[1, 1][..], &timestamp(1, tsecr)].concat();
-        let segment = Tcp { ports: (client.1, VIP.1), flags: ACK, options };
+        let options = [&[1, 1][..], &timestamp_option(1, tsecr)].concat();
+        let segment = TcpHeader { ports: (client.1, VIP.1), flags: ACK, options };
         self.packet.clear();
         ip.append_frame(&mut self.packet, |packet| segment.append_segment(packet, (1, 1), 0));
         let (outcome, difference) = self.harness.process_packet(&self.packet)?;

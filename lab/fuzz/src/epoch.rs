@@ -6,7 +6,7 @@ use coreward_model::lb::Outcome;
 use crate::change::{Change, Difference};
 use crate::fuzz_rng::FuzzRng;
 use crate::gen_state::GenState;
-use crate::harness::{Harness, Setup};
+use crate::harness::{Harness, HarnessSetup};
 use crate::{frame, generate};
 
 pub const PACKET_COUNT: u64 = 200_000;
@@ -136,7 +136,7 @@ impl Epoch {
     }
 
     /// Returns the setup of the epoch of `seed`, and its steps up to packet number `packets`.
-    pub fn steps(seed: u64, packets: u64) -> anyhow::Result<(Setup, Vec<Step>)> {
+    pub fn steps(seed: u64, packets: u64) -> anyhow::Result<(HarnessSetup, Vec<Step>)> {
         let mut epoch = Epoch::new(seed, false)?;
         let setup = epoch.state.setup;
         let mut steps = Vec::new();

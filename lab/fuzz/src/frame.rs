@@ -12,7 +12,7 @@ pub const UDP: u8 = 17;
 
 /// Fields of the Ethernet and IP headers.
 #[derive(Debug, Clone)]
-pub struct Ip {
+pub struct EthernetIpHeader {
     /// Destination MAC address.
     pub mac: [u8; 6],
     pub source: Ipv4Addr,
@@ -29,7 +29,7 @@ pub struct Ip {
 }
 
 #[derive(Debug, Clone)]
-pub struct Tcp {
+pub struct TcpHeader {
     /// Source and destination port.
     pub ports: (u16, u16),
     pub flags: u8,
@@ -59,7 +59,7 @@ fn put_u16(frame: &mut [u8], offset: usize, value: u16) {
     frame[offset..offset + 2].copy_from_slice(&value.to_be_bytes());
 }
 
-impl Ip {
+impl EthernetIpHeader {
     /// Appends Ethernet and IP header, and the payload that `payload` appends.
     pub fn append_frame(&self, frame: &mut Vec<u8>, payload: impl FnOnce(&mut Vec<u8>)) {
         frame.extend(self.mac);
@@ -109,7 +109,7 @@ impl Ip {
     }
 }
 
-impl Tcp {
+impl TcpHeader {
     /// Appends a TCP header and `payload` bytes of data.
     pub fn append_segment(&self, frame: &mut Vec<u8>, numbers: (u32, u32), payload: usize) {
         let options = self.options.len().next_multiple_of(4);
@@ -133,7 +133,7 @@ pub fn udp(frame: &mut Vec<u8>, ports: (u16, u16), payload: usize) {
     frame.extend(std::iter::repeat_n(0xa5, payload));
 }
 
-pub fn timestamp(value: u32, tsecr: u32) -> [u8; 10] {
+pub fn timestamp_option(value: u32, tsecr: u32) -> [u8; 10] {
     let mut option = [8, 10, 0, 0, 0, 0, 0, 0, 0, 0];
     option[2..6].copy_from_slice(&value.to_be_bytes());
     option[6..].copy_from_slice(&tsecr.to_be_bytes());

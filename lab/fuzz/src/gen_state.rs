@@ -4,14 +4,14 @@ use std::net::{IpAddr, Ipv4Addr};
 
 use coreward_intf as intf;
 use coreward_model::connection_table::{ClockTicks, OwnerNumber, TableSize};
-use coreward_model::consistency::{Consistency, ServiceMode, Timestamps, Transfer};
+use coreward_model::consistency::{Consistency, ServiceMigration, ServiceMode, Timestamps};
 use coreward_model::cookie::{CookieKey, FleetKeys, KeyIndex};
 use coreward_model::forwarding::Forwarding;
 use coreward_model::lb::{
     BroadcastReason, Mac, Outcome, OuterHeader, Owner, REASON_COUNT, Server, TokenBucketSelector, Vlans,
 };
 use coreward_model::lb_stamping;
-use coreward_model::placement::{PlacementTable, Rule};
+use coreward_model::placement::{PlacementRule, PlacementTable};
 use coreward_model::tuple::Protocol;
 use coreward_model::vlan::Vlan;
 use coreward_model::{ServerId, ServiceAddress};
@@ -19,7 +19,7 @@ use coreward_model::{ServerId, ServiceAddress};
 use crate::change::Change;
 use crate::frame::ETHERNET_HEADER_BYTES;
 use crate::fuzz_rng::FuzzRng;
-use crate::harness::{OWN_MAC, SERVER_VLANS, Setup};
+use crate::harness::{HarnessSetup, OWN_MAC, SERVER_VLANS};
 use crate::ipv6;
 
 /// Addresses of VIPs; two of them represent IPv6 VIPs.
@@ -53,7 +53,7 @@ pub struct TableConnection {
     /// Client's address and port.
     pub client: (Ipv4Addr, u16),
     /// Index in its cookies of kind 1.
-    pub number: u16,
+    pub table_index: u16,
 }
 
 /// Service as the generator tracks it.
@@ -93,7 +93,7 @@ impl GeneratedService {
 /// State of the generator.
 pub struct GenState {
     /// Fixed setup, and the current keys.
-    pub setup: Setup,
+    pub setup: HarnessSetup,
     pub services: Vec<GeneratedService>,
     /// Clients that later packets use again.
     pub clients: Vec<(Ipv4Addr, u16)>,
@@ -107,7 +107,7 @@ pub struct GenState {
     /// entries.
     pub frees_connections: bool,
     vips: Vec<Ipv4Addr>,
-    rules: Vec<Rule>,
+    rules: Vec<PlacementRule>,
     modes: Vec<Consistency>,
     protocols: Vec<Protocol>,
     forwardings: Vec<Forwarding>,
@@ -119,8 +119,8 @@ impl GenState {
     pub fn new(rng: &mut FuzzRng) -> Self {
         let clients = (0..512).map(|_| (Ipv4Addr::from(rng.u32()), rng.u16())).collect();
         let size = TableSize::try_from(rng.pick(&[1024, 1024, 4096, 65_536])).expect("a power of two");
-        let outer = Setup::new(OWN_MAC, keys(rng)).outer;
-        let setup = Setup {
+        let outer = HarnessSetup::new(OWN_MAC, keys(rng)).outer;
+        let setup = HarnessSetup {
             count_traffic: rng.chance(1, 2),
             connection_table: size,
             connection_key: CookieKey::random(&mut rng.0),
@@ -129,9 +129,9 @@ impl GenState {
             // The small MTU makes some frames too long.
             outer: OuterHeader { mtu: rng.pick(&[1500, 90]), ..outer },
             vlans: vlans(rng),
-            ..Setup::new(OWN_MAC, keys(rng))
+            ..HarnessSetup::new(OWN_MAC, keys(rng))
         };
-        let (rules, modes) = (pick_subset(&Rule::ALL, rng), pick_subset(&MODES, rng));
+        let (rules, modes) = (pick_subset(&PlacementRule::ALL, rng), pick_subset(&MODES, rng));
         let protocols = rng.pick(&[&[Protocol::Tcp][..], &[Protocol::Tcp, Protocol::Tcp, Protocol::Udp]]).to_vec();
         Self {
             setup,
@@ -188,19 +188,19 @@ impl GenState {
             Timestamps::LoadBalancer => Forwarding::L2,
             _ => rng.pick(&self.forwardings),
         };
-        let mode = ServiceMode { consistency, timestamps, transfer: None, forwarding };
-        let transfer = mode.can_transfer() && rng.chance(1, 3);
-        ServiceMode { transfer: transfer.then(|| self.transfer(rng)), ..mode }
+        let mode = ServiceMode { consistency, timestamps, migration: None, forwarding };
+        let transfer = mode.can_migrate() && rng.chance(1, 3);
+        ServiceMode { migration: transfer.then(|| self.transfer(rng)), ..mode }
     }
 
     /// Returns another load balancer, mostly with the id of a service's server, so that its MAC address is known.
-    fn transfer(&self, rng: &mut FuzzRng) -> Transfer {
+    fn transfer(&self, rng: &mut FuzzRng) -> ServiceMigration {
         let known: Vec<ServerId> = self.services.iter().flat_map(|service| service.servers.iter().copied()).collect();
         let other = match known.is_empty() || rng.chance(1, 8) {
             true => ServerId::try_from(rng.below(intf::SERVER_ID_COUNT as usize) as u64).expect("in range"),
             false => rng.pick(&known),
         };
-        if rng.chance(1, 2) { Transfer::AdoptedFrom(other) } else { Transfer::HandedOverTo(other) }
+        if rng.chance(1, 2) { ServiceMigration::AdoptedFrom(other) } else { ServiceMigration::HandedOverTo(other) }
     }
 
     /// Records the slots of the services of a [`Change::Services`].
@@ -236,7 +236,7 @@ impl GenState {
         };
         let mut changes: Vec<Change> = (0..count).map(|_| self.new_server(service, rng)).collect();
         let planned = &mut self.services[service];
-        if let Some(transfer) = planned.mode.transfer
+        if let Some(transfer) = planned.mode.migration
             && !rng.chance(1, 8)
         {
             changes.push(planned.server_change(transfer.other_balancer(), rng));
@@ -297,8 +297,11 @@ impl GenState {
             ),
         };
         let port = u16::from_be_bytes([frame[transport], frame[transport + 1]]);
-        let new =
-            TableConnection { service_slot, client: (client, port), number: (reported & intf::COOKIE_ID_MASK) as u16 };
+        let new = TableConnection {
+            service_slot,
+            client: (client, port),
+            table_index: (reported & intf::COOKIE_ID_MASK) as u16,
+        };
         // Makes room by removing an old connection.
         if self.table_connections.len() == MAX_TABLE_CONNECTIONS {
             self.table_connections.swap_remove(reported as usize % MAX_TABLE_CONNECTIONS);

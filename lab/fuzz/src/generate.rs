@@ -10,7 +10,7 @@ use coreward_model::cookie::{self, Cookie, FleetKeys, KeyIndex};
 use coreward_model::lb_stamping;
 use coreward_model::tuple::Protocol;
 
-use crate::frame::{self, Ip, Tcp, timestamp};
+use crate::frame::{self, EthernetIpHeader, TcpHeader, timestamp_option};
 use crate::fuzz_rng::FuzzRng;
 use crate::gen_state::{GenState, GeneratedService, TableConnection};
 use crate::harness::{OWN_MAC, SERVER_VLANS, TIME_KEY};
@@ -97,7 +97,7 @@ fn destination<'a>(state: &'a GenState, rng: &mut FuzzRng) -> (&'a GeneratedServ
     (planned, vip)
 }
 
-fn ip(rng: &mut FuzzRng, source: Ipv4Addr, destination: Ipv4Addr, protocol: u8) -> Ip {
+fn ip(rng: &mut FuzzRng, source: Ipv4Addr, destination: Ipv4Addr, protocol: u8) -> EthernetIpHeader {
     let mut mac = OWN_MAC;
     match rng.below(60) {
         0 => mac = [0xff; 6],
@@ -105,7 +105,7 @@ fn ip(rng: &mut FuzzRng, source: Ipv4Addr, destination: Ipv4Addr, protocol: u8) 
         2 => mac[rng.below(6)] ^= 1 << rng.below(8),
         _ => {}
     }
-    Ip {
+    EthernetIpHeader {
         mac,
         source,
         destination,
@@ -156,7 +156,11 @@ fn write_server_packet(state: &GenState, rng: &mut FuzzRng, packet: &mut Vec<u8>
     };
     let tsecr = rng.u32();
     let own = if rng.chance(1, 8) { rng.u32() } else { server_clock(state, &address, client, rng) };
-    let segment = Tcp { ports: (source.1, client.1), flags, options: options_with(rng, flags, &timestamp(own, tsecr)) };
+    let segment = TcpHeader {
+        ports: (source.1, client.1),
+        flags,
+        options: options_with(rng, flags, &timestamp_option(own, tsecr)),
+    };
     let (payload, numbers) = (payload_length(rng), (rng.u32(), rng.u32()));
     let ip = ip(rng, source.0, client.0, frame::TCP);
     ip.append_frame(packet, |packet| segment.append_segment(packet, numbers, payload));
@@ -181,7 +185,7 @@ fn write_icmp(state: &GenState, rng: &mut FuzzRng, packet: &mut Vec<u8>) {
     let (client, planned, vip) = pick_endpoints(state, rng);
     let mut quoted = Vec::new();
     let source = if rng.chance(1, 30) { client.0 } else { vip.0 };
-    let to_client = Ip {
+    let to_client = EthernetIpHeader {
         // Some are fragments; the first fragment has ports.
         fragment: rng.pick(&[0x4000, 0x4000, 0x4000, 0x4000, 0x2000, 0x2001]),
         ..ip(rng, source, client.0, planned.address.protocol.number())
@@ -190,14 +194,14 @@ fn write_icmp(state: &GenState, rng: &mut FuzzRng, packet: &mut Vec<u8>) {
         Protocol::Udp => to_client.append_datagram(&mut quoted, |packet| frame::udp(packet, (vip.1, client.1), 20)),
         Protocol::Tcp => {
             let stamp = tsecr(state, planned, rng, ipv6::tuple(client, vip));
-            let time = timestamp(stamp, rng.u32());
+            let time = timestamp_option(stamp, rng.u32());
             let options = match rng.below(8) {
                 0 => random_options(rng, &time),
                 1 => Vec::new(),
                 2 => [&[2, 4, 5, 0xb4, 4, 2][..], &time, &[1, 3, 3, 7]].concat(),
                 _ => [&[1, 1][..], &time].concat(),
             };
-            let segment = Tcp { ports: (vip.1, client.1), flags: ACK, options };
+            let segment = TcpHeader { ports: (vip.1, client.1), flags: ACK, options };
             to_client.append_datagram(&mut quoted, |packet| segment.append_segment(packet, (1, 2), 40));
         }
     }
@@ -231,7 +235,7 @@ fn segment(
     rng: &mut FuzzRng,
     client: (Ipv4Addr, u16),
     vip: (Ipv4Addr, u16),
-) -> Tcp {
+) -> TcpHeader {
     let flags = match rng.below(20) {
         0..4 => SYN,
         4 => ACK | FIN,
@@ -243,7 +247,7 @@ fn segment(
         _ => ACK,
     };
     let tsecr = tsecr(state, planned, rng, ipv6::tuple(client, vip));
-    Tcp { ports: (client.1, vip.1), flags, options: options(rng, flags, tsecr) }
+    TcpHeader { ports: (client.1, vip.1), flags, options: options(rng, flags, tsecr) }
 }
 
 /// Returns the client's TSecr: mostly the cookie of a present or earlier server.
@@ -274,12 +278,12 @@ fn lb_stamped_tsecr(state: &GenState, planned: &GeneratedService, rng: &mut Fuzz
     }
     let current = rng.pick(&[KeyIndex::First, KeyIndex::Second]);
     let keys = FleetKeys { current, ..state.setup.keys };
-    lb_stamping::stamp(&keys, &TIME_KEY, tuple, rng.pick(&planned.servers), rng.u32())
+    lb_stamping::stamp_tsval(&keys, &TIME_KEY, tuple, rng.pick(&planned.servers), rng.u32())
 }
 
 fn stamp(state: &GenState, rng: &mut FuzzRng, tuple: &FourTuple, cookie: Cookie) -> u32 {
     let current = rng.pick(&[KeyIndex::First, KeyIndex::Second]);
-    cookie::stamp(&FleetKeys { current, ..state.setup.keys }, &TIME_KEY, tuple, cookie, rng.u32())
+    cookie::stamp_tsval(&FleetKeys { current, ..state.setup.keys }, &TIME_KEY, tuple, cookie, rng.u32())
 }
 
 /// Returns the connection's index in the connection table.
@@ -290,11 +294,11 @@ fn index_of(state: &GenState, planned: &GeneratedService, tuple: &FourTuple) -> 
     let given = |entry: &&TableConnection| {
         entry.service_slot == planned.service_slot && ipv6::tuple(entry.client, planned.vip) == *tuple
     };
-    state.table_connections.iter().rev().find(given).map(|entry| entry.number)
+    state.table_connections.iter().rev().find(given).map(|entry| entry.table_index)
 }
 
 fn options(rng: &mut FuzzRng, flags: u8, tsecr: u32) -> Vec<u8> {
-    let time = timestamp(rng.u32(), if flags & SYN != 0 && rng.chance(15, 16) { 0 } else { tsecr });
+    let time = timestamp_option(rng.u32(), if flags & SYN != 0 && rng.chance(15, 16) { 0 } else { tsecr });
     options_with(rng, flags, &time)
 }
 
@@ -367,7 +371,7 @@ fn write_fragment(state: &GenState, rng: &mut FuzzRng, packet: &mut Vec<u8>) {
         4..7 => 185,
         _ => rng.u16(),
     };
-    let ip = Ip {
+    let ip = EthernetIpHeader {
         fragment,
         identification: rng.below(8) as u16,
         ..ip(rng, client.0, vip.0, planned.address.protocol.number())

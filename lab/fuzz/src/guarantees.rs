@@ -92,7 +92,7 @@ impl Guarantees {
                         down_servers: HashSet::new(),
                         known_udp_flows: HashSet::new(),
                     });
-                    service.other_balancer = mode.transfer.map(|transfer| transfer.other_balancer());
+                    service.other_balancer = mode.migration.map(|transfer| transfer.other_balancer());
                     self.services.insert(*service_slot, service);
                 }
             }

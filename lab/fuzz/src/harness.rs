@@ -15,8 +15,8 @@ use coreward_model::connection_table::{Connection, TableSize, Timeouts};
 use coreward_model::consistency::Timestamps;
 use coreward_model::cookie::{CookieKey, FleetKeys};
 use coreward_model::lb::{
-    BroadcastRates, LbSettings, LoadBalancer, Mac, Outcome, OuterHeader, Owner, REASON_COUNT, Rate, Tunnel, Verdict,
-    Vlans,
+    BroadcastRates, LbSettings, LoadBalancer, Mac, Outcome, OuterHeader, Owner, REASON_COUNT, Rate, Tunnel, Vlans,
+    XdpVerdict,
 };
 use coreward_model::lb_stamping::ServerClock;
 use coreward_model::vlan::Vlan;
@@ -42,7 +42,7 @@ const BROADCAST_INTERVAL_NS: u64 = 1_000_000_000;
 
 /// Constants of the loaded program.
 #[derive(Debug, Clone, Copy)]
-pub struct Setup {
+pub struct HarnessSetup {
     /// MAC address of the load balancer: destination of received frames and source of sent ones.
     pub own_mac: Mac,
     pub keys: FleetKeys,
@@ -93,7 +93,7 @@ fn broadcast_vlan_of(service_slot: usize) -> Option<Vlan> {
     SERVER_VLANS.get(service_slot % 4).map(|id| vlan(*id))
 }
 
-impl Setup {
+impl HarnessSetup {
     /// Returns the default setup.
     pub fn new(own_mac: Mac, keys: FleetKeys) -> Self {
         let connection_key = CookieKey { k0: 0x5d3c_91ab_04e7_aa13, k1: 0x0f1e_77c9_d2b4_5a61 };
@@ -112,16 +112,16 @@ impl Setup {
 }
 
 /// The loaded BPF program.
-pub struct Instance {
+pub struct LoadedProgram {
     lb: dataplane::LoadBalancer,
     memory: Memory,
     services: Vec<Option<ServiceIndex>>,
     output_frame: Vec<u8>,
 }
 
-impl Instance {
+impl LoadedProgram {
     /// Loads the program. Fails without the necessary capabilities.
-    pub fn load(setup: &Setup) -> anyhow::Result<Self> {
+    pub fn load(setup: &HarnessSetup) -> anyhow::Result<Self> {
         let connection_table = setup.connection_table;
         let options = dataplane::Options {
             broadcast_limits: [dataplane::BroadcastRates::uniform(BROADCAST_RATE); REASON_COUNT],
@@ -137,7 +137,7 @@ impl Instance {
         lb.set_own_mac(MacAddress(setup.own_mac));
         lb.set_keys(&setup.keys);
         let sources = OuterSources { ipv4: setup.outer.address, ipv6: setup.outer.address_ipv6 };
-        lb.set_outer(sources, setup.outer.mtu as u32);
+        lb.set_outer_header(sources, setup.outer.mtu as u32);
         lb.count_traffic(setup.count_traffic)?;
         if setup.vlans.is_tagging_enabled {
             lb.use_server_vlans(SERVER_VLANS.iter().map(|id| vlan(*id)).collect())?;
@@ -186,7 +186,7 @@ impl Instance {
             }
             Change::Table(service_slot, table) => self.lb.install_table(self.service(*service_slot), table)?,
             Change::BroadcastTokens(buckets, there) => self.memory.set_paid_until(*buckets, paid_until(*there)),
-            Change::LocalOwnerNumber(owner) => self.lb.set_owner(*owner),
+            Change::LocalOwnerNumber(owner) => self.lb.set_owner_number(*owner),
             Change::LimitEntries(per_source) => self.memory.limit_entries(*per_source),
             Change::Owner(number, Owner::Unknown) => self.lb.forget_owner(*number),
             Change::Owner(number, Owner::Lost) => self.lb.set_owner_mac(*number, None),
@@ -238,7 +238,7 @@ fn checksum_difference(before: &[u8], after: &[u8]) -> Option<Difference> {
 pub struct Harness {
     pub model: LoadBalancer,
     /// `None`: only the reference model runs.
-    instance: Option<Instance>,
+    instance: Option<LoadedProgram>,
     /// Expected counters of each service, and of packets without a service.
     counters: Vec<[u64; COUNTER_WORDS]>,
     /// Frame after the reference model processed it.
@@ -249,11 +249,11 @@ pub struct Harness {
 
 impl Harness {
     /// Returns a harness with empty state. `with_program`: fails without the capabilities to load the BPF program.
-    pub fn new(setup: Setup, with_program: bool) -> anyhow::Result<Self> {
+    pub fn new(setup: HarnessSetup, with_program: bool) -> anyhow::Result<Self> {
         let burst_ns = BROADCAST_INTERVAL_NS * u64::from(BROADCAST_RATE.burst - 1);
         let rate = Rate { interval_ns: BROADCAST_INTERVAL_NS, burst_ns };
         let constants = LbSettings {
-            broadcast: [BroadcastRates { per_source: rate, per_service: rate, total: rate }; REASON_COUNT],
+            broadcast_rates: [BroadcastRates { per_source: rate, per_service: rate, total: rate }; REASON_COUNT],
             flow_set_count: setup.flow_set_count,
             connection_table: setup.connection_table,
             counts_traffic: setup.count_traffic,
@@ -263,7 +263,7 @@ impl Harness {
         let mut model = LoadBalancer::new(constants, setup.own_mac, setup.keys);
         model.set_connection_key(setup.connection_key);
         Ok(Self {
-            instance: with_program.then(|| Instance::load(&setup)).transpose()?,
+            instance: with_program.then(|| LoadedProgram::load(&setup)).transpose()?,
             model,
             counters: vec![[0; COUNTER_WORDS]; intf::MAX_SERVICES as usize + 1],
             expected_frame: Vec::new(),
@@ -381,7 +381,7 @@ impl Harness {
         if outcome.service.is_some() {
             words[offset_of!(intf::lb_counters, opened) / 8] = self.model.opened_connections(service);
         }
-        if outcome.verdict() == Verdict::Transmit && outcome.counter != intf::LB_COUNTER_DROP_FRAGMENTATION_NEEDED {
+        if outcome.verdict() == XdpVerdict::Transmit && outcome.counter != intf::LB_COUNTER_DROP_FRAGMENTATION_NEEDED {
             words[offset_of!(intf::lb_counters, forwarded_bytes) / 8] += length as u64;
         }
     }
@@ -420,7 +420,7 @@ impl Harness {
         })
     }
 
-    fn compare_service(&self, instance: &Instance, service_slot: usize) -> Option<Difference> {
+    fn compare_service(&self, instance: &LoadedProgram, service_slot: usize) -> Option<Difference> {
         let assigned = self.model.assigned_counts(service_slot).to_vec();
         let found = instance.lb.assigned_connections(instance.service(service_slot), assigned.len() as u16);
         let turns = (self.model.round_robin_counter(service_slot), instance.memory.round_robin(service_slot));
@@ -429,7 +429,7 @@ impl Harness {
     }
 
     /// Compares the servers' clocks, by id.
-    fn compare_clocks(&self, instance: &Instance, service_slot: usize) -> anyhow::Result<Option<Difference>> {
+    fn compare_clocks(&self, instance: &LoadedProgram, service_slot: usize) -> anyhow::Result<Option<Difference>> {
         let of_model = |clock: ServerClock| {
             [
                 clock.agreeing_count.into(),

@@ -11,7 +11,7 @@ use crate::fuzz_rng::FuzzRng;
 /// IPv4 addresses that represent IPv6 VIPs.
 pub const IPV6_PLACEHOLDERS: [Ipv4Addr; 2] = [Ipv4Addr::new(10, 200, 6, 1), Ipv4Addr::new(10, 200, 6, 2)];
 
-const PREFIX: u128 = 0x2001_0db8 << 96;
+const IPV6_PREFIX: u128 = 0x2001_0db8 << 96;
 const IPV4_HEADER: usize = 20;
 const IPV6_HEADER: usize = 40;
 const ICMP_HEADER: usize = 8;
@@ -22,7 +22,7 @@ const NEXT_HEADER_AUTHENTICATION: u8 = 51;
 /// Returns the IPv6 address for an IPv4 one. Addresses of one /24 get one /64.
 pub fn address(ipv4: Ipv4Addr) -> Ipv6Addr {
     let bits = u128::from(ipv4.to_bits());
-    Ipv6Addr::from_bits(PREFIX | bits >> 8 << 64 | bits)
+    Ipv6Addr::from_bits(IPV6_PREFIX | bits >> 8 << 64 | bits)
 }
 
 /// Returns the IPv4 address for one of [`address`].
@@ -48,7 +48,7 @@ fn ipv4_at(bytes: &[u8], at: usize) -> Ipv4Addr {
     Ipv4Addr::from(<[u8; 4]>::try_from(&bytes[at..at + 4]).expect("four bytes"))
 }
 
-fn word(bytes: &[u8], at: usize) -> u16 {
+fn read_u16(bytes: &[u8], at: usize) -> u16 {
     u16::from_be_bytes([bytes[at], bytes[at + 1]])
 }
 
@@ -58,7 +58,7 @@ pub fn translate(rng: &mut FuzzRng, frame: &mut Vec<u8>) {
     if packet.len() < IPV4_HEADER || frame[12..14] != [8, 0] || packet[0] >> 4 != 4 {
         return;
     }
-    let (header, total) = (usize::from(packet[0] & 0xf) * 4, usize::from(word(packet, 2)));
+    let (header, total) = (usize::from(packet[0] & 0xf) * 4, usize::from(read_u16(packet, 2)));
     let ends = [ipv4_at(packet, 12), ipv4_at(packet, 16)];
     if header < IPV4_HEADER
         || total < header
@@ -68,7 +68,7 @@ pub fn translate(rng: &mut FuzzRng, frame: &mut Vec<u8>) {
         return;
     }
     let transport = match packet[9] {
-        ICMP => icmp(rng, &packet[header..total]),
+        ICMP => translate_icmp(rng, &packet[header..total]),
         _ => packet[header..total].to_vec(),
     };
     let protocol = if packet[9] == ICMP { ICMPV6 } else { packet[9] };
@@ -102,7 +102,7 @@ fn extension_headers(rng: &mut FuzzRng, ipv4: &[u8], protocol: u8) -> (u8, Vec<u
             headers.push((number, [&[0, units as u8][..], &vec![0; length - 2]].concat()));
         }
     }
-    let fragment = word(ipv4, 6) & 0x3fff;
+    let fragment = read_u16(ipv4, 6) & 0x3fff;
     if fragment != 0 || rng.chance(1, 30) {
         // The offset moves up by three bits; the flag "more fragments" moves to the lowest bit.
         let field = fragment.rotate_left(3).to_be_bytes();
@@ -116,7 +116,7 @@ fn extension_headers(rng: &mut FuzzRng, ipv4: &[u8], protocol: u8) -> (u8, Vec<u
 }
 
 /// Translates an ICMP message and the packet that it quotes.
-fn icmp(rng: &mut FuzzRng, message: &[u8]) -> Vec<u8> {
+fn translate_icmp(rng: &mut FuzzRng, message: &[u8]) -> Vec<u8> {
     let mut translated = message[..ICMP_HEADER.min(message.len())].to_vec();
     if let Some(kind) = translated.first_mut() {
         *kind = match *kind {
@@ -132,7 +132,7 @@ fn icmp(rng: &mut FuzzRng, message: &[u8]) -> Vec<u8> {
         return translated;
     }
     let header = (usize::from(quoted[0] & 0xf) * 4).min(quoted.len());
-    let length = usize::from(word(quoted, 2)).saturating_sub(header);
+    let length = usize::from(read_u16(quoted, 2)).saturating_sub(header);
     translated.extend(ipv6_header(rng, length, quoted[9], [ipv4_at(quoted, 12), ipv4_at(quoted, 16)]));
     translated.extend(&quoted[header..]);
     translated
@@ -164,7 +164,7 @@ pub fn read(frame: &[u8]) -> Option<Headers> {
             NEXT_HEADER_AUTHENTICATION => (length + 2) * 4,
             _ => (length + 1) * 8,
         };
-        is_later_fragment |= protocol == NEXT_HEADER_FRAGMENT && word(header, 2) & 0xfff8 != 0;
+        is_later_fragment |= protocol == NEXT_HEADER_FRAGMENT && read_u16(header, 2) & 0xfff8 != 0;
         protocol = header[0];
         if is_later_fragment {
             break;

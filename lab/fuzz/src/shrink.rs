@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use crate::change::Difference;
 use crate::epoch::{Epoch, Step};
-use crate::harness::{Harness, Setup};
+use crate::harness::{Harness, HarnessSetup};
 use crate::mutate::MIN_FRAME_BYTES;
 
 /// Limit of the shrinking; it then returns the best result so far.
@@ -20,7 +20,7 @@ pub struct ShrunkSequence {
 }
 
 struct Shrinker {
-    setup: Setup,
+    setup: HarnessSetup,
     deadline: Instant,
 }
 

@@ -7,7 +7,7 @@ use rand_xoshiro::Xoshiro256PlusPlus;
 
 /// Distribution of the gaps between requests.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub enum Arrivals {
+pub enum ArrivalProcess {
     /// Poisson process: gaps are independent and exponential
     Poisson,
     /// All gaps are equal
@@ -16,32 +16,32 @@ pub enum Arrivals {
 
 /// Due times of requests, in ascending order from 0.
 #[derive(Debug)]
-pub struct Schedule {
-    arrivals: Arrivals,
+pub struct ArrivalSchedule {
+    arrivals: ArrivalProcess,
     mean_gap_ns: f64,
     /// A float: at 600,000 requests per second, truncated nanoseconds would shift the rate by 0.04 %.
-    next_ns: f64,
+    next_due_ns: f64,
     rng: Xoshiro256PlusPlus,
 }
 
-impl Schedule {
+impl ArrivalSchedule {
     /// Returns a schedule of `rate` requests per second (above 0). Schedules of one seed differ by their `purpose`.
-    pub fn new(arrivals: Arrivals, rate: f64, seed: u64, purpose: u64) -> Self {
-        let mut schedule = Self { arrivals, mean_gap_ns: 1e9 / rate, next_ns: 0.0, rng: seeded_rng(seed, purpose) };
+    pub fn new(arrivals: ArrivalProcess, rate: f64, seed: u64, purpose: u64) -> Self {
+        let mut schedule = Self { arrivals, mean_gap_ns: 1e9 / rate, next_due_ns: 0.0, rng: seeded_rng(seed, purpose) };
         schedule.advance();
         schedule
     }
 
     /// Returns the due time of the next request (ns since the start).
-    pub fn next_ns(&self) -> u64 {
-        self.next_ns as u64
+    pub fn next_due_ns(&self) -> u64 {
+        self.next_due_ns as u64
     }
 
     /// Advances to the following request.
     pub fn advance(&mut self) {
-        self.next_ns += match self.arrivals {
-            Arrivals::Poisson => exponential(&mut self.rng) * self.mean_gap_ns,
-            Arrivals::Fixed => self.mean_gap_ns,
+        self.next_due_ns += match self.arrivals {
+            ArrivalProcess::Poisson => exponential(&mut self.rng) * self.mean_gap_ns,
+            ArrivalProcess::Fixed => self.mean_gap_ns,
         };
     }
 }
@@ -50,11 +50,11 @@ impl Schedule {
 mod tests {
     use super::*;
 
-    fn gaps(arrivals: Arrivals, rate: f64, seed: u64, count: usize) -> Vec<f64> {
-        let mut schedule = Schedule::new(arrivals, rate, seed, 1);
+    fn gaps(arrivals: ArrivalProcess, rate: f64, seed: u64, count: usize) -> Vec<f64> {
+        let mut schedule = ArrivalSchedule::new(arrivals, rate, seed, 1);
         let mut last = 0;
         let gap = |_| {
-            let next = schedule.next_ns();
+            let next = schedule.next_due_ns();
             schedule.advance();
             let gap = next - last;
             last = next;
@@ -67,7 +67,7 @@ mod tests {
     fn poisson_gaps_have_mean_and_variance() {
         for (seed, rate) in [(1, 1_000.0), (2, 50_000.0), (3, 700_000.0)] {
             let (count, mean_ns) = (200_000, 1e9 / rate);
-            let gaps = gaps(Arrivals::Poisson, rate, seed, count);
+            let gaps = gaps(ArrivalProcess::Poisson, rate, seed, count);
             let mean = gaps.iter().sum::<f64>() / count as f64;
             let variance = gaps.iter().map(|gap| (gap - mean).powi(2)).sum::<f64>() / count as f64;
             // Tolerances are four standard errors; for 200,000 exponential gaps these are 0.22 % (mean) and 0.63 %
@@ -82,7 +82,7 @@ mod tests {
         // A Poisson process has an index of dispersion of 1; exponential gaps that depend on each other do not.
         let mut counts = vec![0.0; 2_000];
         let mut now = 0.0;
-        for gap in gaps(Arrivals::Poisson, 1_000.0, 4, 20_000) {
+        for gap in gaps(ArrivalProcess::Poisson, 1_000.0, 4, 20_000) {
             now += gap;
             let window = (now / 10e6) as usize;
             if window < counts.len() {
@@ -98,14 +98,14 @@ mod tests {
 
     #[test]
     fn fixed_gaps_keep_the_rate_to_the_nanosecond() {
-        let mut schedule = Schedule::new(Arrivals::Fixed, 600_000.0, 1, 1);
+        let mut schedule = ArrivalSchedule::new(ArrivalProcess::Fixed, 600_000.0, 1, 1);
         (1..600_000).for_each(|_| schedule.advance());
-        assert!((999_999_999..=1_000_000_001).contains(&schedule.next_ns()), "{}", schedule.next_ns());
+        assert!((999_999_999..=1_000_000_001).contains(&schedule.next_due_ns()), "{}", schedule.next_due_ns());
     }
 
     #[test]
     fn seed_determines_the_schedule() {
-        let gaps = |seed| gaps(Arrivals::Poisson, 1_000.0, seed, 100);
+        let gaps = |seed| gaps(ArrivalProcess::Poisson, 1_000.0, seed, 100);
         assert_eq!(gaps(7), gaps(7));
         assert_ne!(gaps(7), gaps(8));
     }

@@ -10,15 +10,15 @@ use clap::ValueEnum;
 use coreward_sim::output::{Format, Printable as _};
 use indicatif::{ProgressBar, ProgressStyle};
 
-use crate::arrivals::{Arrivals, Schedule};
-use crate::dns::Query;
+use crate::arrivals::{ArrivalProcess, ArrivalSchedule};
+use crate::dns::DnsQuery;
 use crate::event_loop::now_ns;
-use crate::generator::{self, Durations, Stream};
-use crate::histogram_log::{HistogramLog, Output};
-use crate::key_value::VALUE_MAX;
+use crate::generator::{self, Durations, RequestStream};
+use crate::histogram_log::{HistogramLog, LogOutput};
+use crate::key_value::VALUE_BYTES_MAX;
 use crate::report::Report;
 use crate::request_type::{RequestType, ServiceTimes};
-use crate::transport::{Connections, Datagrams, Http, Keys, Paced, Sources, Transport, Udp};
+use crate::transport::{Connections, DatagramProtocol, Http, Keys, Paced, Sources, Transport, Udp};
 use crate::workload::{RequestMix, ServiceDistribution, Workload};
 
 const RNG_STREAM_ARRIVALS: u64 = 0x6c6f_6111;
@@ -42,8 +42,8 @@ pub struct LoadArgs {
     #[arg(long, value_parser = parse_positive)]
     pub rate: f64,
     /// Distribution of the gaps between requests
-    #[arg(long, value_enum, default_value_t = Arrivals::Poisson)]
-    pub arrivals: Arrivals,
+    #[arg(long, value_enum, default_value_t = ArrivalProcess::Poisson)]
+    pub arrivals: ArrivalProcess,
     /// Duration of the measurement (s)
     #[arg(long, value_parser = parse_positive, default_value_t = 10.0)]
     pub seconds: f64,
@@ -84,7 +84,7 @@ pub struct LoadArgs {
     #[arg(long, default_value_t = 10_000, value_parser = clap::value_parser!(u32).range(1..))]
     pub keys: u32,
     /// Length of the values that PUT writes (bytes)
-    #[arg(long, default_value_t = 32, value_parser = clap::value_parser!(u16).range(..=VALUE_MAX as i64))]
+    #[arg(long, default_value_t = 32, value_parser = clap::value_parser!(u16).range(..=VALUE_BYTES_MAX as i64))]
     pub value_bytes: u16,
     /// Seed of arrivals, types, times, keys and flows
     #[arg(long, default_value_t = 1)]
@@ -92,7 +92,7 @@ pub struct LoadArgs {
     /// With --transport dns: the query of each class of --mix, in the same order: NAME/TYPE, or NAME/TYPE/dnssec for
     /// signatures
     #[arg(long, value_name = "QUERY,...", value_delimiter = ',')]
-    pub query: Vec<Query>,
+    pub query: Vec<DnsQuery>,
     /// Path of HTTP requests
     #[arg(long, default_value = "/", value_parser = parse_path)]
     pub path: String,
@@ -145,13 +145,13 @@ pub fn run(args: &LoadArgs) -> anyhow::Result<String> {
 fn measure(args: &LoadArgs) -> anyhow::Result<Report> {
     let load = build_workload(args, RNG_STREAM_REQUESTS)?;
     let classes = load.request_types().to_vec();
-    let schedule = Schedule::new(args.arrivals, args.rate, args.seed, RNG_STREAM_ARRIVALS);
-    let mut streams = vec![Stream { schedule, workload: load, first_class: 0 }];
+    let schedule = ArrivalSchedule::new(args.arrivals, args.rate, args.seed, RNG_STREAM_ARRIVALS);
+    let mut streams = vec![RequestStream { schedule, workload: load, first_class: 0 }];
     let measured = classes[0];
     if let Some(rate) = args.measure {
-        let schedule = Schedule::new(Arrivals::Poisson, rate, args.seed, RNG_STREAM_MEASURED_ARRIVALS);
+        let schedule = ArrivalSchedule::new(ArrivalProcess::Poisson, rate, args.seed, RNG_STREAM_MEASURED_ARRIVALS);
         let workload = build_workload(args, RNG_STREAM_MEASURED_REQUESTS)?.first_type_only();
-        streams.push(Stream { schedule, workload, first_class: classes.len() as u8 });
+        streams.push(RequestStream { schedule, workload, first_class: classes.len() as u8 });
     }
     let mut transport = open_transport(args)?;
     let durations = Durations {
@@ -162,7 +162,7 @@ fn measure(args: &LoadArgs) -> anyhow::Result<Report> {
     let bar = progress_bar(args.warm_up + args.seconds)?;
     let mut tags: Vec<String> = classes.iter().map(RequestType::to_string).collect();
     tags.push(format!("{measured}-measuring"));
-    let mut output = Output::create(args.histogram_log.as_deref())?;
+    let mut output = LogOutput::create(args.histogram_log.as_deref())?;
     let mut log = HistogramLog::begin(&mut output, tags, &format!("coreward-lab load {}", args.target))?;
     let intervals = args.histogram_log.is_some();
     ctrlc::set_handler(|| INTERRUPTED.store(true, Ordering::Relaxed))?;
@@ -178,7 +178,7 @@ fn measure(args: &LoadArgs) -> anyhow::Result<Report> {
     log.finish(results.ended_ns, &mut results)?;
     output.flush()?;
     bar.finish_and_clear();
-    ensure!(!results.window.is_empty(), "interrupted before anything was measured");
+    ensure!(!results.measured_window_ns.is_empty(), "interrupted before anything was measured");
     Ok(Report::new(&results, &classes, args.measure.map(|_| measured)))
 }
 
@@ -188,12 +188,12 @@ fn seconds_to_ns(seconds: f64) -> u64 {
 
 fn build_workload(args: &LoadArgs, purpose: u64) -> anyhow::Result<Workload> {
     if let Some(service) = &args.service {
-        return Ok(Workload::service(service, args.multiplier.unwrap_or(1.0), args.seed, purpose));
+        return Ok(Workload::from_service_times(service, args.multiplier.unwrap_or(1.0), args.seed, purpose));
     }
     // The TCP protocol carries only service times.
     let multiplier = args.multiplier.or((args.transport == TransportName::Tcp).then_some(1.0));
     let times = multiplier.map_or_else(|| Ok(ServiceTimes::default()), ServiceTimes::turbo)?;
-    let workload = Workload::mix(&args.mix, &times, args.seed, purpose);
+    let workload = Workload::from_mix(&args.mix, &times, args.seed, purpose);
     let unknown = workload.request_types().iter().find(|class| !times.is_empty() && times.get(**class).is_none());
     ensure!(
         unknown.is_none(),
@@ -212,10 +212,10 @@ fn open_transport(args: &LoadArgs) -> anyhow::Result<Box<dyn Transport>> {
     if let Some(source) = args.sources.iter().find(is_foreign) {
         bail!("source {source} of target {}: expected an address of the same family", args.target);
     }
-    let sources = Sources { addresses: args.sources.clone(), flows: args.flows, first_port: args.first_port };
+    let sources = Sources { addresses: args.sources.clone(), flow_count: args.flows, first_port: args.first_port };
     let keys = Keys { count: args.keys, value_bytes: args.value_bytes };
     Ok(match args.transport {
-        TransportName::Udp => Box::new(Udp::open(args.target, &sources, Datagrams::KeyValue(keys), args.seed)?),
+        TransportName::Udp => Box::new(Udp::open(args.target, &sources, DatagramProtocol::KeyValue(keys), args.seed)?),
         TransportName::Dns => {
             let (classes, queries) = (build_workload(args, RNG_STREAM_REQUESTS)?.request_types().len(), &args.query);
             ensure!(
@@ -227,7 +227,7 @@ fn open_transport(args: &LoadArgs) -> anyhow::Result<Box<dyn Transport>> {
                 "{} of --query: expected one for each of {classes} classes",
                 queries.len()
             );
-            Box::new(Udp::open(args.target, &sources, Datagrams::Dns(queries.clone()), args.seed)?)
+            Box::new(Udp::open(args.target, &sources, DatagramProtocol::Dns(queries.clone()), args.seed)?)
         }
         TransportName::Tcp => Box::new(Connections::open(Paced, args.target, sources, args.seed)?),
         TransportName::Http => {

@@ -5,27 +5,27 @@ use std::str::FromStr;
 
 const HEADER_BYTES: usize = 12;
 /// QR of the flags' first byte: a response.
-const RESPONSE: u8 = 0x80;
+const QR_RESPONSE_BIT: u8 = 0x80;
 /// RCODE of the flags' second byte.
-const RESPONSE_CODE: u8 = 0x0f;
+const RCODE_MASK: u8 = 0x0f;
 const CLASS_INTERNET: u16 = 1;
 const TYPE_OPT: u16 = 41;
 /// Largest datagram that a client accepts (bytes; RFC 9715, Sect. 3.2: it fits Ethernet with every header).
-const PAYLOAD_BYTES: u16 = 1_400;
+const EDNS_PAYLOAD_BYTES: u16 = 1_400;
 /// DO of the extended flags (RFC 6891, Sect. 6.1.4): requests signatures.
 const DNSSEC_OK: u32 = 0x8000;
 const LABEL_MAX: usize = 63;
 const NAME_MAX: usize = 255;
 
-const TYPES: [(&str, u16); 8] =
+const QUERY_TYPES: [(&str, u16); 8] =
     [("A", 1), ("NS", 2), ("SOA", 6), ("MX", 15), ("TXT", 16), ("AAAA", 28), ("DNSKEY", 48), ("ANY", 255)];
 
 /// DNS question of a query.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Query {
+pub struct DnsQuery {
     /// Name in wire format.
     name: Vec<u8>,
-    kind: u16,
+    query_type: u16,
     dnssec: bool,
     text: String,
 }
@@ -38,7 +38,7 @@ pub struct Query {
 )]
 pub struct QueryError(String);
 
-impl FromStr for Query {
+impl FromStr for DnsQuery {
     type Err = QueryError;
 
     fn from_str(text: &str) -> Result<Self, QueryError> {
@@ -50,7 +50,7 @@ impl FromStr for Query {
             (Some("dnssec"), None) => true,
             _ => return Err(wrong()),
         };
-        let (_, kind) = TYPES.into_iter().find(|(known, _)| *known == kind).ok_or_else(wrong)?;
+        let (_, kind) = QUERY_TYPES.into_iter().find(|(known, _)| *known == kind).ok_or_else(wrong)?;
         let mut bytes = Vec::new();
         for label in name.trim_end_matches('.').split('.') {
             if label.is_empty() || label.len() > LABEL_MAX || !label.is_ascii() {
@@ -63,17 +63,17 @@ impl FromStr for Query {
         if bytes.len() > NAME_MAX {
             return Err(wrong());
         }
-        Ok(Self { name: bytes, kind, dnssec, text: text.to_owned() })
+        Ok(Self { name: bytes, query_type: kind, dnssec, text: text.to_owned() })
     }
 }
 
-impl fmt::Display for Query {
+impl fmt::Display for DnsQuery {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&self.text)
     }
 }
 
-impl Query {
+impl DnsQuery {
     /// Writes the query into the empty `datagram`.
     pub fn write(&self, id: u16, datagram: &mut Vec<u8>) {
         datagram.clear();
@@ -81,11 +81,11 @@ impl Query {
         // No recursion; one question, one additional record.
         datagram.extend([0, 0, 0, 1, 0, 0, 0, 0, 0, 1]);
         datagram.extend(&self.name);
-        datagram.extend(self.kind.to_be_bytes());
+        datagram.extend(self.query_type.to_be_bytes());
         datagram.extend(CLASS_INTERNET.to_be_bytes());
         datagram.push(0);
         datagram.extend(TYPE_OPT.to_be_bytes());
-        datagram.extend(PAYLOAD_BYTES.to_be_bytes());
+        datagram.extend(EDNS_PAYLOAD_BYTES.to_be_bytes());
         datagram.extend(if self.dnssec { DNSSEC_OK } else { 0 }.to_be_bytes());
         datagram.extend([0, 0]);
     }
@@ -94,8 +94,8 @@ impl Query {
 /// Returns the id of a response and whether it has no error; `None` for other datagrams.
 pub fn parse_response(datagram: &[u8]) -> Option<(u16, bool)> {
     let header: &[u8; HEADER_BYTES] = datagram.first_chunk()?;
-    let is_response = header[2] & RESPONSE != 0;
-    is_response.then(|| (u16::from_be_bytes([header[0], header[1]]), header[3] & RESPONSE_CODE == 0))
+    let is_response = header[2] & QR_RESPONSE_BIT != 0;
+    is_response.then(|| (u16::from_be_bytes([header[0], header[1]]), header[3] & RCODE_MASK == 0))
 }
 
 #[cfg(test)]
@@ -105,7 +105,7 @@ mod tests {
     #[test]
     fn dns_query_follows_the_rfcs() {
         let mut datagram = vec![9];
-        "www.example./A/dnssec".parse::<Query>().unwrap().write(0x1234, &mut datagram);
+        "www.example./A/dnssec".parse::<DnsQuery>().unwrap().write(0x1234, &mut datagram);
         let expected = [
             &[0x12, 0x34, 0, 0, 0, 1, 0, 0, 0, 0, 0, 1][..],
             b"\x03www\x07example\x00\x00\x01\x00\x01",
@@ -126,9 +126,9 @@ mod tests {
     #[test]
     fn invalid_query_is_rejected_with_message() {
         for text in ["www.example", "www.example/B", "a..b/A", "www.example/A/dnssec/x", "www.example/A/x", "/A"] {
-            let error = text.parse::<Query>().unwrap_err().to_string();
+            let error = text.parse::<DnsQuery>().unwrap_err().to_string();
             assert!(error.starts_with(&format!("query {text:?}: expected NAME/TYPE")), "{error}");
         }
-        assert!(format!("{}/A", "a".repeat(64)).parse::<Query>().is_err());
+        assert!(format!("{}/A", "a".repeat(64)).parse::<DnsQuery>().is_err());
     }
 }

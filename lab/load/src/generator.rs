@@ -6,7 +6,7 @@
 
 use std::io;
 
-use crate::arrivals::Schedule;
+use crate::arrivals::ArrivalSchedule;
 use crate::event_loop::now_ns;
 use crate::outstanding::{AnswerMatch, Outstanding, SentRequest};
 use crate::results::Results;
@@ -23,8 +23,8 @@ const PROGRESS_INTERVAL_NS: u64 = 100_000_000;
 const EXPIRE_INTERVAL_NS: u64 = 10_000_000;
 
 #[derive(Debug)]
-pub struct Stream {
-    pub schedule: Schedule,
+pub struct RequestStream {
+    pub schedule: ArrivalSchedule,
     pub workload: Workload,
     pub first_class: u8,
 }
@@ -41,7 +41,7 @@ pub struct Durations {
 }
 
 struct Generator<'a> {
-    streams: Vec<Stream>,
+    streams: Vec<RequestStream>,
     transport: &'a mut dyn Transport,
     durations: Durations,
     outstanding: Outstanding,
@@ -55,7 +55,7 @@ struct Generator<'a> {
 /// receives the time since the start (ns) and the results so far, which it may [`Results::stop`]. `intervals`: also
 /// record latencies by interval. Fails when the transport fails permanently.
 pub fn run(
-    streams: Vec<Stream>,
+    streams: Vec<RequestStream>,
     transport: &mut dyn Transport,
     durations: Durations,
     intervals: bool,
@@ -85,7 +85,7 @@ pub fn run(
 impl Generator<'_> {
     /// Sends due requests and receives responses. Returns `false` when every request is answered or lost.
     fn step(&mut self) -> io::Result<bool> {
-        let end_ns = self.results.window.end;
+        let end_ns = self.results.measured_window_ns.end;
         let mut next = self.next_stream(end_ns);
         for _ in 0..BATCH_SIZE {
             let Some((stream, due_ns)) = next.filter(|(_, due_ns)| *due_ns <= now_ns()) else { break };
@@ -95,7 +95,7 @@ impl Generator<'_> {
         let results = &mut self.results;
         self.outstanding.expire(now_ns().saturating_sub(self.durations.timeout_ns), |sent| results.record_lost(sent));
         let Some(until_ns) = next.map(|(_, due_ns)| due_ns).or_else(|| {
-            let unanswered = self.outstanding.unanswered() > 0;
+            let unanswered = self.outstanding.unanswered_count() > 0;
             unanswered.then(|| now_ns() + EXPIRE_INTERVAL_NS)
         }) else {
             return Ok(false);
@@ -109,7 +109,7 @@ impl Generator<'_> {
 
     /// Returns the stream whose next request is due first, and its time; `None` when all have ended.
     fn next_stream(&self, end_ns: u64) -> Option<(usize, u64)> {
-        let due = self.streams.iter().map(|stream| self.start_ns + stream.schedule.next_ns());
+        let due = self.streams.iter().map(|stream| self.start_ns + stream.schedule.next_due_ns());
         due.enumerate().filter(|(_, due_ns)| *due_ns < end_ns).min_by_key(|(_, due_ns)| *due_ns)
     }
 
@@ -125,12 +125,12 @@ impl Generator<'_> {
 
     fn handle_answer(&mut self, answer: Answer) {
         let (part, parts) = answer.part;
-        match self.outstanding.answer(answer.id, part, parts) {
+        match self.outstanding.match_answer(answer.id, part, parts) {
             AnswerMatch::Complete(sent) => self.results.record_answer(sent, answer.arrived_ns, answer.worker),
             AnswerMatch::Partial => {}
             AnswerMatch::Duplicate => self.results.duplicates += 1,
-            AnswerMatch::Late => self.results.late += 1,
-            AnswerMatch::Unknown => self.results.unknown += 1,
+            AnswerMatch::Late => self.results.late_responses += 1,
+            AnswerMatch::Unknown => self.results.unknown_responses += 1,
         }
     }
 }

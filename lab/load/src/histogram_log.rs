@@ -15,12 +15,12 @@ use crate::results::Results;
 const INTERVAL_NS: u64 = 1_000_000_000;
 
 /// Output of a log; it outlives the [`HistogramLog`].
-pub struct Output {
+pub struct LogOutput {
     file: Box<dyn Write>,
     serializer: V2DeflateSerializer,
 }
 
-impl Output {
+impl LogOutput {
     /// Creates the file; without a path, nothing is written. Fails when the file cannot be created.
     pub fn create(path: Option<&Path>) -> anyhow::Result<Self> {
         let file: Box<dyn Write> = match path {
@@ -45,12 +45,12 @@ pub struct HistogramLog<'a> {
     /// Tag of each class.
     tags: Vec<String>,
     /// Start of the interval that is not written yet (ns since the start).
-    begun_ns: u64,
+    interval_start_ns: u64,
 }
 
 impl<'a> HistogramLog<'a> {
     /// Begins a log of classes with these tags (no commas, no white space). Fails when it cannot be written.
-    pub fn begin(output: &'a mut Output, tags: Vec<String>, title: &str) -> anyhow::Result<Self> {
+    pub fn begin(output: &'a mut LogOutput, tags: Vec<String>, title: &str) -> anyhow::Result<Self> {
         let now = SystemTime::now();
         let writer = IntervalLogWriterBuilder::new()
             .add_comment(title)
@@ -60,12 +60,12 @@ impl<'a> HistogramLog<'a> {
             .with_max_value_divisor(1e6)
             .begin_log_with(&mut output.file, &mut output.serializer)
             .context("cannot write the histogram log")?;
-        Ok(Self { writer, tags, begun_ns: 0 })
+        Ok(Self { writer, tags, interval_start_ns: 0 })
     }
 
     /// Writes the current interval if it has ended at `since_ns` after the start. Fails when the write fails.
     pub fn advance(&mut self, since_ns: u64, results: &mut Results) -> anyhow::Result<()> {
-        if since_ns >= self.begun_ns + INTERVAL_NS { self.write(since_ns, results) } else { Ok(()) }
+        if since_ns >= self.interval_start_ns + INTERVAL_NS { self.write(since_ns, results) } else { Ok(()) }
     }
 
     /// Writes the incomplete last interval. Fails when the write fails.
@@ -74,8 +74,8 @@ impl<'a> HistogramLog<'a> {
     }
 
     fn write(&mut self, since_ns: u64, results: &mut Results) -> anyhow::Result<()> {
-        let begun = Duration::from_nanos(self.begun_ns);
-        let lasted = Duration::from_nanos(since_ns.saturating_sub(self.begun_ns));
+        let begun = Duration::from_nanos(self.interval_start_ns);
+        let lasted = Duration::from_nanos(since_ns.saturating_sub(self.interval_start_ns));
         for (histogram, tag) in results.intervals().zip(&self.tags).filter(|(histogram, _)| !histogram.is_empty()) {
             let written = self.writer.write_histogram(histogram, begun, lasted, Tag::new(tag));
             written.map_err(|error: interval_log::IntervalLogWriterError<_>| {
@@ -83,7 +83,7 @@ impl<'a> HistogramLog<'a> {
             })?;
             histogram.reset();
         }
-        self.begun_ns = since_ns;
+        self.interval_start_ns = since_ns;
         Ok(())
     }
 }
@@ -122,7 +122,7 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("latencies.hlog");
         let mut results = Results::new(2, 0..10_000_000_000, true).unwrap();
-        let mut output = Output::create(Some(&path)).unwrap();
+        let mut output = LogOutput::create(Some(&path)).unwrap();
         let tags = vec!["GET".to_owned(), "SCAN46".to_owned()];
         let mut log = HistogramLog::begin(&mut output, tags, "test").unwrap();
         let answered = |class, count: u64, results: &mut Results| {
@@ -147,6 +147,6 @@ mod tests {
         // The report must equal the sum of all intervals.
         let mut scans = lines[1].3.clone();
         scans.add(&lines[2].3).unwrap();
-        assert_eq!(scans, results.classes[1].latency);
+        assert_eq!(scans, results.classes[1].latency_ns);
     }
 }

@@ -18,11 +18,12 @@ use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 use crate::request_type::RequestType;
 
 /// Largest datagram that fits one Ethernet frame (bytes): 1500 less the IPv4 and UDP headers.
-pub const DATAGRAM_MAX: usize = 1_472;
+pub const DATAGRAM_BYTES_MAX: usize = 1_472;
 /// Longest key (bytes).
-pub const KEY_MAX: usize = 255;
+pub const KEY_BYTES_MAX: usize = 255;
 /// Longest value that a server stores (bytes): with the longest key it fits one datagram of a response.
-pub const VALUE_MAX: usize = DATAGRAM_MAX - size_of::<ResponseHeader>() - size_of::<PairHeader>() - KEY_MAX;
+pub const VALUE_BYTES_MAX: usize =
+    DATAGRAM_BYTES_MAX - size_of::<ResponseHeader>() - size_of::<PairHeader>() - KEY_BYTES_MAX;
 /// Offset of a datagram's type.
 pub const TYPE_OFFSET: usize = 0;
 /// Offset of a datagram's id: 4 bytes, little-endian.
@@ -95,7 +96,7 @@ pub enum BadRequest {
     #[error("a {0} without a key")]
     NoKey(RequestType),
     /// Value that fits no response.
-    #[error("a value of {0} bytes: expected at most {VALUE_MAX}")]
+    #[error("a value of {0} bytes: expected at most {VALUE_BYTES_MAX}")]
     ValueTooLong(usize),
 }
 
@@ -133,14 +134,14 @@ impl<'a> Request<'a> {
         if key.is_empty() && matches!(request_type, RequestType::GET | RequestType::PUT) {
             return Err(BadRequest::NoKey(request_type));
         }
-        if value_length > VALUE_MAX {
+        if value_length > VALUE_BYTES_MAX {
             return Err(BadRequest::ValueTooLong(value_length));
         }
         Ok(Self { request_type, id: header.id.get(), service_ns: header.service_ns.get(), key, value })
     }
 
-    /// Replaces the contents of `buffer` with the datagram. Panics when the key is longer than [`KEY_MAX`] or the value
-    /// longer than 65,535 bytes.
+    /// Replaces the contents of `buffer` with the datagram. Panics when the key is longer than [`KEY_BYTES_MAX`] or the
+    /// value longer than 65,535 bytes.
     pub fn write(&self, buffer: &mut Vec<u8>) {
         let header = RequestHeader {
             request_type: self.request_type.byte(),
@@ -190,10 +191,10 @@ impl ResponseWriter {
         let (Ok(key_length), Ok(value_length)) = (u8::try_from(key.len()), u16::try_from(value.len())) else {
             return false;
         };
-        if size_of::<ResponseHeader>() + length > DATAGRAM_MAX {
+        if size_of::<ResponseHeader>() + length > DATAGRAM_BYTES_MAX {
             return false;
         }
-        if self.datagrams[self.used_datagrams - 1].len() + length > DATAGRAM_MAX {
+        if self.datagrams[self.used_datagrams - 1].len() + length > DATAGRAM_BYTES_MAX {
             let Ok(part) = u8::try_from(self.used_datagrams) else { return false };
             let header = *self.header(self.used_datagrams - 1);
             self.add_datagram(ResponseHeader { part, pairs: 0.into(), ..header });
@@ -220,7 +221,7 @@ impl ResponseWriter {
 
     fn add_datagram(&mut self, header: ResponseHeader) {
         if self.used_datagrams == self.datagrams.len() {
-            self.datagrams.push(Vec::with_capacity(DATAGRAM_MAX));
+            self.datagrams.push(Vec::with_capacity(DATAGRAM_BYTES_MAX));
         }
         let datagram = &mut self.datagrams[self.used_datagrams];
         datagram.clear();
@@ -279,7 +280,7 @@ mod tests {
         assert!(parse(b"\x01\x02\x00\x00\x04\x03\x02\x01\xe8\x03\x00\x00k").contains("13 bytes: expected 14"));
         assert!(parse(b"\x01\x00\x00\x00\x04\x03\x02\x01\xe8\x03\x00\x00").contains("a GET without a key"));
         let mut datagram = Vec::new();
-        let value = [0; VALUE_MAX + 1];
+        let value = [0; VALUE_BYTES_MAX + 1];
         let put = |value| Request { request_type: RequestType::PUT, id: 1, service_ns: 0, key: b"k", value };
         put(&value[1..]).write(&mut datagram);
         assert!(Request::parse(&datagram).is_ok());
@@ -296,8 +297,8 @@ mod tests {
 
         #[test]
         fn pairs_are_complete_and_in_order(
-            pairs in prop::collection::vec((prop::collection::vec(any::<u8>(), 1..=KEY_MAX),
-                                            prop::collection::vec(any::<u8>(), 0..=VALUE_MAX)), 0..127)
+            pairs in prop::collection::vec((prop::collection::vec(any::<u8>(), 1..=KEY_BYTES_MAX),
+                                            prop::collection::vec(any::<u8>(), 0..=VALUE_BYTES_MAX)), 0..127)
         ) {
             let request = Request { request_type: RequestType::GET, id: 7, service_ns: 0, key: b"k", value: b"" };
             let mut response = ResponseWriter::default();
@@ -308,7 +309,7 @@ mod tests {
                 let datagrams: Vec<&[u8]> = response.finish().collect();
                 let mut read = Vec::new();
                 for (index, datagram) in datagrams.iter().enumerate() {
-                    prop_assert!(datagram.len() <= DATAGRAM_MAX);
+                    prop_assert!(datagram.len() <= DATAGRAM_BYTES_MAX);
                     let (header, some) = parse_response(datagram).unwrap();
                     prop_assert_eq!((header.part, header.parts), (index as u8, datagrams.len() as u8));
                     read.extend(some.into_iter().map(|(key, value)| (key.to_vec(), value.to_vec())));

@@ -40,7 +40,7 @@ pub struct Outstanding {
     first_id: u32,
     /// Number of ids that were ever in use.
     sent_count: u64,
-    unanswered: usize,
+    unanswered_count: usize,
 }
 
 const PARTS_MAX: u8 = 128;
@@ -51,12 +51,12 @@ impl Outstanding {
         let id = self.first_id.wrapping_add(self.entries.len() as u32);
         self.entries.push_back(Entry { sent, received_parts: 0, is_answered: false });
         self.sent_count += 1;
-        self.unanswered += 1;
+        self.unanswered_count += 1;
         id
     }
 
     /// Records part `part` of `parts` of the response to `id`.
-    pub fn answer(&mut self, id: u32, part: u8, parts: u8) -> AnswerMatch {
+    pub fn match_answer(&mut self, id: u32, part: u8, parts: u8) -> AnswerMatch {
         let index = id.wrapping_sub(self.first_id) as usize;
         let Some(entry) = self.entries.get_mut(index) else {
             let back = u64::from(self.first_id.wrapping_sub(id));
@@ -75,7 +75,7 @@ impl Outstanding {
             return AnswerMatch::Partial;
         }
         entry.is_answered = true;
-        self.unanswered -= 1;
+        self.unanswered_count -= 1;
         AnswerMatch::Complete(entry.sent)
     }
 
@@ -84,7 +84,7 @@ impl Outstanding {
     pub fn expire(&mut self, moment_ns: u64, mut each: impl FnMut(SentRequest)) {
         while let Some(entry) = self.entries.front().filter(|entry| entry.sent.due_ns < moment_ns) {
             if !entry.is_answered {
-                self.unanswered -= 1;
+                self.unanswered_count -= 1;
                 each(entry.sent);
             }
             self.entries.pop_front();
@@ -93,8 +93,8 @@ impl Outstanding {
     }
 
     /// Returns the number of requests without a complete response.
-    pub fn unanswered(&self) -> usize {
-        self.unanswered
+    pub fn unanswered_count(&self) -> usize {
+        self.unanswered_count
     }
 }
 
@@ -110,22 +110,22 @@ mod tests {
     fn every_answer_is_distinguished() {
         let mut outstanding = Outstanding::default();
         let ids: Vec<u32> = (0..4).map(|due| outstanding.add(sent(due))).collect();
-        assert_eq!(outstanding.answer(ids[1], 0, 1), AnswerMatch::Complete(sent(1)));
-        assert_eq!(outstanding.answer(ids[1], 0, 1), AnswerMatch::Duplicate);
-        assert_eq!(outstanding.answer(ids[2], 1, 2), AnswerMatch::Partial);
-        assert_eq!(outstanding.answer(ids[2], 1, 2), AnswerMatch::Duplicate);
-        assert_eq!(outstanding.answer(ids[2], 2, 2), AnswerMatch::Unknown);
-        assert_eq!(outstanding.answer(4, 0, 1), AnswerMatch::Unknown);
-        assert_eq!(outstanding.answer(u32::MAX, 0, 1), AnswerMatch::Unknown);
+        assert_eq!(outstanding.match_answer(ids[1], 0, 1), AnswerMatch::Complete(sent(1)));
+        assert_eq!(outstanding.match_answer(ids[1], 0, 1), AnswerMatch::Duplicate);
+        assert_eq!(outstanding.match_answer(ids[2], 1, 2), AnswerMatch::Partial);
+        assert_eq!(outstanding.match_answer(ids[2], 1, 2), AnswerMatch::Duplicate);
+        assert_eq!(outstanding.match_answer(ids[2], 2, 2), AnswerMatch::Unknown);
+        assert_eq!(outstanding.match_answer(4, 0, 1), AnswerMatch::Unknown);
+        assert_eq!(outstanding.match_answer(u32::MAX, 0, 1), AnswerMatch::Unknown);
         let mut lost = Vec::new();
         outstanding.expire(2, |sent| lost.push(sent.due_ns));
-        assert_eq!((lost, outstanding.unanswered()), (vec![0], 2));
-        assert_eq!(outstanding.answer(ids[0], 0, 1), AnswerMatch::Late);
-        assert_eq!(outstanding.answer(ids[2], 0, 2), AnswerMatch::Complete(sent(2)));
+        assert_eq!((lost, outstanding.unanswered_count()), (vec![0], 2));
+        assert_eq!(outstanding.match_answer(ids[0], 0, 1), AnswerMatch::Late);
+        assert_eq!(outstanding.match_answer(ids[2], 0, 2), AnswerMatch::Complete(sent(2)));
         let mut lost = Vec::new();
         outstanding.expire(u64::MAX, |sent| lost.push(sent.due_ns));
-        assert_eq!((lost, outstanding.unanswered()), (vec![3], 0));
-        assert_eq!(outstanding.answer(ids[3], 0, 1), AnswerMatch::Late);
+        assert_eq!((lost, outstanding.unanswered_count()), (vec![3], 0));
+        assert_eq!(outstanding.match_answer(ids[3], 0, 1), AnswerMatch::Late);
     }
 
     #[test]
@@ -133,10 +133,10 @@ mod tests {
         let mut outstanding = Outstanding { first_id: u32::MAX - 1, ..Outstanding::default() };
         let ids: Vec<u32> = (0..4).map(|due| outstanding.add(sent(due))).collect();
         assert_eq!(ids, [u32::MAX - 1, u32::MAX, 0, 1]);
-        assert_eq!(outstanding.answer(0, 0, 1), AnswerMatch::Complete(sent(2)));
+        assert_eq!(outstanding.match_answer(0, 0, 1), AnswerMatch::Complete(sent(2)));
         outstanding.expire(u64::MAX, |_| {});
-        assert_eq!(outstanding.answer(u32::MAX, 0, 1), AnswerMatch::Late);
-        assert_eq!(outstanding.answer(1, 0, 1), AnswerMatch::Late);
-        assert_eq!(outstanding.answer(2, 0, 1), AnswerMatch::Unknown);
+        assert_eq!(outstanding.match_answer(u32::MAX, 0, 1), AnswerMatch::Late);
+        assert_eq!(outstanding.match_answer(1, 0, 1), AnswerMatch::Late);
+        assert_eq!(outstanding.match_answer(2, 0, 1), AnswerMatch::Unknown);
     }
 }

@@ -36,14 +36,14 @@ const _: () = assert!(size_of::<Response>() == MESSAGE_BYTES);
 
 /// Bytes from a socket, cut into messages of [`MESSAGE_BYTES`].
 #[derive(Debug, Default)]
-pub struct Messages {
+pub struct MessageBuffer {
     /// Beginning of an incomplete message.
     partial: Vec<u8>,
 }
 
-impl Messages {
+impl MessageBuffer {
     /// Appends `bytes`, and calls `each` for each complete message.
-    pub fn take<M: FromBytes>(&mut self, mut bytes: &[u8], mut each: impl FnMut(M)) {
+    pub fn for_each_message<M: FromBytes>(&mut self, mut bytes: &[u8], mut each: impl FnMut(M)) {
         if !self.partial.is_empty() {
             let missing = (MESSAGE_BYTES - self.partial.len()).min(bytes.len());
             self.partial.extend_from_slice(&bytes[..missing]);
@@ -73,8 +73,10 @@ mod tests {
         let sent: Vec<Request> = (0..5).map(|id| Request { service_us: (id * 7).into(), id: id.into() }).collect();
         let bytes: Vec<u8> = sent.iter().flat_map(|request| request.as_bytes().to_vec()).collect();
         for piece in 1..=bytes.len() {
-            let (mut messages, mut received) = (Messages::default(), Vec::new());
-            bytes.chunks(piece).for_each(|bytes| messages.take(bytes, |request: Request| received.push(request)));
+            let (mut messages, mut received) = (MessageBuffer::default(), Vec::new());
+            bytes
+                .chunks(piece)
+                .for_each(|bytes| messages.for_each_message(bytes, |request: Request| received.push(request)));
             assert_eq!(received, sent, "in pieces of {piece} bytes");
         }
     }

@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::request_type::RequestType;
 use crate::results::{ClassResults, Results};
-use crate::transport::{Errors, Worker};
+use crate::transport::{TransportErrorCounts, Worker};
 
 /// Quantiles of times (us); `None` without any times.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
@@ -85,7 +85,7 @@ pub struct Report {
     /// Responses with an id that no request had.
     pub unknown: u64,
     #[serde(flatten)]
-    pub errors: Errors,
+    pub errors: TransportErrorCounts,
 }
 
 impl Report {
@@ -97,14 +97,14 @@ impl Report {
             completed: of_class.completed,
             lost: of_class.lost,
             arrived: of_class.arrived,
-            latency_us: Latency::from(&of_class.latency),
+            latency_us: Latency::from(&of_class.latency_ns),
         };
         let (of_load, of_measure) = results.classes.split_at(load.len());
-        let seconds = (results.window.end - results.window.start) as f64 / 1e9;
+        let seconds = (results.measured_window_ns.end - results.measured_window_ns.start) as f64 / 1e9;
         let sum = |of: fn(&ClassResults) -> u64| of_load.iter().map(of).sum::<u64>();
-        let mut latency = results.lateness.clone();
+        let mut latency = results.lateness_ns.clone();
         latency.reset();
-        of_load.iter().for_each(|of_class| latency.add(&of_class.latency).expect("made alike"));
+        of_load.iter().for_each(|of_class| latency.add(&of_class.latency_ns).expect("made alike"));
         let worker = |(worker, completed): (&Worker, &u64)| WorkerReport { worker: *worker, completed: *completed };
         Self {
             offered_rps: sum(|class| class.requests) as f64 / seconds,
@@ -116,11 +116,11 @@ impl Report {
             completed: sum(|class| class.completed),
             classes: of_load.iter().zip(load).map(class).collect(),
             measure: of_measure.iter().zip(&measure).map(class).next(),
-            lateness_us: Latency::from(&results.lateness),
-            workers: results.workers.iter().map(worker).collect(),
+            lateness_us: Latency::from(&results.lateness_ns),
+            workers: results.answers_by_worker.iter().map(worker).collect(),
             duplicates: results.duplicates,
-            late: results.late,
-            unknown: results.unknown,
+            late: results.late_responses,
+            unknown: results.unknown_responses,
             errors: results.errors,
         }
     }

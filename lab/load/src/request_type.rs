@@ -28,9 +28,9 @@ pub enum RequestTypeError {
     Name(String),
 }
 
-const FIRST_WORK: u8 = 16;
+const WORK_BASE: u8 = 16;
 /// Largest number of pairs that a SCAN can request.
-pub const SCAN_MAX: u8 = 127;
+pub const SCAN_PAIRS_MAX: u8 = 127;
 const SCAN_BASE: u8 = 128;
 /// Number of classes of [`RequestType::work`].
 pub const WORK_CLASS_COUNT: u8 = 16;
@@ -41,24 +41,24 @@ impl RequestType {
     /// A key's new value.
     pub const PUT: Self = Self(2);
 
-    /// Returns a SCAN of `pairs` keys and their values (1 to [`SCAN_MAX`]); `None` when out of range.
+    /// Returns a SCAN of `pairs` keys and their values (1 to [`SCAN_PAIRS_MAX`]); `None` when out of range.
     pub const fn scan(pairs: u8) -> Option<Self> {
-        if pairs >= 1 && pairs <= SCAN_MAX { Some(Self(SCAN_BASE + pairs)) } else { None }
+        if pairs >= 1 && pairs <= SCAN_PAIRS_MAX { Some(Self(SCAN_BASE + pairs)) } else { None }
     }
 
     /// Returns work of a class (below [`WORK_CLASS_COUNT`]); `None` when out of range.
     pub const fn work(class: u8) -> Option<Self> {
-        if class < WORK_CLASS_COUNT { Some(Self(FIRST_WORK + class)) } else { None }
+        if class < WORK_CLASS_COUNT { Some(Self(WORK_BASE + class)) } else { None }
     }
 
     /// Returns the number of pairs of a SCAN; `None` for other types.
-    pub const fn pairs(self) -> Option<u8> {
+    pub const fn scan_pairs(self) -> Option<u8> {
         if self.0 > SCAN_BASE { Some(self.0 - SCAN_BASE) } else { None }
     }
 
     /// Returns the class of work; `None` for other types.
-    pub const fn class(self) -> Option<u8> {
-        if self.0 >= FIRST_WORK && self.0 < FIRST_WORK + WORK_CLASS_COUNT { Some(self.0 - FIRST_WORK) } else { None }
+    pub const fn work_class(self) -> Option<u8> {
+        if self.0 >= WORK_BASE && self.0 < WORK_BASE + WORK_CLASS_COUNT { Some(self.0 - WORK_BASE) } else { None }
     }
 
     pub const fn byte(self) -> u8 {
@@ -71,7 +71,8 @@ impl TryFrom<u8> for RequestType {
 
     fn try_from(byte: u8) -> Result<Self, RequestTypeError> {
         let known = Self(byte);
-        let is_known = known == Self::GET || known == Self::PUT || known.pairs().is_some() || known.class().is_some();
+        let is_known =
+            known == Self::GET || known == Self::PUT || known.scan_pairs().is_some() || known.work_class().is_some();
         if is_known { Ok(known) } else { Err(RequestTypeError::Byte(byte)) }
     }
 }
@@ -92,7 +93,7 @@ impl FromStr for RequestType {
 
 impl fmt::Display for RequestType {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match (*self, self.pairs(), self.class()) {
+        match (*self, self.scan_pairs(), self.work_class()) {
             (Self::GET, ..) => f.pad("GET"),
             (_, Some(pairs), _) => f.pad(&format!("SCAN{pairs}")),
             (_, _, Some(class)) => f.pad(&format!("WORK{class}")),
@@ -209,7 +210,7 @@ mod tests {
                 assert_eq!(request_type.to_string().parse(), Ok(request_type));
             }
         }
-        assert_eq!(known, 2 + usize::from(WORK_CLASS_COUNT) + usize::from(SCAN_MAX));
+        assert_eq!(known, 2 + usize::from(WORK_CLASS_COUNT) + usize::from(SCAN_PAIRS_MAX));
         assert_eq!("SCAN46".parse::<RequestType>().unwrap().byte(), 174);
         for wrong in ["SCAN0", "SCAN128", "WORK16", "get", "", "SCAN"] {
             assert_eq!(wrong.parse::<RequestType>(), Err(RequestTypeError::Name(wrong.to_owned())));

@@ -6,7 +6,7 @@ use std::ops::Range;
 use hdrhistogram::Histogram;
 
 use crate::outstanding::SentRequest;
-use crate::transport::{Errors, Worker};
+use crate::transport::{TransportErrorCounts, Worker};
 
 /// Results of one class. All but `latency` count requests that were due in the measured time.
 #[derive(Debug)]
@@ -18,7 +18,7 @@ pub struct ClassResults {
     /// Not answered before the time-out.
     pub lost: u64,
     /// Time from the due time to the response (ns).
-    pub latency: Histogram<u64>,
+    pub latency_ns: Histogram<u64>,
     /// Responses that arrived in the measured time, to requests due before or in it.
     pub arrived: u64,
 }
@@ -27,19 +27,19 @@ pub struct ClassResults {
 #[derive(Debug)]
 pub struct Results {
     /// The measured time (CLOCK_MONOTONIC, ns).
-    pub window: Range<u64>,
+    pub measured_window_ns: Range<u64>,
     pub classes: Vec<ClassResults>,
     /// Time from the due time to the send time (ns): lateness of the generator.
-    pub lateness: Histogram<u64>,
+    pub lateness_ns: Histogram<u64>,
     /// Answered requests by worker.
-    pub workers: BTreeMap<Worker, u64>,
+    pub answers_by_worker: BTreeMap<Worker, u64>,
     /// Responses that repeat an earlier one.
     pub duplicates: u64,
     /// Responses after the time-out.
-    pub late: u64,
+    pub late_responses: u64,
     /// Responses with an id that no request had.
-    pub unknown: u64,
-    pub errors: Errors,
+    pub unknown_responses: u64,
+    pub errors: TransportErrorCounts,
     /// Time when the last request was answered or lost (ns since the start).
     pub ended_ns: u64,
     /// Latencies of each class in the current interval; empty unless requested.
@@ -56,17 +56,17 @@ impl Results {
     pub fn new(classes: usize, window: Range<u64>, intervals: bool) -> anyhow::Result<Self> {
         let class = |_| {
             let latency = new_histogram()?;
-            Ok(ClassResults { requests: 0, completed: 0, lost: 0, latency, arrived: 0 })
+            Ok(ClassResults { requests: 0, completed: 0, lost: 0, latency_ns: latency, arrived: 0 })
         };
         Ok(Self {
-            window,
+            measured_window_ns: window,
             classes: (0..classes).map(class).collect::<anyhow::Result<_>>()?,
-            lateness: new_histogram()?,
-            workers: BTreeMap::new(),
+            lateness_ns: new_histogram()?,
+            answers_by_worker: BTreeMap::new(),
             duplicates: 0,
-            late: 0,
-            unknown: 0,
-            errors: Errors::default(),
+            late_responses: 0,
+            unknown_responses: 0,
+            errors: TransportErrorCounts::default(),
             ended_ns: 0,
             intervals: (0..if intervals { classes } else { 0 })
                 .map(|_| new_histogram())
@@ -76,7 +76,7 @@ impl Results {
 
     /// Ends the measured time at `now_ns`, if it would last longer.
     pub fn stop(&mut self, now_ns: u64) {
-        self.window.end = self.window.end.min(now_ns.max(self.window.start));
+        self.measured_window_ns.end = self.measured_window_ns.end.min(now_ns.max(self.measured_window_ns.start));
     }
 
     /// Returns each class's latencies since their last reset.
@@ -88,24 +88,24 @@ impl Results {
     pub(crate) fn record_sent(&mut self, sent: SentRequest, now_ns: u64) {
         if let Some(class) = self.measured_class(sent) {
             class.requests += 1;
-            self.lateness.saturating_record(now_ns.saturating_sub(sent.due_ns));
+            self.lateness_ns.saturating_record(now_ns.saturating_sub(sent.due_ns));
         }
     }
 
     /// Records a response that arrived at `arrived_ns`.
     pub(crate) fn record_answer(&mut self, sent: SentRequest, arrived_ns: u64, worker: Option<Worker>) {
-        if self.window.contains(&arrived_ns) {
+        if self.measured_window_ns.contains(&arrived_ns) {
             self.classes[usize::from(sent.class)].arrived += 1;
         }
         let latency_ns = arrived_ns.saturating_sub(sent.due_ns);
         if let Some(class) = self.measured_class(sent) {
             class.completed += 1;
-            class.latency.saturating_record(latency_ns);
+            class.latency_ns.saturating_record(latency_ns);
             if let Some(interval) = self.intervals.get_mut(usize::from(sent.class)) {
                 interval.saturating_record(latency_ns);
             }
             if let Some(worker) = worker {
-                *self.workers.entry(worker).or_default() += 1;
+                *self.answers_by_worker.entry(worker).or_default() += 1;
             }
         }
     }
@@ -118,6 +118,6 @@ impl Results {
     }
 
     fn measured_class(&mut self, sent: SentRequest) -> Option<&mut ClassResults> {
-        self.window.contains(&sent.due_ns).then(|| &mut self.classes[usize::from(sent.class)])
+        self.measured_window_ns.contains(&sent.due_ns).then(|| &mut self.classes[usize::from(sent.class)])
     }
 }

@@ -4,16 +4,16 @@ use std::fmt;
 use std::str::FromStr;
 
 use coreward_model::rss::seeded_rng;
-use coreward_sim::random::unit;
+use coreward_sim::random::uniform_unit;
 use coreward_sim::rpc::ticks::to_units;
-use coreward_sim::rpc::{Sampler, Service, ServiceError};
+use coreward_sim::rpc::{Sampler, ServiceTimeDistribution, ServiceTimeError};
 use rand_xoshiro::Xoshiro256PlusPlus;
 
 use crate::request_type::{RequestType, RequestTypeError, ServiceTimes, WORK_CLASS_COUNT};
 
 /// Parameters of a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Demand {
+pub struct RequestParameters {
     /// Index of its type in [`Workload::request_types`].
     pub class: u8,
     pub request_type: RequestType,
@@ -101,7 +101,7 @@ impl fmt::Display for RequestMix {
 /// Distribution of service times: in microseconds as `exp:3`, or as in `coreward-lab sim rpc`.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ServiceDistribution {
-    service: Service,
+    service: ServiceTimeDistribution,
     /// Service time of the shortest class, or the mean (us).
     unit_us: f64,
 }
@@ -112,17 +112,17 @@ const RINGLEADER: [(&str, &str, f64); 2] =
     [("ringleader-bimodal", "bimodal:0.05:20", 5.0), ("ringleader-high-bimodal", "bimodal:0.01:33.333333", 3.0)];
 
 impl FromStr for ServiceDistribution {
-    type Err = ServiceError;
+    type Err = ServiceTimeError;
 
-    fn from_str(given: &str) -> Result<Self, ServiceError> {
+    fn from_str(given: &str) -> Result<Self, ServiceTimeError> {
         if let Some((_, text, unit_us)) = RINGLEADER.iter().find(|(name, ..)| *name == given) {
             return Ok(Self { service: text.parse()?, unit_us: *unit_us });
         }
         if let Some(mean) = given.strip_prefix("exp:") {
             let mean = mean.parse().ok().filter(|mean| *mean > 0.0 && *mean <= 1e6);
             let expected = "exp:MICROSECONDS, above 0, at most 1000000";
-            let unit_us = mean.ok_or_else(|| ServiceError::Parameters { given: given.to_owned(), expected })?;
-            return Ok(Self { service: Service::Exponential, unit_us });
+            let unit_us = mean.ok_or_else(|| ServiceTimeError::Parameters { given: given.to_owned(), expected })?;
+            return Ok(Self { service: ServiceTimeDistribution::Exponential, unit_us });
         }
         Ok(Self { service: given.parse()?, unit_us: 1.0 })
     }
@@ -142,23 +142,23 @@ impl ServiceDistribution {
 }
 
 #[derive(Debug, Clone)]
-enum ClassDraw {
+enum RequestSampler {
     /// Type, cumulative share, and the requested service time (ns; 0: the server chooses it).
     Mix(Vec<(RequestType, f64, u32)>),
     /// Distribution, and the length of its unit (ns).
-    Service(Sampler, f64),
+    ServiceTimeDistribution(Sampler, f64),
 }
 
 #[derive(Debug, Clone)]
 pub struct Workload {
-    draw: ClassDraw,
+    draw: RequestSampler,
     request_types: Vec<RequestType>,
     rng: Xoshiro256PlusPlus,
 }
 
 impl Workload {
     /// Returns requests of a mix with the service times of `times`; the server chooses the others.
-    pub fn mix(mix: &RequestMix, times: &ServiceTimes, seed: u64, purpose: u64) -> Self {
+    pub fn from_mix(mix: &RequestMix, times: &ServiceTimes, seed: u64, purpose: u64) -> Self {
         let mut below = 0.0;
         let mut entry = |(request_type, share): &(RequestType, f64)| {
             below += share;
@@ -168,18 +168,18 @@ impl Workload {
         // The shares may add up to a little less than 1.
         entries.last_mut().expect("a mix has a type").1 = f64::INFINITY;
         let request_types = mix.0.iter().map(|(request_type, _)| *request_type).collect();
-        Self { draw: ClassDraw::Mix(entries), request_types, rng: seeded_rng(seed, purpose) }
+        Self { draw: RequestSampler::Mix(entries), request_types, rng: seeded_rng(seed, purpose) }
     }
 
     /// Returns requests with service times of a distribution times `multiplier`. Each class of the distribution is a
     /// type of [`RequestType::work`].
-    pub fn service(service: &ServiceDistribution, multiplier: f64, seed: u64, purpose: u64) -> Self {
+    pub fn from_service_times(service: &ServiceDistribution, multiplier: f64, seed: u64, purpose: u64) -> Self {
         let unit_ns = service.unit_us * 1e3 * multiplier;
         let count = service.service.class_times().len().min(WORK_CLASS_COUNT.into());
         let request_types =
             (0..count as u8).map(|class| RequestType::work(class).expect("below WORK_CLASS_COUNT")).collect();
         Self {
-            draw: ClassDraw::Service(service.service.sampler(), unit_ns),
+            draw: RequestSampler::ServiceTimeDistribution(service.service.sampler(), unit_ns),
             request_types,
             rng: seeded_rng(seed, purpose),
         }
@@ -189,11 +189,11 @@ impl Workload {
     /// its mean if it has no classes (Turbo's measuring client, Sect. VII-A).
     pub fn first_type_only(mut self) -> Self {
         match &mut self.draw {
-            ClassDraw::Mix(entries) => {
+            RequestSampler::Mix(entries) => {
                 entries.truncate(1);
                 entries[0].1 = f64::INFINITY;
             }
-            ClassDraw::Service(sampler, _) => *sampler = Service::Fixed.sampler(),
+            RequestSampler::ServiceTimeDistribution(sampler, _) => *sampler = ServiceTimeDistribution::Fixed.sampler(),
         }
         self.request_types.truncate(1);
         self
@@ -205,19 +205,19 @@ impl Workload {
     }
 
     /// Returns the next request.
-    pub fn draw(&mut self) -> Demand {
+    pub fn draw(&mut self) -> RequestParameters {
         match &self.draw {
-            ClassDraw::Mix(entries) => {
-                let drawn = unit(&mut self.rng);
+            RequestSampler::Mix(entries) => {
+                let drawn = uniform_unit(&mut self.rng);
                 let class = entries.iter().position(|(_, below, _)| drawn < *below).expect("the last is infinite");
                 let (request_type, _, service_ns) = entries[class];
-                Demand { class: class as u8, request_type, service_ns }
+                RequestParameters { class: class as u8, request_type, service_ns }
             }
-            ClassDraw::Service(sampler, unit_ns) => {
+            RequestSampler::ServiceTimeDistribution(sampler, unit_ns) => {
                 let (class, ticks) = sampler.sample(&mut self.rng);
                 // At least 1, because the server chooses the time for 0. `as` limits longer times to 4.3 s.
                 let service_ns = ((to_units(ticks) * unit_ns) as u32).max(1);
-                Demand { class, request_type: self.request_types[usize::from(class)], service_ns }
+                RequestParameters { class, request_type: self.request_types[usize::from(class)], service_ns }
             }
         }
     }
@@ -230,7 +230,7 @@ mod tests {
     use super::*;
 
     fn mean_us(service: &str) -> f64 {
-        let mut workload = Workload::service(&service.parse().unwrap(), 100.0, 1, 2);
+        let mut workload = Workload::from_service_times(&service.parse().unwrap(), 100.0, 1, 2);
         let count = 200_000;
         (0..count).map(|_| f64::from(workload.draw().service_ns) / 1e5).sum::<f64>() / f64::from(count)
     }
@@ -249,7 +249,7 @@ mod tests {
     fn turbos_mixes_have_its_service_times() {
         let times = ServiceTimes::turbo(1.0).unwrap();
         for (name, mean_us) in [("turbo-7a", 1.1625), ("turbo-7b", 1.3475), ("turbo-7c", 4.257), ("turbo-7d", 9.2019)] {
-            let mut workload = Workload::mix(&name.parse().unwrap(), &times, 3, 4);
+            let mut workload = Workload::from_mix(&name.parse().unwrap(), &times, 3, 4);
             let count = 100_000;
             let sum: f64 = (0..count).map(|_| f64::from(workload.draw().service_ns) / 1e3).sum();
             assert!((sum / f64::from(count) / mean_us - 1.0).abs() < 0.02, "{name}: {}", sum / f64::from(count));
@@ -258,7 +258,7 @@ mod tests {
 
     #[test]
     fn classes_are_separate_types() {
-        let workload = Workload::service(&"trimodal:0.1:5:0.01:50".parse().unwrap(), 1.0, 1, 1);
+        let workload = Workload::from_service_times(&"trimodal:0.1:5:0.01:50".parse().unwrap(), 1.0, 1, 1);
         let names: Vec<String> = workload.request_types().iter().map(RequestType::to_string).collect();
         assert_eq!(names, ["WORK0", "WORK1", "WORK2"]);
     }
@@ -284,7 +284,7 @@ mod tests {
             let pair = |(index, weight): (usize, &u32)| format!("SCAN{}={}", index + 1, share(weight));
             let text: Vec<String> = weights.iter().enumerate().map(pair).collect();
             let mix: RequestMix = text.join(",").parse().unwrap();
-            let mut workload = Workload::mix(&mix, &ServiceTimes::default(), seed, 1);
+            let mut workload = Workload::from_mix(&mix, &ServiceTimes::default(), seed, 1);
             let (count, mut drawn) = (20_000, vec![0u32; weights.len()]);
             for _ in 0..count {
                 let demand = workload.draw();

@@ -4,7 +4,7 @@ use std::net::SocketAddr;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, bail, ensure};
-use coreward_model::rss::{IndirectionTable, Rss, RssKey};
+use coreward_model::rss::{IndirectionTable, RssConfig, RssKey};
 use coreward_model::{FourTuple, ServerId};
 use serde::Deserialize;
 use serde_json::Value;
@@ -13,9 +13,9 @@ use crate::guest::Guest;
 use crate::wire::{FLOW_COUNT, VIP, VIP_IPV6};
 
 /// Time limit until a daemon is ready; under emulation the verifier alone takes seconds.
-pub const START_LIMIT: Duration = Duration::from_secs(60);
+pub const START_TIMEOUT: Duration = Duration::from_secs(60);
 /// Time limit for the daemon to detect a change, for which it polls once a second.
-const NOTICE_LIMIT: Duration = Duration::from_secs(15);
+const DETECTION_TIMEOUT: Duration = Duration::from_secs(15);
 
 /// Id of the server in the fleet's file: the seed of its balanced table.
 const SERVER_ID: u64 = 4711;
@@ -47,17 +47,17 @@ pub fn files() -> [(&'static str, String); 5] {
 
 /// Returns the settings that an agent with `manage_rss` makes in a NIC with the settings `before`. A driver that does
 /// not show its key does not accept one either.
-pub fn expected_managed_rss(before: &Rss, accepts_key: bool, receive_queues: u16) -> Result<Rss> {
+pub fn expected_managed_rss(before: &RssConfig, accepts_key: bool, receive_queues: u16) -> Result<RssConfig> {
     let key = if accepts_key { RSS_KEY.parse()? } else { before.key.clone() };
     let seed = ServerId::try_from(SERVER_ID)?.get().into();
     let entries = before.indirection_table.entry_count();
-    Ok(Rss { key, indirection_table: IndirectionTable::balanced(seed, entries, receive_queues)? })
+    Ok(RssConfig { key, indirection_table: IndirectionTable::balanced(seed, entries, receive_queues)? })
 }
 
 /// A line that `coreward agent rss --json` prints.
 #[derive(Deserialize)]
 #[serde(tag = "kind", rename_all = "snake_case")]
-enum Line {
+enum RssWatchLine {
     Nic { key: String, indirection_table: Vec<u32> },
     Syn { source: SocketAddr, destination: SocketAddr, predicted_queue: u16, actual_queue: u16 },
     End { verdict: String },
@@ -66,7 +66,7 @@ enum Line {
 /// Output of `coreward agent rss`.
 pub struct RssWatchOutput {
     /// Key and table that the agent read.
-    pub shown: Rss,
+    pub shown_rss: RssConfig,
     /// SYNs with the predicted and the actual queue.
     pub syns: Vec<(FourTuple, u16, u16)>,
     /// `in_force`, `not_in_force` or `undecided`.
@@ -75,34 +75,34 @@ pub struct RssWatchOutput {
 
 /// Starts `coreward agent rss` and waits until it samples. Fails when it does not start.
 pub fn start_watch(guest: &mut Guest) -> Result<()> {
-    let limit = START_LIMIT.as_secs();
+    let limit = START_TIMEOUT.as_secs();
     guest
         .run(&format!("start rss coreward agent rss --interface eth0 --seconds {limit} --syns {FLOW_COUNT} --json"))?;
     let watching =
-        poll(guest, START_LIMIT, |guest| Ok(guest.run("cat /tmp/rss.out")?.contains("\"nic\"").then_some(())));
+        poll(guest, START_TIMEOUT, |guest| Ok(guest.run("cat /tmp/rss.out")?.contains("\"nic\"").then_some(())));
     watching.with_context(|| format!("`coreward agent rss`: {}", log(guest, "rss")))
 }
 
 /// Waits until the agent has received all SYNs, and returns its output. Fails when it fails or its output is invalid.
 pub fn end_watch(guest: &mut Guest) -> Result<RssWatchOutput> {
     // The exit status depends on the verdict.
-    guest.try_run("finished rss", START_LIMIT + NOTICE_LIMIT)?;
+    guest.try_run("finished rss", START_TIMEOUT + DETECTION_TIMEOUT)?;
     let (mut shown, mut syns, mut judged) = (None, Vec::new(), None);
     for text in guest.run("cat /tmp/rss.out")?.lines().filter(|line| line.starts_with('{')) {
         match serde_json::from_str(text).with_context(|| text.to_owned())? {
-            Line::Nic { key, indirection_table } => shown = Some(rss(&key, &indirection_table)?),
-            Line::Syn { source, destination, predicted_queue, actual_queue } => {
+            RssWatchLine::Nic { key, indirection_table } => shown = Some(parse_rss(&key, &indirection_table)?),
+            RssWatchLine::Syn { source, destination, predicted_queue, actual_queue } => {
                 syns.push((FourTuple::new(source, destination)?, predicted_queue, actual_queue));
             }
-            Line::End { verdict } => judged = Some(verdict),
+            RssWatchLine::End { verdict } => judged = Some(verdict),
         }
     }
     let (Some(shown), Some(verdict)) = (shown, judged) else { bail!("no verdict: {}", log(guest, "rss")) };
-    Ok(RssWatchOutput { shown, syns, verdict })
+    Ok(RssWatchOutput { shown_rss: shown, syns, verdict })
 }
 
-fn rss(key: &str, table: &[u32]) -> Result<Rss> {
-    Ok(Rss { key: key.parse::<RssKey>()?, indirection_table: IndirectionTable::new(table)? })
+fn parse_rss(key: &str, table: &[u32]) -> Result<RssConfig> {
+    Ok(RssConfig { key: key.parse::<RssKey>()?, indirection_table: IndirectionTable::new(table)? })
 }
 
 /// Controller and agent (with `manage_rss`) that run in the guest.
@@ -111,10 +111,10 @@ pub struct Daemons;
 impl Daemons {
     /// Starts controller and agent, and waits until the agent has reported `expected` as the NIC's settings. Fails
     /// after a time limit, with the end of both logs.
-    pub fn start(guest: &mut Guest, expected: &Rss) -> Result<Self> {
+    pub fn start(guest: &mut Guest, expected: &RssConfig) -> Result<Self> {
         guest.run("start controller coreward controller --config /etc/controller.toml")?;
         guest.run("start agent coreward agent --config /etc/agent.toml")?;
-        let reported = poll(guest, START_LIMIT, |guest| {
+        let reported = poll(guest, START_TIMEOUT, |guest| {
             Ok(server(guest)?.filter(|server| reported_rss(server).is_some_and(|rss| rss == *expected)).map(drop))
         });
         reported.with_context(|| logs(guest))?;
@@ -132,7 +132,7 @@ impl Daemons {
     /// Waits until the agent has counted `syns` more SYNs than `before`. Returns how many of them arrived on the
     /// predicted queue. Fails after a time limit.
     pub fn wait_for_matched_syns(&self, guest: &mut Guest, before: (u64, u64), syns: u64) -> Result<u64> {
-        let matched = poll(guest, NOTICE_LIMIT, |guest| {
+        let matched = poll(guest, DETECTION_TIMEOUT, |guest| {
             let now = self.counted_syns(guest)?;
             Ok((now.0 + now.1 >= before.0 + before.1 + syns).then_some(now.0 - before.0))
         });
@@ -141,7 +141,7 @@ impl Daemons {
 
     /// Waits until the agent warns (or no longer warns) that the table is not in force. Fails after a time limit.
     pub fn wait_for_warning(&self, guest: &mut Guest, expected: bool) -> Result<()> {
-        let warned = poll(guest, NOTICE_LIMIT, |guest| {
+        let warned = poll(guest, DETECTION_TIMEOUT, |guest| {
             let Some(server) = server(guest)? else { return Ok(None) };
             Ok((server["warnings"].to_string().contains("not in force") == expected).then_some(()))
         });
@@ -150,9 +150,9 @@ impl Daemons {
 
     /// Stops the agent, then the controller. Fails when one does not end, or exits with an error.
     pub fn stop(self, guest: &mut Guest) -> Result<()> {
-        let (status, _) = guest.try_run("stop agent", NOTICE_LIMIT)?;
+        let (status, _) = guest.try_run("stop agent", DETECTION_TIMEOUT)?;
         ensure!(status == 0, "the agent ended with status {status}: {}", log(guest, "agent"));
-        guest.try_run("stop controller", NOTICE_LIMIT)?;
+        guest.try_run("stop controller", DETECTION_TIMEOUT)?;
         guest.run("coreward agent --config /etc/agent.toml --detach")?;
         Ok(())
     }
@@ -164,7 +164,7 @@ pub fn balance(guest: &mut Guest) -> Result<String> {
     guest.run("ip addr add 10.2.0.1/24 dev eth0")?;
     guest.run("start controller coreward controller --config /etc/controller.toml")?;
     guest.run("start lb coreward lb --config /etc/lb.toml")?;
-    let generation = poll(guest, START_LIMIT, |guest| {
+    let generation = poll(guest, START_TIMEOUT, |guest| {
         let status = status(guest)?;
         let in_force =
             status.as_ref().and_then(|all| all["load_balancers"][0]["state"]["table_generations"]["web"].as_u64());
@@ -173,7 +173,7 @@ pub fn balance(guest: &mut Guest) -> Result<String> {
     let generation = generation
         .with_context(|| format!("load balancer: {}\ncontroller: {}", log(guest, "lb"), log(guest, "controller")))?;
     for name in ["lb", "controller"] {
-        let (status, _) = guest.try_run(&format!("stop {name}"), NOTICE_LIMIT)?;
+        let (status, _) = guest.try_run(&format!("stop {name}"), DETECTION_TIMEOUT)?;
         ensure!(status == 0, "{name} ended with status {status}: {}", log(guest, name));
     }
     guest.run("coreward lb --config /etc/lb.toml --detach && ip addr del 10.2.0.1/24 dev eth0")?;
@@ -189,7 +189,7 @@ fn server(guest: &mut Guest) -> Result<Option<Value>> {
 pub fn status(guest: &mut Guest) -> Result<Option<Value>> {
     let (status, answer) = guest.try_run(
         "COREWARD_TOKEN_FILE=/run/operator.token coreward status --format json --rss-keys 2>/dev/null",
-        NOTICE_LIMIT,
+        DETECTION_TIMEOUT,
     )?;
     if status != 0 {
         return Ok(None);
@@ -197,10 +197,10 @@ pub fn status(guest: &mut Guest) -> Result<Option<Value>> {
     Ok(Some(serde_json::from_str(answer.trim()).with_context(|| answer.clone())?))
 }
 
-fn reported_rss(server: &Value) -> Option<Rss> {
+fn reported_rss(server: &Value) -> Option<RssConfig> {
     let table: Option<Vec<u32>> =
         server["rss"]["indirection_table"].as_array()?.iter().map(|queue| queue.as_u64()?.try_into().ok()).collect();
-    rss(server["rss"]["key"].as_str()?, &table?).ok()
+    parse_rss(server["rss"]["key"].as_str()?, &table?).ok()
 }
 
 /// Calls `ask` until it returns a value. Fails after `limit`.

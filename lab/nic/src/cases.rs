@@ -51,9 +51,9 @@ struct Setting {
 }
 
 /// Time limit of the verifier for all programs, under emulation.
-const CHECK_KERNEL_LIMIT: Duration = Duration::from_secs(120);
+const CHECK_KERNEL_TIMEOUT: Duration = Duration::from_secs(120);
 /// Time limit of a command given by the user.
-const RUN_LIMIT: Duration = Duration::from_secs(600);
+const USER_COMMAND_TIMEOUT: Duration = Duration::from_secs(600);
 
 const DRIVER_DEFAULT: &str = "as the driver starts";
 
@@ -95,8 +95,8 @@ pub const CASES: [Case; 7] = [
         arguments: "nohz_full=1-3",
         checks: Checks::Settings(&[Setting { name: DRIVER_DEFAULT, command: "true", expects_in_force: true }]),
     },
-    Case { kernel: "6.1", nic: Nic::Igb, arguments: "", checks: Checks::Settings(IGB) },
-    Case { kernel: "6.12", nic: Nic::Igb, arguments: "", checks: Checks::Settings(IGB) },
+    Case { kernel: "6.1", nic: Nic::Igb, arguments: "", checks: Checks::Settings(IGB_SETTINGS) },
+    Case { kernel: "6.12", nic: Nic::Igb, arguments: "", checks: Checks::Settings(IGB_SETTINGS) },
     Case {
         kernel: "6.1",
         nic: Nic::Vmxnet3,
@@ -105,7 +105,7 @@ pub const CASES: [Case; 7] = [
     },
 ];
 
-const IGB: &[Setting] = &[
+const IGB_SETTINGS: &[Setting] = &[
     Setting { name: DRIVER_DEFAULT, command: "true", expects_in_force: true },
     Setting { name: "table set", command: "ethtool -X eth0 equal 3", expects_in_force: true },
 ];
@@ -131,7 +131,7 @@ impl Case {
         let release = guest.run("uname -r")?;
         println!("{}: {} booted in {:.1} s", self.name(), release.trim(), start.elapsed().as_secs_f64());
         if let Some(command) = command {
-            let (status, output) = guest.try_run(command, RUN_LIMIT)?;
+            let (status, output) = guest.try_run(command, USER_COMMAND_TIMEOUT)?;
             println!("{output}");
             ensure!(status == 0, "`{command}` ended with status {status}");
             return Ok(());
@@ -173,7 +173,7 @@ impl Case {
 
     fn boot(&self, parts: &GuestFiles) -> Result<(Guest, GuestLink)> {
         let modules = ["virtio_pci", "sch_ingress", "cls_bpf", "veth", self.nic.driver()];
-        let kernel = parts.packages.kernel(self.kernel);
+        let kernel = parts.packages.kernel_directory(self.kernel);
         let files = [agent::files().to_vec(), forwarding::files()].concat();
         let initrd = initrd::build(&parts.packages, &kernel, &modules, &parts.coreward, &files)?;
         let forwards = matches!(self.checks, Checks::Forwarding);
@@ -231,7 +231,7 @@ impl Case {
         let counted = daemons.counted_syns(guest)?;
         let measured = rss::measure(guest, self.nic, wire)?;
         let found = measured.to_string();
-        let set = measured.shown == managed && measured.is_in_force();
+        let set = measured.shown_rss == managed && measured.is_in_force();
         tally.check(&named("key and table are set, and in force"), if set { Ok(found) } else { Err(anyhow!(found)) });
         let seen = daemons.wait_for_matched_syns(guest, counted, FLOW_COUNT.into())?;
         let found = format!("{seen} of {FLOW_COUNT} SYNs by the predicted queue");
@@ -264,7 +264,7 @@ impl Case {
 
 /// Runs `coreward check-kernel`, which prints `ok` or the verifier's error for each program.
 fn check_kernel(guest: &mut Guest) -> Result<String> {
-    let (status, printed) = guest.try_run("coreward check-kernel 2>/tmp/check-kernel.log", CHECK_KERNEL_LIMIT)?;
+    let (status, printed) = guest.try_run("coreward check-kernel 2>/tmp/check-kernel.log", CHECK_KERNEL_TIMEOUT)?;
     let programs: Vec<&str> = printed.split_whitespace().collect();
     ensure!(status == 0, "{printed}\n{}", guest.run("tail -c 1500 /tmp/check-kernel.log")?);
     ensure!(!programs.is_empty(), "it named no program");
@@ -274,9 +274,14 @@ fn check_kernel(guest: &mut Guest) -> Result<String> {
 /// Checks the agent's results against a measurement: key, table, each flow's predicted and actual queue, and the
 /// verdict.
 fn check_agreement(measured: &Measurement, watched: &RssWatchOutput) -> Result<String> {
-    ensure!(watched.shown == measured.shown, "it read {:?}, ethtool {:?}", watched.shown, measured.shown);
+    ensure!(
+        watched.shown_rss == measured.shown_rss,
+        "it read {:?}, ethtool {:?}",
+        watched.shown_rss,
+        measured.shown_rss
+    );
     for (flow, queue) in &measured.flow_queues {
-        let expected = (*flow, rss::predicted_queue(&measured.shown, flow), *queue);
+        let expected = (*flow, rss::predicted_queue(&measured.shown_rss, flow), *queue);
         ensure!(
             watched.syns.contains(&expected),
             "expected (flow, predicted, actual) {expected:?} among {:?}",

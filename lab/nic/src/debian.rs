@@ -7,12 +7,12 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context as _, Result};
 
 use crate::guest::{Guest, Hardware};
-use crate::initrd::{self, EXECUTABLE, READABLE};
+use crate::initrd::{self, EXECUTABLE_MODE, READABLE_MODE};
 use crate::packages::{self, Packages};
 use crate::process::{command_tied_to_parent, run};
 
 /// Kernel of the guests, which is the release's default.
-const KERNEL: &str = "6.1";
+const KERNEL_VERSION: &str = "6.1";
 const MODULES: [&str; 17] = [
     "virtio_pci",
     "virtio_blk",
@@ -41,7 +41,7 @@ const IMAGE_SIZE: &str = "1500M";
 
 /// Kernel arguments without gettys: systemd would wait for udev, which the guest lacks, to report the serial lines.
 const KERNEL_ARGUMENTS: &str = "systemd.getty_auto=no systemd.firstboot=no systemd.show_status=no";
-const TARGET: &str = "[Unit]\nRequires=test-network.service test-serial.service\n";
+const TARGET_DROP_IN: &str = "[Unit]\nRequires=test-network.service test-serial.service\n";
 const SERIAL_UNIT: &str = "[Unit]\nDescription=Commands of the test\nDefaultDependencies=no\nAfter=basic.target\n\
                            [Service]\nExecStart=/usr/local/sbin/test-serial\nKillMode=process\n";
 const NETWORK_UNIT: &str = "[Unit]\nDescription=Network of the test\nBefore=network-online.target nginx.service\n\
@@ -66,7 +66,8 @@ pub fn root_image(packages: &Packages, cache: &Path) -> Result<PathBuf> {
     let root = tempfile::Builder::new().permissions(Permissions::from_mode(0o755)).tempdir_in(cache)?;
     let include = format!("--include={PACKAGES}");
     let arguments = ["--variant=minbase", include.as_str(), release.as_str()];
-    run(packages.debootstrap().args(arguments).arg(root.path()).arg(mirror)).with_context(|| log_of(root.path()))?;
+    run(packages.debootstrap().args(arguments).arg(root.path()).arg(mirror))
+        .with_context(|| debootstrap_log_tail(root.path()))?;
     run(command_tied_to_parent("sh")
         .args(["-c", "rm -rf \"$0\"/var/cache/apt/archives/*.deb \"$0\"/var/lib/apt/lists/*"])
         .arg(root.path()))?;
@@ -81,7 +82,7 @@ pub fn root_image(packages: &Packages, cache: &Path) -> Result<PathBuf> {
 }
 
 /// Returns the end of debootstrap's log.
-fn log_of(root: &Path) -> String {
+fn debootstrap_log_tail(root: &Path) -> String {
     let text = fs::read_to_string(root.join("debootstrap/debootstrap.log")).unwrap_or_default();
     format!("debootstrap: {}", text.lines().rev().take(3).collect::<Vec<_>>().join(" < "))
 }
@@ -103,14 +104,14 @@ impl<'a> Debian<'a> {
     /// When Debian's packages cannot be fetched.
     pub fn new(packages: &'a Packages, cache: &Path, name: &str, files: &[File], content: &Path) -> Result<Self> {
         let image = root_image(packages, cache)?;
-        let kernel = packages.kernel(KERNEL);
+        let kernel = packages.kernel_directory(KERNEL_VERSION);
         let units = [
             ("etc/systemd/system/test-serial.service", SERIAL_UNIT.to_owned()),
             ("etc/systemd/system/test-network.service", NETWORK_UNIT.to_owned()),
-            ("etc/systemd/system/multi-user.target.d/test.conf", TARGET.to_owned()),
+            ("etc/systemd/system/multi-user.target.d/test.conf", TARGET_DROP_IN.to_owned()),
         ];
-        let serial = ("usr/local/sbin/test-serial", EXECUTABLE, include_str!("../guest/serial").to_owned());
-        let readable = units.iter().chain(files).map(|(path, content)| (*path, READABLE, content.clone()));
+        let serial = ("usr/local/sbin/test-serial", EXECUTABLE_MODE, include_str!("../guest/serial").to_owned());
+        let readable = units.iter().chain(files).map(|(path, content)| (*path, READABLE_MODE, content.clone()));
         let all: Vec<_> = readable.chain([serial]).collect();
         let initrd = initrd::build_for_disk(packages, &kernel, &MODULES, &all)?;
         let disks = [cache.join(format!("{name}.ext4")), cache.join(format!("{name}.tar"))];

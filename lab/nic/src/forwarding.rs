@@ -12,23 +12,23 @@ use anyhow::{Context as _, Result, bail, ensure};
 use coreward_model::FourTuple;
 use serde_json::Value;
 
-use crate::agent::{self, START_LIMIT, poll};
+use crate::agent::{self, START_TIMEOUT, poll};
 use crate::guest::{Guest, Monitor, QUEUE_COUNT};
 use crate::rss;
-use crate::segment::{Segment, mac_of};
+use crate::segment::{HostEmulator, mac_of};
 use crate::tally::Tally;
 use crate::wire::{FORWARDED_DESTINATION, GuestLink, VIP, flows_of_round};
 
 /// Last bytes of the servers' addresses.
 const HOSTS: [u8; 2] = [11, 12];
 /// Load of every core of `s2` (%): above the idle guest's, below that of a core that forwards.
-const OTHER_LOAD: u32 = 50;
+const OTHER_SERVER_LOAD_PCT: u32 = 50;
 /// Reported load of the forwarding core from which on SYNs are counted.
 const FORWARDING_LOAD: f64 = 0.65;
 /// Initial and maximum rate (packets per second); the rate that loads a core depends on QEMU's emulation.
 const PACKETS_PER_SECOND: std::ops::RangeInclusive<u32> = 1_000..=64_000;
 /// Time until loads and tables follow a new rate.
-const SETTLE: Duration = Duration::from_secs(3);
+const SETTLE_TIME: Duration = Duration::from_secs(3);
 /// Interval of flushes of the receive queues, which QEMU may leave full ([`Monitor::flush_receive_queues`]).
 const FLUSH_INTERVAL: Duration = Duration::from_millis(100);
 /// Number of rounds of SYNs per measurement.
@@ -67,14 +67,14 @@ pub fn files() -> Vec<(&'static str, String)> {
 /// Starts the daemons, loads one core by forwarding, and checks which servers get new connections before and during the
 /// load. Fails when the daemons do not start.
 pub fn check(guest: &mut Guest, wire: &GuestLink, name: &str, tally: &mut Tally) -> Result<()> {
-    let segment = Segment::new(&HOSTS)?;
+    let segment = HostEmulator::new(&HOSTS)?;
     start(guest)?;
     let shown = rss::read_rss(guest)?;
     let idle = measure_until(wire, &segment, 0, |placed| {
-        let [idle, all] = shares(placed, |_| true);
+        let [idle, all] = count_placed(placed, |_| true);
         idle * 10 >= all * 9
     })?;
-    let [to_idle, all] = shares(&idle.placed, |_| true);
+    let [to_idle, all] = count_placed(&idle.placed, |_| true);
     let found = format!("{to_idle} of {all} SYNs to the server with idle cores; {}", format_loads(guest)?);
     tally.check(&format!("{name}: idle cores get the connections"), idle.verdict(found));
 
@@ -83,15 +83,15 @@ pub fn check(guest: &mut Guest, wire: &GuestLink, name: &str, tally: &mut Tally)
     let queue = rss::predicted_queue(&shown, &flow);
     let on_queue = |flow: &FourTuple| rss::predicted_queue(&shown, flow) == queue;
     let follows = |placed: &PlacedFlows| {
-        let [on_core, on_core_all] = shares(placed, on_queue);
-        let [others, others_all] = shares(placed, |flow| !on_queue(flow));
+        let [on_core, on_core_all] = count_placed(placed, on_queue);
+        let [others, others_all] = count_placed(placed, |flow| !on_queue(flow));
         on_core * 10 <= on_core_all && others * 10 >= others_all * 9
     };
     let (loaded, rate) =
         measure_under_load(guest, wire, &flow, queue, || measure_until(wire, &segment, idle.next_round, follows))?;
     let loaded = loaded.with_context(|| format!("while core {queue} forwards {rate} packets/s"))?;
-    let [on_core, on_core_all] = shares(&loaded.placed, on_queue);
-    let [others, others_all] = shares(&loaded.placed, |flow| !on_queue(flow));
+    let [on_core, on_core_all] = count_placed(&loaded.placed, on_queue);
+    let [others, others_all] = count_placed(&loaded.placed, |flow| !on_queue(flow));
     let found = format!(
         "of core {queue}, with {rate} forwarded packets/s, {on_core} of {on_core_all} SYNs, of the others {others} of \
          {others_all}; {}",
@@ -112,20 +112,20 @@ fn start(guest: &mut Guest) -> Result<()> {
         "ip link add out type veth && ip link set veth0 up && ip link set out up && \
          ip route add {forwarded}/32 dev out && arp -i out -s {forwarded} {next_hop}"
     ))?;
-    guest.run(&format!("start publish sh /etc/publish /run/busy {OTHER_LOAD} {QUEUE_COUNT}"))?;
+    guest.run(&format!("start publish sh /etc/publish /run/busy {OTHER_SERVER_LOAD_PCT} {QUEUE_COUNT}"))?;
     guest.run("start controller coreward controller --config /etc/forwarding.toml")?;
     for agent in ["agent0", "agent1"] {
         guest.run(&format!("start {agent} coreward agent --config /etc/{agent}.toml"))?;
     }
     guest.run("start lb coreward lb --config /etc/lb.toml")?;
-    let ready = poll(guest, START_LIMIT, |guest| {
+    let ready = poll(guest, START_TIMEOUT, |guest| {
         let Some(status) = agent::status(guest)? else { return Ok(None) };
         let generation = status["load_balancers"][0]["state"]["table_generations"]["web"].as_u64();
         let reports = core_loads(&status).is_some_and(|servers| servers.iter().all(|cores| !cores.is_empty()));
         Ok((generation.is_some_and(|generation| generation > 1) && reports).then_some(()))
     });
     ready.with_context(|| ["controller", "agent0", "agent1", "lb"].map(|name| agent::log(guest, name)).join("\n"))?;
-    std::thread::sleep(SETTLE);
+    std::thread::sleep(SETTLE_TIME);
     Ok(())
 }
 
@@ -174,7 +174,7 @@ fn measure_under_load<T>(
 fn load_core(guest: &mut Guest, queue: u16, rate: &AtomicU32) -> Result<()> {
     let mut loaded = 0;
     loop {
-        std::thread::sleep(SETTLE);
+        std::thread::sleep(SETTLE_TIME);
         let [cores, _] = reported_core_loads(guest)?;
         let load = *cores.get(usize::from(queue)).with_context(|| format!("no load of queue {queue}: {cores:?}"))?;
         if load >= FORWARDING_LOAD {
@@ -216,14 +216,14 @@ fn send_paced(
 /// Flow of each SYN, and its server.
 type PlacedFlows = Vec<(FourTuple, u8)>;
 
-struct Measured {
+struct MeasuredPlacement {
     placed: PlacedFlows,
     /// Whether the result is as expected.
     is_expected: bool,
     next_round: u8,
 }
 
-impl Measured {
+impl MeasuredPlacement {
     fn verdict(&self, found: String) -> Result<String> {
         ensure!(self.is_expected, found);
         Ok(found)
@@ -233,11 +233,11 @@ impl Measured {
 /// Measures until the result is `good`, at most [`MEASUREMENT_COUNT`] times, because the daemons' own load varies.
 fn measure_until(
     wire: &GuestLink,
-    segment: &Segment,
+    segment: &HostEmulator,
     first: u8,
     good: impl Fn(&PlacedFlows) -> bool,
-) -> Result<Measured> {
-    let mut measured = Measured { placed: PlacedFlows::new(), is_expected: false, next_round: first };
+) -> Result<MeasuredPlacement> {
+    let mut measured = MeasuredPlacement { placed: PlacedFlows::new(), is_expected: false, next_round: first };
     for _ in 0..MEASUREMENT_COUNT {
         measured.placed = measure(wire, segment, measured.next_round)?;
         measured.next_round += ROUND_COUNT;
@@ -251,7 +251,7 @@ fn measure_until(
 
 /// Sends [`ROUND_COUNT`] rounds of SYNs from `first` on, and retransmits lost ones. Returns the SYNs that a server
 /// received.
-fn measure(wire: &GuestLink, segment: &Segment, first: u8) -> Result<PlacedFlows> {
+fn measure(wire: &GuestLink, segment: &HostEmulator, first: u8) -> Result<PlacedFlows> {
     segment.take_syns();
     let mut missing: Vec<FourTuple> = (first..first + ROUND_COUNT).flat_map(flows_of_round).collect();
     let sent = missing.len();
@@ -279,7 +279,7 @@ fn measure(wire: &GuestLink, segment: &Segment, first: u8) -> Result<PlacedFlows
 }
 
 /// Returns how many SYNs selected by `chosen` reached `s1`, and the number of all selected SYNs.
-fn shares(placed: &PlacedFlows, chosen: impl Fn(&FourTuple) -> bool) -> [usize; 2] {
+fn count_placed(placed: &PlacedFlows, chosen: impl Fn(&FourTuple) -> bool) -> [usize; 2] {
     let of = placed.iter().filter(|(flow, _)| chosen(flow));
     [of.clone().filter(|(_, host)| *host == HOSTS[0]).count(), of.count()]
 }

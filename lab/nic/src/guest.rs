@@ -23,8 +23,8 @@ pub const TAP: &str = "nictest0";
 const MONITOR: &str = "monitor";
 
 /// Time limit of a start and of a shutdown on a busy machine.
-const BOOT_LIMIT: Duration = Duration::from_secs(300);
-const COMMAND_LIMIT: Duration = Duration::from_secs(60);
+const BOOT_TIMEOUT: Duration = Duration::from_secs(300);
+const COMMAND_TIMEOUT: Duration = Duration::from_secs(60);
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Nic {
@@ -58,7 +58,7 @@ impl Nic {
         }
     }
 
-    fn device(self, index: u8) -> String {
+    fn qemu_device_option(self, index: u8) -> String {
         let mut mac = MAC_ADDRESS;
         mac[5] += index;
         let mac = mac.map(|byte| format!("{byte:02x}")).join(":");
@@ -76,7 +76,7 @@ impl Nic {
         }
     }
 
-    fn backend(self, index: u8) -> String {
+    fn qemu_netdev_option(self, index: u8) -> String {
         let queues = if self == Nic::Virtio { format!(",queues={QUEUE_COUNT}") } else { String::new() };
         let tap = TAP.trim_end_matches('0');
         format!("tap,id=net{index},ifname={tap}{index},script=no,downscript=no{queues}")
@@ -103,8 +103,8 @@ impl<'a> Hardware<'a> {
         let mut arguments: Vec<String> = machine.map(str::to_owned).to_vec();
         let mut add = |option: &str, value: String| arguments.extend([option.to_owned(), value]);
         for (index, nic) in (0..).zip(self.nics) {
-            add("-netdev", nic.backend(index));
-            add("-device", nic.device(index));
+            add("-netdev", nic.qemu_netdev_option(index));
+            add("-device", nic.qemu_device_option(index));
         }
         for (index, disk) in self.disks.iter().enumerate() {
             add("-drive", format!("file={},format=raw,if=none,id=disk{index}", disk.display()));
@@ -192,17 +192,17 @@ impl Guest {
         drop(command);
         let mut guest =
             Self { qemu, serial, pending: Vec::new(), console: console.to_path_buf(), monitor_directory: monitor };
-        guest.lines_until("@ready", BOOT_LIMIT)?;
+        guest.lines_until("@ready", BOOT_TIMEOUT)?;
         Ok(guest)
     }
 
     /// Shuts the guest down. Fails when QEMU does not end within BOOT_LIMIT.
     pub fn power_off(mut self) -> Result<()> {
         self.serial.write_all(b"poweroff\n").context("the guest is gone")?;
-        let end = Instant::now() + BOOT_LIMIT;
+        let end = Instant::now() + BOOT_TIMEOUT;
         while self.qemu.try_wait()?.is_none() {
             if Instant::now() > end {
-                bail!("the guest is still there {} s after `poweroff`; {}", BOOT_LIMIT.as_secs(), self.last_output());
+                bail!("the guest is still there {} s after `poweroff`; {}", BOOT_TIMEOUT.as_secs(), self.last_output());
             }
             std::thread::sleep(Duration::from_millis(100));
         }
@@ -212,7 +212,7 @@ impl Guest {
     /// Runs a command (one line of shell) in the guest and returns its output. Fails when the command fails (with its
     /// output), or does not end within a minute.
     pub fn run(&mut self, command: &str) -> Result<String> {
-        let (status, output) = self.try_run(command, COMMAND_LIMIT)?;
+        let (status, output) = self.try_run(command, COMMAND_TIMEOUT)?;
         if status != 0 {
             bail!("`{command}` in the guest: status {status}: {}", output.trim());
         }

@@ -12,9 +12,9 @@ use crate::process::{command_tied_to_parent, run};
 
 const DIRECTORY_MODE: u32 = 0o040_755;
 /// Mode of a program.
-pub const EXECUTABLE: u32 = 0o100_755;
+pub const EXECUTABLE_MODE: u32 = 0o100_755;
 /// Mode of a file that everyone may read.
-pub const READABLE: u32 = 0o100_644;
+pub const READABLE_MODE: u32 = 0o100_644;
 /// Mode of secret files, because `coreward` rejects secrets that other users can read.
 const OWNER_ONLY_MODE: u32 = 0o100_600;
 
@@ -74,8 +74,8 @@ pub fn build(
     for folder in ["proc", "sys", "dev", "tmp", "run", "etc"] {
         archive.add(folder, DIRECTORY_MODE, &[]);
     }
-    archive.add("init", EXECUTABLE, include_bytes!("../guest/init"));
-    archive.add("bin/busybox", EXECUTABLE, &read(&packages.busybox())?);
+    archive.add("init", EXECUTABLE_MODE, include_bytes!("../guest/init"));
+    archive.add("bin/busybox", EXECUTABLE_MODE, &read(&packages.busybox())?);
     add_modules(&mut archive, kernel_folder, modules)?;
     add_ethtool(&mut archive, packages)?;
     add_coreward(&mut archive, coreward, &packages.stripped())?;
@@ -97,8 +97,8 @@ pub fn build_for_disk(
     for folder in ["dev", "disk"] {
         archive.add(folder, DIRECTORY_MODE, &[]);
     }
-    archive.add("init", EXECUTABLE, include_bytes!("../guest/init-disk"));
-    archive.add("bin/busybox", EXECUTABLE, &read(&packages.busybox())?);
+    archive.add("init", EXECUTABLE_MODE, include_bytes!("../guest/init-disk"));
+    archive.add("bin/busybox", EXECUTABLE_MODE, &read(&packages.busybox())?);
     add_modules(&mut archive, kernel_folder, modules)?;
     for (name, mode, content) in files {
         archive.add(&format!("files/{name}"), *mode, content.as_bytes());
@@ -110,10 +110,10 @@ pub fn build_for_disk(
 fn add_modules(archive: &mut Archive, kernel_folder: &Path, modules: &[&str]) -> Result<()> {
     let mut order = String::new();
     for (name, content) in kernel::load_order(kernel_folder, modules)? {
-        archive.add(&format!("modules/{name}.ko"), EXECUTABLE, &content);
+        archive.add(&format!("modules/{name}.ko"), EXECUTABLE_MODE, &content);
         order += &format!("{name}\n");
     }
-    archive.add("modules/order", EXECUTABLE, order.as_bytes());
+    archive.add("modules/order", EXECUTABLE_MODE, order.as_bytes());
     Ok(())
 }
 
@@ -121,13 +121,13 @@ fn add_modules(archive: &mut Archive, kernel_folder: &Path, modules: &[&str]) ->
 /// library.
 fn add_ethtool(archive: &mut Archive, packages: &Packages) -> Result<()> {
     let (program, libraries) = packages.ethtool();
-    archive.add("ethtool/ethtool", EXECUTABLE, &read(&program)?);
+    archive.add("ethtool/ethtool", EXECUTABLE_MODE, &read(&program)?);
     for library in libraries {
         let name = library.file_name().context("a library has a name")?.to_string_lossy().into_owned();
-        archive.add(&format!("ethtool/{name}"), EXECUTABLE, &read(&library)?);
+        archive.add(&format!("ethtool/{name}"), EXECUTABLE_MODE, &read(&library)?);
     }
     let wrapper = "#!/bin/sh\nexec /ethtool/ld-linux-x86-64.so.2 --library-path /ethtool /ethtool/ethtool \"$@\"\n";
-    archive.add("bin/ethtool", EXECUTABLE, wrapper.as_bytes());
+    archive.add("bin/ethtool", EXECUTABLE_MODE, wrapper.as_bytes());
     Ok(())
 }
 
@@ -135,11 +135,11 @@ fn add_ethtool(archive: &mut Archive, packages: &Packages) -> Result<()> {
 /// the same paths.
 fn add_coreward(archive: &mut Archive, coreward: &Path, stripped: &Path) -> Result<()> {
     run(command_tied_to_parent("strip").arg("-o").arg(stripped).arg(coreward)).context("binutils' strip is needed")?;
-    archive.add("bin/coreward", EXECUTABLE, &read(stripped)?);
+    archive.add("bin/coreward", EXECUTABLE_MODE, &read(stripped)?);
     for word in
         run(command_tied_to_parent("ldd").arg(coreward))?.split_whitespace().filter(|word| word.starts_with('/'))
     {
-        archive.add(word.trim_start_matches('/'), EXECUTABLE, &read(Path::new(word))?);
+        archive.add(word.trim_start_matches('/'), EXECUTABLE_MODE, &read(Path::new(word))?);
     }
     Ok(())
 }
@@ -155,8 +155,8 @@ mod tests {
     #[test]
     fn archive_has_folders_before_files_and_is_aligned() {
         let mut archive = Archive::default();
-        archive.add("a/b/file", EXECUTABLE, b"12345");
-        archive.add("a/b/other", EXECUTABLE, b"");
+        archive.add("a/b/file", EXECUTABLE_MODE, b"12345");
+        archive.add("a/b/other", EXECUTABLE_MODE, b"");
         let bytes = archive.finish();
         let text = String::from_utf8_lossy(&bytes).into_owned();
         let names: Vec<_> =

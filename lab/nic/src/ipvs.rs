@@ -10,13 +10,13 @@ use crate::debian::{Debian, File};
 use crate::guest::Guest;
 use crate::packages::Packages;
 use crate::tally::Tally;
-use crate::units::{self, Check, SETTLE_LIMIT, apt, retry_until_ok, start_in};
+use crate::units::{self, Check, SETTLE_TIMEOUT, apt, retry_until_ok, start_in};
 
 const NAME: &str = "Debian with IPVS";
 /// Number of connections of each group.
 const OPEN_CONNECTION_COUNT: usize = 12;
 
-const NETWORK: &str = "
+const NETWORK_SCRIPT: &str = "
 mkdir -p /var/lib/coreward
 ip netns add switch
 ip -n switch link add br0 type bridge
@@ -44,7 +44,7 @@ done
 ip netns exec director sysctl -q -w net.ipv4.ip_forward=1
 ip -n client route add 10.200.0.1 via 10.2.0.5
 ";
-const KEEPALIVED: &str = "
+const KEEPALIVED_CONFIG: &str = "
 virtual_server 10.200.0.1 80 {
 	lvs_sched rr
 	lvs_method DR
@@ -113,7 +113,7 @@ for port in $ports; do
 	tcpdump -ttnner /run/test.pcap port $port 2> /dev/null | tail -n 40
 done
 ";
-const FLEET: &str = "
+const FLEET_DOCUMENT: &str = "
 [[server]]
 name = \"s1\"
 address = \"10.2.0.11\"
@@ -128,7 +128,7 @@ vip = \"10.200.0.1:80\"
 policy = \"rr\"
 migrate_from = \"10.2.0.5\"
 ";
-const LB: &str = "
+const LB_CONFIG: &str = "
 name = \"lb1\"
 controller = \"10.2.0.9:7400\"
 interface = \"eth0\"
@@ -136,14 +136,14 @@ pin_directory = \"/sys/fs/bpf/coreward/lb\"
 state_directory = \"/var/lib/coreward/lb\"
 ";
 
-fn agent(server: &str) -> String {
+fn agent_config(server: &str) -> String {
     format!(
         "server = \"{server}\"\ncontroller = \"10.2.0.9:7400\"\ninterface = \"eth0\"\n\
          pin_directory = \"/sys/fs/bpf/coreward/{server}\"\nsteer = \"off\"\n"
     )
 }
 
-fn nginx(server: &str) -> String {
+fn nginx_config(server: &str) -> String {
     format!(
         "user www-data;\nworker_processes 1;\npid /run/nginx-{server}.pid;\nevents {{}}\nhttp {{\n\
          keepalive_timeout 1h;\nkeepalive_requests 1000000;\naccess_log off;\nserver {{\nlisten 10.200.0.1:80;\n\
@@ -153,22 +153,22 @@ fn nginx(server: &str) -> String {
 
 fn files() -> Vec<File> {
     let fixed = [
-        ("etc/test-network", NETWORK),
+        ("etc/test-network", NETWORK_SCRIPT),
         ("etc/test-hold", HOLD_SCRIPT),
         ("etc/test-diagnosis", DIAGNOSIS_SCRIPT),
-        ("etc/test-request", units::REQUEST),
+        ("etc/test-request", units::REQUEST_SCRIPT),
         ("etc/test-load", units::LOAD_SCRIPT),
-        ("etc/keepalived/test.conf", KEEPALIVED),
-        ("etc/coreward/controller.toml", &units::controller("10.2.0.9")),
-        ("etc/coreward/fleet.toml", FLEET),
-        ("etc/coreward/lb.toml", LB),
+        ("etc/keepalived/test.conf", KEEPALIVED_CONFIG),
+        ("etc/coreward/controller.toml", &units::controller_config("10.2.0.9")),
+        ("etc/coreward/fleet.toml", FLEET_DOCUMENT),
+        ("etc/coreward/lb.toml", LB_CONFIG),
     ]
     .map(|(path, content)| (path, content.to_owned()));
     let of_servers = [
-        ("etc/coreward/s1.toml", agent("s1")),
-        ("etc/coreward/s2.toml", agent("s2")),
-        ("etc/test-nginx-s1", nginx("s1")),
-        ("etc/test-nginx-s2", nginx("s2")),
+        ("etc/coreward/s1.toml", agent_config("s1")),
+        ("etc/coreward/s2.toml", agent_config("s2")),
+        ("etc/test-nginx-s1", nginx_config("s1")),
+        ("etc/test-nginx-s2", nginx_config("s2")),
     ];
     fixed.into_iter().chain(of_servers).collect()
 }
@@ -199,7 +199,7 @@ fn open(guest: &mut Guest, group: &str) -> Result<()> {
         &format!("bash /etc/test-hold {group} {OPEN_CONNECTION_COUNT}"),
     )?;
     let ready = format!("test -p /run/test-{group}.out");
-    retry_until_ok(SETTLE_LIMIT, || guest.run(&ready)).with_context(|| format!("connections {group}")).map(drop)
+    retry_until_ok(SETTLE_TIMEOUT, || guest.run(&ready)).with_context(|| format!("connections {group}")).map(drop)
 }
 
 /// Fails when a connection of the groups, or a new one since the last call, was broken.
@@ -208,7 +208,7 @@ fn check_connections(guest: &mut Guest, groups: &[&str]) -> Result<u64> {
     let mut slowest_of_all = 0;
     for group in groups {
         let command = format!("sh -c 'echo > /run/test-{group}.in; cat /run/test-{group}.out'");
-        let (_, broken) = guest.try_run(&command, SETTLE_LIMIT)?;
+        let (_, broken) = guest.try_run(&command, SETTLE_TIMEOUT)?;
         let (slowest, broken) = broken.trim().split_once(' ').context(broken.clone())?;
         if broken != "none" {
             println!("{}", guest.run("cat /run/test-diagnosis")?);
@@ -239,7 +239,7 @@ fn balance(guest: &mut Guest) -> Result<String> {
     }
     start_in(guest, "test-keepalived", "director", "keepalived -n -C -l -f /etc/keepalived/test.conf")?;
     let request = "ip netns exec client timeout 10 bash /etc/test-request 80";
-    retry_until_ok(SETTLE_LIMIT, || guest.run(request))?;
+    retry_until_ok(SETTLE_TIMEOUT, || guest.run(request))?;
     start_in(guest, "test-dump", "switch", "tcpdump -U -i any -s 120 -w /run/test.pcap port 80")?;
     start_in(guest, "test-load", "client", "bash /etc/test-load")?;
     open(guest, "oldest")?;
@@ -256,7 +256,7 @@ fn check_migration(guest: &mut Guest) -> Result<String> {
         start_in(guest, &format!("coreward-{server}"), server, &command)?;
     }
     for server in ["s1", "s2"] {
-        retry_until_ok(SETTLE_LIMIT, || check_status_has(guest, &format!("{server} .*active")))?;
+        retry_until_ok(SETTLE_TIMEOUT, || check_status_has(guest, &format!("{server} .*active")))?;
         wait_for_timestamps(guest, server, "2")?;
     }
     check_connections(guest, &["oldest"]).context("after the agents' start")?;
@@ -264,11 +264,11 @@ fn check_migration(guest: &mut Guest) -> Result<String> {
     start_in(guest, "coreward-lb", "lb", "coreward lb --config /etc/coreward/lb.toml")?;
     let ready = "ip netns exec controller coreward status | sed -n '/^load balancer lb1: XDP/,/^$/p' > /run/status; \
                  grep -q '^  tables     web ' /run/status && ! grep '^  !' /run/status";
-    retry_until_ok(SETTLE_LIMIT, || guest.run(ready)).with_context(|| status_output(guest))?;
+    retry_until_ok(SETTLE_TIMEOUT, || guest.run(ready)).with_context(|| status_output(guest))?;
     guest.run("ip -n client route replace 10.200.0.1 via 10.2.0.1")?;
     check_connections(guest, &["oldest", "older"]).context("after the VIP's move")?;
     open(guest, "ours")?;
-    retry_until_ok(SETTLE_LIMIT, || check_status_has(guest, "to_other_balancer [1-9]"))
+    retry_until_ok(SETTLE_TIMEOUT, || check_status_has(guest, "to_other_balancer [1-9]"))
         .with_context(|| status_output(guest))?;
     summary(guest, &["oldest", "older", "ours"])
 }
@@ -281,7 +281,7 @@ fn status_output(guest: &mut Guest) -> String {
 /// Waits until a server's net.ipv4.tcp_timestamps has this value.
 fn wait_for_timestamps(guest: &mut Guest, server: &str, value: &str) -> Result<()> {
     let found = format!("ip netns exec {server} sysctl -n net.ipv4.tcp_timestamps");
-    retry_until_ok(SETTLE_LIMIT, || match guest.run(&found)?.trim() {
+    retry_until_ok(SETTLE_TIMEOUT, || match guest.run(&found)?.trim() {
         found if found == value => Ok(()),
         found => bail!("net.ipv4.tcp_timestamps of {server} is {found}, expected {value}"),
     })

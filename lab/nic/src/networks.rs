@@ -10,7 +10,7 @@ use crate::debian::{Debian, File};
 use crate::guest::Guest;
 use crate::packages::Packages;
 use crate::tally::Tally;
-use crate::units::{self, Check, SETTLE_LIMIT, apt, retry_until_ok};
+use crate::units::{self, Check, SETTLE_TIMEOUT, apt, retry_until_ok};
 
 const NAME: &str = "Debian with bonds, VLANs and tunnels";
 /// Number of connections per check.
@@ -18,7 +18,7 @@ const REQUEST_COUNT: usize = 20;
 
 /// Network with s1 in VLAN 20, as are second devices of client and controller. s2 decapsulates by devices of its
 /// kernel.
-const NETWORK: &str = "
+const NETWORK_SCRIPT: &str = "
 mkdir -p /var/lib/coreward
 ip netns add switch
 ip -n switch link add br0 type bridge
@@ -79,7 +79,7 @@ ip -n s2 link set tunl0 up
 ip netns exec s2 ip fou add port 6080 gue
 ip netns exec s2 sysctl -q -w net.ipv4.conf.all.rp_filter=0 net.ipv4.conf.tunl0.rp_filter=0
 ";
-const FLEET: &str = "
+const FLEET_DOCUMENT: &str = "
 [[server]]
 name = \"s1\"
 address = \"10.3.0.11\"
@@ -111,14 +111,14 @@ policy = \"rr\"
 forwarding = \"gue\"
 consistency = \"hash-table\"
 ";
-const LB: &str = "
+const LB_CONFIG: &str = "
 name = \"lb1\"
 controller = \"10.2.0.9:7400\"
 interface = \"bond0\"
 pin_directory = \"/sys/fs/bpf/coreward/lb\"
 xdp_mode = \"native\"
 ";
-const AGENT: &str = "
+const AGENT_CONFIG: &str = "
 server = \"s1\"
 controller = \"10.2.0.9:7400\"
 interface = \"eth0.20\"
@@ -126,7 +126,7 @@ pin_directory = \"/sys/fs/bpf/coreward/s1\"
 steer = \"off\"
 ";
 
-fn nginx(server: &str) -> String {
+fn nginx_config(server: &str) -> String {
     format!(
         "user www-data;\nworker_processes 1;\npid /run/nginx-{server}.pid;\nevents {{}}\nhttp {{\naccess_log off;\n\
          server {{\nlisten 80;\nlocation / {{ return 200 \"served by {server}\\n\"; }}\n}}\n}}\n"
@@ -134,7 +134,7 @@ fn nginx(server: &str) -> String {
 }
 
 /// $1: the VIP; $2: number of connections, which are opened one by one, with two requests each.
-const REQUEST: &str = "
+const REQUEST_SCRIPT: &str = "
 for ((number = 0; number < $2; number++)); do
 	exec 3<>/dev/tcp/$1/80 || exit 1
 	for request in 1 2; do
@@ -151,14 +151,14 @@ echo $line
 
 fn files() -> Vec<File> {
     [
-        ("etc/test-network", NETWORK.to_owned()),
-        ("etc/test-request", REQUEST.to_owned()),
-        ("etc/coreward/controller.toml", units::controller("10.2.0.9")),
-        ("etc/coreward/fleet.toml", FLEET.to_owned()),
-        ("etc/coreward/lb.toml", LB.to_owned()),
-        ("etc/coreward/s1.toml", AGENT.to_owned()),
-        ("etc/test-nginx-s1", nginx("s1")),
-        ("etc/test-nginx-s2", nginx("s2")),
+        ("etc/test-network", NETWORK_SCRIPT.to_owned()),
+        ("etc/test-request", REQUEST_SCRIPT.to_owned()),
+        ("etc/coreward/controller.toml", units::controller_config("10.2.0.9")),
+        ("etc/coreward/fleet.toml", FLEET_DOCUMENT.to_owned()),
+        ("etc/coreward/lb.toml", LB_CONFIG.to_owned()),
+        ("etc/coreward/s1.toml", AGENT_CONFIG.to_owned()),
+        ("etc/test-nginx-s1", nginx_config("s1")),
+        ("etc/test-nginx-s2", nginx_config("s2")),
     ]
     .into()
 }
@@ -195,7 +195,7 @@ fn start(guest: &mut Guest) -> Result<String> {
         let command = format!("nginx -c /etc/test-nginx-{server} -g \"daemon off;\"");
         units::start_in(guest, &format!("test-nginx-{server}"), server, &command)?;
     }
-    retry_until_ok(SETTLE_LIMIT, || {
+    retry_until_ok(SETTLE_TIMEOUT, || {
         let status = status(guest)?;
         let balancer = status.split("\n\n").find(|part| part.starts_with("load balancer lb1: XDP native"));
         let is_ready = |balancer: &str| !balancer.contains("  ! ") && balancer.contains(", tagged ");
@@ -215,13 +215,14 @@ fn status(guest: &mut Guest) -> Result<String> {
 /// Opens connections to a VIP, which this server must answer.
 fn request(guest: &mut Guest, vip: &str, server: &str) -> Result<()> {
     let command = format!("ip netns exec client timeout 60 bash /etc/test-request {vip} {REQUEST_COUNT}");
-    let served = retry_until_ok(SETTLE_LIMIT, || guest.run(&command)).with_context(|| format!("requests to {vip}"))?;
+    let served =
+        retry_until_ok(SETTLE_TIMEOUT, || guest.run(&command)).with_context(|| format!("requests to {vip}"))?;
     ensure!(served.trim() == format!("served by {server}"), "answered by {served:?}, expected {server}");
     Ok(())
 }
 
 /// Returns the number of packets for which the load balancer made this decision.
-fn decisions(guest: &mut Guest, name: &str) -> Result<u64> {
+fn decision_count(guest: &mut Guest, name: &str) -> Result<u64> {
     let status = status(guest)?;
     let mut words = status.split([' ', ',', '\n']).filter(|word| !word.is_empty());
     let count = words.find(|word| *word == name).and_then(|_| words.next());
@@ -231,7 +232,7 @@ fn decisions(guest: &mut Guest, name: &str) -> Result<u64> {
 fn check_tagged(guest: &mut Guest) -> Result<String> {
     request(guest, "10.200.0.1", "s1")?;
     // A daemon reports its counters once a second. Cookies show that the agent's programs see the VLAN's packets.
-    let by_cookie = retry_until_ok(SETTLE_LIMIT, || match decisions(guest, "established")? {
+    let by_cookie = retry_until_ok(SETTLE_TIMEOUT, || match decision_count(guest, "established")? {
         count if count >= REQUEST_COUNT as u64 => Ok(count),
         count => bail!("{count} packets by their cookie"),
     })?;

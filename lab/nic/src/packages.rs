@@ -113,7 +113,7 @@ impl Packages {
     }
 
     /// Returns the directory of a kernel, by its name in `KERNELS`.
-    pub fn kernel(&self, name: &str) -> PathBuf {
+    pub fn kernel_directory(&self, name: &str) -> PathBuf {
         self.folder.join("kernels").join(name)
     }
 

@@ -6,23 +6,23 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, bail, ensure};
 use coreward_model::FourTuple;
-use coreward_model::rss::{IndirectionTable, Rss, RssKey};
+use coreward_model::rss::{IndirectionTable, RssConfig, RssKey};
 
 use crate::guest::{Guest, Nic};
 use crate::wire::{FLOWS_PER_FAMILY, GuestLink, flows};
 
 /// Time limit for a SYN to appear in the guest's counters.
-const ARRIVAL_LIMIT: Duration = Duration::from_secs(2);
+const ARRIVAL_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Returns key and table of the guest's ethtool. Some drivers (igb) do not show their key, which is the kernel's. Fails
 /// without a table, or when it cannot be read.
-pub fn read_rss(guest: &mut Guest) -> Result<Rss> {
+pub fn read_rss(guest: &mut Guest) -> Result<RssConfig> {
     let text = guest.run("ethtool -x eth0")?;
     let key = match parse_key(&text)? {
         Some(key) => key,
         None => kernel_key(&guest.run("cat /proc/sys/net/core/netdev_rss_key")?)?,
     };
-    Ok(Rss { key, indirection_table: parse_table(&text)? })
+    Ok(RssConfig { key, indirection_table: parse_table(&text)? })
 }
 
 /// Parses the entries of `ethtool -x`: lines of `first entry: queue queue ...`.
@@ -54,7 +54,7 @@ fn kernel_key(text: &str) -> Result<RssKey> {
 /// Settings that a NIC shows, and the measured behaviour of the NIC.
 pub struct Measurement {
     /// Shown key and table.
-    pub shown: Rss,
+    pub shown_rss: RssConfig,
     /// Flows with the queue that received the SYN.
     pub flow_queues: Vec<(FourTuple, u16)>,
 }
@@ -73,7 +73,9 @@ impl Measurement {
     /// Returns the numbers of IPv4 and IPv6 flows that arrived on the queue predicted by key and table.
     fn matched_by_family(&self) -> [u16; 2] {
         let mut matched = [0; 2];
-        for (flow, _) in self.flow_queues.iter().filter(|(flow, queue)| predicted_queue(&self.shown, flow) == *queue) {
+        for (flow, _) in
+            self.flow_queues.iter().filter(|(flow, queue)| predicted_queue(&self.shown_rss, flow) == *queue)
+        {
             matched[usize::from(flow.client().is_ipv6())] += 1;
         }
         matched
@@ -96,7 +98,7 @@ impl fmt::Display for Measurement {
 }
 
 /// Returns the queue that `rss` predicts for a flow.
-pub fn predicted_queue(rss: &Rss, flow: &FourTuple) -> u16 {
+pub fn predicted_queue(rss: &RssConfig, flow: &FourTuple) -> u16 {
     rss.indirection_table.queue(rss.key.toeplitz(&flow.bytes()))
 }
 
@@ -112,14 +114,14 @@ pub fn measure(guest: &mut Guest, nic: Nic, wire: &GuestLink) -> Result<Measurem
         delivered.push((flow, queue));
         before = after;
     }
-    Ok(Measurement { shown, flow_queues: delivered })
+    Ok(Measurement { shown_rss: shown, flow_queues: delivered })
 }
 
-type Counters = BTreeMap<u16, u64>;
+type QueueCounters = BTreeMap<u16, u64>;
 
 /// Waits until a counter changes. Returns its queue, and the new counters.
-fn wait_for_arrival(guest: &mut Guest, nic: Nic, before: &Counters) -> Result<(u16, Counters)> {
-    let end = Instant::now() + ARRIVAL_LIMIT;
+fn wait_for_arrival(guest: &mut Guest, nic: Nic, before: &QueueCounters) -> Result<(u16, QueueCounters)> {
+    let end = Instant::now() + ARRIVAL_TIMEOUT;
     loop {
         let after = counters(guest, nic)?;
         let moved: Vec<u16> = after.keys().filter(|queue| before.get(queue) != after.get(queue)).copied().collect();
@@ -132,8 +134,8 @@ fn wait_for_arrival(guest: &mut Guest, nic: Nic, before: &Counters) -> Result<(u
 }
 
 /// Returns a counter of each receive queue that grows with every packet on that queue.
-fn counters(guest: &mut Guest, nic: Nic) -> Result<Counters> {
-    let mut counters = Counters::new();
+fn counters(guest: &mut Guest, nic: Nic) -> Result<QueueCounters> {
+    let mut counters = QueueCounters::new();
     for line in guest.run(nic.counters_command())?.lines().filter(|line| !line.trim().is_empty()) {
         let mut numbers = line.split_whitespace().map(str::parse::<u64>);
         let queue = numbers.next().context("an empty line")?.with_context(|| format!("{line:?}"))?;
@@ -153,11 +155,12 @@ mod tests {
 
     #[test]
     fn measurement_counts_each_family() {
-        let shown = Rss { key: RssKey::microsoft(), indirection_table: IndirectionTable::balanced(1, 128, 4).unwrap() };
+        let shown =
+            RssConfig { key: RssKey::microsoft(), indirection_table: IndirectionTable::balanced(1, 128, 4).unwrap() };
         let deliver =
             |flow: FourTuple| (flow, if flow.client().is_ipv6() { 4 } else { predicted_queue(&shown, &flow) });
         let delivered = flows().map(deliver).collect();
-        let measured = Measurement { shown, flow_queues: delivered };
+        let measured = Measurement { shown_rss: shown, flow_queues: delivered };
         assert_eq!(measured.is_in_force_by_family(), [true, false]);
         assert!(!measured.is_in_force());
         assert_eq!(measured.to_string(), "on the predicted queue: 64 of 64 IPv4 flows, 0 of 64 IPv6 flows");

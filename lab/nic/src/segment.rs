@@ -33,7 +33,7 @@ fn arp_or_syn() -> [SockFilter; 6] {
 const TCP_FLAGS_OFFSET: usize = 14 + 20 + 13;
 
 /// Addresses of the machines: 10.2.0.0/24.
-const NETWORK: [u8; 3] = [10, 2, 0];
+const NETWORK_PREFIX: [u8; 3] = [10, 2, 0];
 
 /// Returns the MAC address of a machine, whose last byte equals the last byte of the IPv4 address.
 pub fn mac_of(host: u8) -> [u8; 6] {
@@ -44,13 +44,13 @@ pub fn mac_of(host: u8) -> [u8; 6] {
 type Syns = BTreeMap<SocketAddrV4, u8>;
 
 /// Machines 10.2.0.`hosts`, which stop when this value is dropped.
-pub struct Segment {
+pub struct HostEmulator {
     syns: Arc<Mutex<Syns>>,
     is_ended: Arc<AtomicBool>,
     thread: Option<JoinHandle<()>>,
 }
 
-impl Segment {
+impl HostEmulator {
     /// Starts a thread that answers for `hosts`. Fails when no packet socket can be opened.
     pub fn new(hosts: &'static [u8]) -> Result<Self> {
         let socket = Socket::new(Domain::PACKET, Type::RAW, Some(Protocol::from(ALL_PROTOCOLS)));
@@ -71,7 +71,7 @@ impl Segment {
     }
 }
 
-impl Drop for Segment {
+impl Drop for HostEmulator {
     fn drop(&mut self) {
         self.is_ended.store(true, Ordering::Relaxed);
         if let Some(thread) = self.thread.take() {
@@ -104,7 +104,8 @@ fn arp_reply(frame: &[u8], hosts: &[u8]) -> Option<[u8; 42]> {
     let request: &[u8; 42] = frame.get(..42)?.try_into().ok()?;
     let (target, host) = (&request[38..41], request[41]);
     // The request has ethertype ARP, then Ethernet, IPv4, the lengths of their addresses, and the operation "request".
-    if request[12..22] != [0x08, 0x06, 0, 1, 0x08, 0, 6, 4, 0, 1] || target != NETWORK || !hosts.contains(&host) {
+    if request[12..22] != [0x08, 0x06, 0, 1, 0x08, 0, 6, 4, 0, 1] || target != NETWORK_PREFIX || !hosts.contains(&host)
+    {
         return None;
     }
     let mut reply = *request;

@@ -17,9 +17,9 @@ const NAME: &str = "Debian with systemd";
 /// Daemons in the order of their start.
 const DAEMONS: [&str; 5] = ["controller", "rack", "agent", "lb", "orchestrate"];
 /// Time limit of a package installation, a start or a reboot, under emulation.
-const INSTALL_LIMIT: Duration = Duration::from_secs(300);
+const INSTALL_TIMEOUT: Duration = Duration::from_secs(300);
 /// Time limit for daemons to reconnect after all of them were restarted.
-pub const SETTLE_LIMIT: Duration = Duration::from_secs(90);
+pub const SETTLE_TIMEOUT: Duration = Duration::from_secs(90);
 /// Number of connections that stay open while daemons are reloaded, upgraded and killed.
 const OPEN_CONNECTION_COUNT: usize = 8;
 /// Number of new connections before the first change.
@@ -27,7 +27,7 @@ const NEW_CONNECTION_COUNT: usize = 20;
 /// Errors of a confined process, as strerror(3) words them.
 const PERMISSION_ERRORS: &str = "Operation not permitted|Permission denied|Read-only file system";
 
-const NETWORK: &str = "
+const NETWORK_SCRIPT: &str = "
 ip netns add switch
 ip netns add lb
 ip netns add client
@@ -55,7 +55,7 @@ ip link set srv0 up
 ip -n client route add 10.200.0.1 via 10.2.0.1
 ";
 /// Sends a request to port $1 over a separate connection.
-pub const REQUEST: &str = "
+pub const REQUEST_SCRIPT: &str = "
 exec 3<>/dev/tcp/10.200.0.1/$1 || exit 1
 printf 'GET / HTTP/1.0\\r\\n\\r\\n' >&3
 timeout 5 grep -q served <&3
@@ -85,7 +85,7 @@ while read -r _ < /run/test-hold.in; do
 	echo $answered > /run/test-hold.out
 done
 ";
-const NGINX: &str = "
+const NGINX_CONFIG: &str = "
 user www-data;
 worker_processes 2;
 worker_cpu_affinity auto;
@@ -100,7 +100,7 @@ http {
 	}
 }
 ";
-const FLEET: &str = "
+const FLEET_DOCUMENT: &str = "
 [[server]]
 name = \"s1\"
 address = \"10.2.0.11\"
@@ -109,25 +109,25 @@ address = \"10.2.0.11\"
 name = \"web\"
 vip = \"10.200.0.1:80\"
 ";
-const RACK: &str = "
+const RACK_CONFIG: &str = "
 name = \"rack1\"
 listen = \"10.2.0.11:7410\"
 controller = \"10.2.0.11:7400\"
 allow_plaintext = true
 ";
-const AGENT: &str = "
+const AGENT_CONFIG: &str = "
 server = \"s1\"
 controller = [\"10.2.0.11:7410\", \"10.2.0.11:7400\"]
 interface = \"srv0\"
 pin_directory = \"/sys/fs/bpf/coreward/agent\"
 ";
-const LB: &str = "
+const LB_CONFIG: &str = "
 name = \"lb1\"
 controller = \"10.2.0.11:7400\"
 interface = \"eth0\"
 pin_directory = \"/sys/fs/bpf/coreward/lb\"
 ";
-const ORCHESTRATE: &str = "
+const ORCHESTRATE_CONFIG: &str = "
 memory = \"/run/coreward-orchestrate/cores\"
 cores = 2
 metrics = \"127.0.0.1:7440\"
@@ -137,7 +137,7 @@ listen = \"10.2.0.11:400\"
 ";
 
 /// Returns the configuration of a controller at an address.
-pub fn controller(address: &str) -> String {
+pub fn controller_config(address: &str) -> String {
     format!(
         "listen = \"{address}:7400\"\napi = \"127.0.0.1:7401\"\nstore = \"/var/lib/coreward/controller.redb\"\n\
          fleet = \"fleet.toml\"\nallow_plaintext = true\n"
@@ -146,17 +146,17 @@ pub fn controller(address: &str) -> String {
 
 fn files() -> Vec<File> {
     [
-        ("etc/test-network", NETWORK),
-        ("etc/test-request", REQUEST),
+        ("etc/test-network", NETWORK_SCRIPT),
+        ("etc/test-request", REQUEST_SCRIPT),
         ("etc/test-load", LOAD_SCRIPT),
         ("etc/test-hold", HOLD_SCRIPT),
-        ("etc/nginx/nginx.conf", NGINX),
-        ("etc/coreward/controller.toml", &controller("10.2.0.11")),
-        ("etc/coreward/fleet.toml", FLEET),
-        ("etc/coreward/rack.toml", RACK),
-        ("etc/coreward/agent.toml", AGENT),
-        ("etc/coreward/lb.toml", LB),
-        ("etc/coreward/orchestrate.toml", ORCHESTRATE),
+        ("etc/nginx/nginx.conf", NGINX_CONFIG),
+        ("etc/coreward/controller.toml", &controller_config("10.2.0.11")),
+        ("etc/coreward/fleet.toml", FLEET_DOCUMENT),
+        ("etc/coreward/rack.toml", RACK_CONFIG),
+        ("etc/coreward/agent.toml", AGENT_CONFIG),
+        ("etc/coreward/lb.toml", LB_CONFIG),
+        ("etc/coreward/orchestrate.toml", ORCHESTRATE_CONFIG),
         ("etc/systemd/system/coreward-lb.service.d/test.conf", "[Service]\nNetworkNamespacePath=/run/netns/lb\n"),
     ]
     .map(|(path, content)| (path, content.to_owned()))
@@ -174,7 +174,7 @@ pub fn check(packages: &Packages, cache: &Path, debs: &Path, command: Option<&st
     println!("{NAME}: {} booted in {:.1} s", guest.run("uname -r")?.trim(), start.elapsed().as_secs_f64());
     guest.run("mkdir /root/debs && tar -C /root/debs -xf /dev/vdb")?;
     if let Some(command) = command {
-        let (status, output) = guest.try_run(command, INSTALL_LIMIT)?;
+        let (status, output) = guest.try_run(command, INSTALL_TIMEOUT)?;
         println!("{output}");
         ensure!(status == 0, "`{command}` ended with status {status}");
         return Ok(());
@@ -295,7 +295,7 @@ fn journal(guest: &mut Guest) -> String {
 /// Runs `apt-get` and returns its output.
 pub fn apt(guest: &mut Guest, arguments: &str) -> Result<String> {
     let command = format!("DEBIAN_FRONTEND=noninteractive apt-get -q -y {arguments} 2>&1");
-    let (status, output) = guest.try_run(&command, INSTALL_LIMIT)?;
+    let (status, output) = guest.try_run(&command, INSTALL_TIMEOUT)?;
     ensure!(status == 0, "`{command}` ended with status {status}: {output}");
     Ok(output)
 }
@@ -313,11 +313,11 @@ fn install(guest: &mut Guest) -> Result<String> {
 fn start(guest: &mut Guest) -> Result<String> {
     for daemon in DAEMONS {
         let (status, output) =
-            guest.try_run(&format!("systemctl enable --now {} 2>&1", unit(daemon)), INSTALL_LIMIT)?;
+            guest.try_run(&format!("systemctl enable --now {} 2>&1", unit(daemon)), INSTALL_TIMEOUT)?;
         ensure!(status == 0, "{daemon}: {output}");
     }
     let pids = main_pids(guest)?;
-    retry_until_ok(SETTLE_LIMIT, || request(guest, 80))?;
+    retry_until_ok(SETTLE_TIMEOUT, || request(guest, 80))?;
     Ok(format!("processes {pids:?}"))
 }
 
@@ -359,7 +359,7 @@ fn check_daemon_confinement(guest: &mut Guest, daemon: &str) -> Result<usize> {
     }
     ensure!(user.is_empty() == field("Uid:")?.starts_with('0'), "expected user {user:?}, found {status}");
     for attempt in ["touch /usr/probe", "touch /etc/coreward/probe", "ls /home/visible"] {
-        let (status, output) = guest.try_run(&format!("nsenter -t {pid} -m {attempt} 2>&1"), SETTLE_LIMIT)?;
+        let (status, output) = guest.try_run(&format!("nsenter -t {pid} -m {attempt} 2>&1"), SETTLE_TIMEOUT)?;
         ensure!(status != 0, "process {pid} may {attempt}: {output}");
         // A process that has ended has no namespace to enter.
         let now = main_pid(guest, daemon)?;
@@ -377,7 +377,7 @@ fn orchestrate(guest: &mut Guest) -> Result<String> {
 /// Waits until a metric of the orchestrator is not 0.
 fn orchestrator_metric(guest: &mut Guest, metric: &str) -> Result<String> {
     let get = "exec 3<>/dev/tcp/127.0.0.1/7440; printf \"GET /metrics HTTP/1.0\\r\\n\\r\\n\" >&3; timeout 5 cat <&3";
-    retry_until_ok(SETTLE_LIMIT, || {
+    retry_until_ok(SETTLE_TIMEOUT, || {
         let metrics = guest.run(&format!("bash -c '{get}'"))?;
         let line = metrics.lines().find(|line| line.starts_with(metric));
         let line = line.with_context(|| format!("no {metric} in {metrics:?}"))?;
@@ -405,7 +405,7 @@ fn connect(guest: &mut Guest) -> Result<String> {
     }
     // Finding the service's workers needs the capabilities of the agent's unit.
     let steered = || guest.run("! coreward status | grep '! s1: 10.200.0.1:80'");
-    retry_until_ok(SETTLE_LIMIT, steered)?;
+    retry_until_ok(SETTLE_TIMEOUT, steered)?;
     let properties = "-p NetworkNamespacePath=/run/netns/client -p StandardOutput=truncate:/run/test-load";
     guest.run(&format!("systemd-run -q --unit test-load {properties} bash /etc/test-load"))?;
     guest.run("mkfifo /run/test-hold.in /run/test-hold.out")?;
@@ -433,14 +433,14 @@ fn reload(guest: &mut Guest) -> Result<String> {
     let pids = main_pids(guest)?;
     let more = "[[service]]\\nname = \"more\"\\nvip = \"10.200.0.1:8080\"\\nconsistency = \"stateful\"\\n";
     guest.run(&format!("printf '{more}' >> /etc/coreward/fleet.toml && systemctl reload coreward-controller"))?;
-    retry_until_ok(SETTLE_LIMIT, || request(guest, 8080)).context("the service that was added")?;
+    retry_until_ok(SETTLE_TIMEOUT, || request(guest, 8080)).context("the service that was added")?;
     let (status, _) = guest
-        .try_run("echo wrong >> /etc/coreward/controller.toml; systemctl reload coreward-controller", SETTLE_LIMIT)?;
+        .try_run("echo wrong >> /etc/coreward/controller.toml; systemctl reload coreward-controller", SETTLE_TIMEOUT)?;
     ensure!(status != 0, "a wrong controller.toml was taken");
     guest.run("sed -i '/^wrong$/d' /etc/coreward/controller.toml && systemctl reload coreward-controller")?;
     let dispatch = "[[dispatch.service]]\\nlisten = \"0.0.0.0:5353\"\\npolicy = \"jsq\"\\n";
     guest.run(&format!("printf '{dispatch}' >> /etc/coreward/agent.toml && systemctl reload coreward-agent"))?;
-    retry_until_ok(SETTLE_LIMIT, || guest.run("journalctl -q -o cat -u coreward-agent | grep -i dispatch"))?;
+    retry_until_ok(SETTLE_TIMEOUT, || guest.run("journalctl -q -o cat -u coreward-agent | grep -i dispatch"))?;
     let after = main_pids(guest)?;
     ensure!(after == pids, "the processes were {pids:?}, now {after:?}");
     check_connections(guest)
@@ -461,7 +461,7 @@ fn check_watchdog(guest: &mut Guest) -> Result<String> {
     for daemon in DAEMONS {
         let pid = main_pid(guest, daemon)?;
         guest.run(&format!("kill -STOP {pid}"))?;
-        retry_until_ok(SETTLE_LIMIT, || {
+        retry_until_ok(SETTLE_TIMEOUT, || {
             let now = main_pid(guest, daemon)?;
             if now == pid {
                 bail!("{daemon} is still process {pid}");
@@ -483,8 +483,8 @@ fn check_no_denials(guest: &mut Guest) -> Result<()> {
 }
 
 fn reboot(guest: &mut Guest) -> Result<String> {
-    let pids = retry_until_ok(SETTLE_LIMIT, || main_pids(guest))?;
-    retry_until_ok(SETTLE_LIMIT, || request(guest, 80))?;
+    let pids = retry_until_ok(SETTLE_TIMEOUT, || main_pids(guest))?;
+    retry_until_ok(SETTLE_TIMEOUT, || request(guest, 80))?;
     Ok(format!("processes {pids:?}"))
 }
 
@@ -492,7 +492,7 @@ fn remove(guest: &mut Guest) -> Result<String> {
     check_no_denials(guest)?;
     apt(guest, &format!("remove {}", DAEMONS.map(|daemon| format!("coreward-{daemon}")).join(" ")))?;
     for daemon in DAEMONS {
-        let (status, _) = guest.try_run(&format!("systemctl is-active {}", unit(daemon)), SETTLE_LIMIT)?;
+        let (status, _) = guest.try_run(&format!("systemctl is-active {}", unit(daemon)), SETTLE_TIMEOUT)?;
         ensure!(status != 0, "{daemon} is active");
     }
     request(guest, 80).context("after the removal")?;

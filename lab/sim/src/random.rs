@@ -33,9 +33,9 @@ impl Ziggurat {
 
     /// Returns whether a point at `x`, at a random height within the layer, is below the density.
     #[cold]
-    fn below(&self, rng: &mut impl Rng, layer: usize, density: f64) -> bool {
+    fn is_below_density(&self, rng: &mut impl Rng, layer: usize, density: f64) -> bool {
         let (low, high) = (self.heights[layer], self.heights[layer + 1]);
-        low + (high - low) * unit(rng) < density
+        low + (high - low) * uniform_unit(rng) < density
     }
 }
 
@@ -52,13 +52,13 @@ static NORMAL: LazyLock<Ziggurat> = LazyLock::new(|| {
 
 /// Returns a uniform number in [0, 1) with 53 random bits.
 #[inline]
-pub fn unit(rng: &mut impl Rng) -> f64 {
+pub fn uniform_unit(rng: &mut impl Rng) -> f64 {
     (rng.next_u64() >> 11) as f64 * const { 1.0 / (1u64 << 53) as f64 }
 }
 
 /// Returns a uniform number in (0, 1], for logarithms.
 fn above_zero(rng: &mut impl Rng) -> f64 {
-    1.0 - unit(rng)
+    1.0 - uniform_unit(rng)
 }
 
 /// Returns an exponential number with mean 1.
@@ -77,7 +77,7 @@ pub fn exponential(rng: &mut impl Rng) -> f64 {
             // The tail of an exponential is an exponential.
             return EXPONENTIAL_TAIL - libm::log(above_zero(rng));
         }
-        if ziggurat.below(rng, layer, libm::exp(-x)) {
+        if ziggurat.is_below_density(rng, layer, libm::exp(-x)) {
             return x;
         }
     }
@@ -98,7 +98,7 @@ pub fn standard_normal(rng: &mut impl Rng) -> f64 {
         if layer == 0 {
             return sign * normal_tail(rng);
         }
-        if ziggurat.below(rng, layer, libm::exp(-x * x / 2.0)) {
+        if ziggurat.is_below_density(rng, layer, libm::exp(-x * x / 2.0)) {
             return sign * x;
         }
     }
@@ -143,7 +143,7 @@ mod tests {
     #[test]
     fn draws_follow_their_distributions() {
         let mut rng = seeded_rng(1, 0);
-        assert!(distance(|| unit(&mut rng), |x| x) < LIMIT);
+        assert!(distance(|| uniform_unit(&mut rng), |x| x) < LIMIT);
         assert!(distance(|| exponential(&mut rng), |x| 1.0 - libm::exp(-x)) < LIMIT);
         let normal = |x: f64| 0.5 * libm::erfc(-x / 2f64.sqrt());
         assert!(distance(|| standard_normal(&mut rng), normal) < LIMIT);

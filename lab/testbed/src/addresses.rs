@@ -7,7 +7,7 @@ pub const DEVICE: &str = "eth0";
 /// First VIP, followed by the other VIPs.
 pub const VIP: Ipv4Addr = Ipv4Addr::new(10, 200, 0, 1);
 /// Service that the demo balances.
-pub const SERVICE: SocketAddrV4 = SocketAddrV4::new(VIP, 80);
+pub const SERVICE_ADDRESS: SocketAddrV4 = SocketAddrV4::new(VIP, 80);
 /// All IPv6 VIPs.
 pub(crate) const VIP_PREFIX_IPV6: &str = "2001:db8:c8::/64";
 /// First IPv6 VIP, followed by the other IPv6 VIPs.
@@ -25,7 +25,7 @@ pub(crate) const ROUTER_ADDRESS: Ipv4Addr = Ipv4Addr::new(10, 1, 0, 3);
 
 /// Address family of the services. Hosts have IPv4 addresses in any case.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, clap::ValueEnum)]
-pub enum Family {
+pub enum AddressFamily {
     /// VIPs from 10.200.0.1 on.
     #[default]
     #[value(name = "4")]
@@ -35,20 +35,20 @@ pub enum Family {
     Ipv6,
 }
 
-impl Family {
+impl AddressFamily {
     /// Returns the address of this family for the host with an IPv4 address.
     pub fn address(self, host: Ipv4Addr) -> IpAddr {
         match self {
-            Family::Ipv4 => host.into(),
-            Family::Ipv6 => ipv6_address(host).into(),
+            AddressFamily::Ipv4 => host.into(),
+            AddressFamily::Ipv6 => ipv6_address(host).into(),
         }
     }
 
     /// Returns VIP `index`, counted from 0.
     pub fn vip(self, index: u8) -> IpAddr {
         match self {
-            Family::Ipv4 => Ipv4Addr::from_bits(VIP.to_bits() + u32::from(index)).into(),
-            Family::Ipv6 => Ipv6Addr::from_bits(VIP_IPV6.to_bits() + u128::from(index)).into(),
+            AddressFamily::Ipv4 => Ipv4Addr::from_bits(VIP.to_bits() + u32::from(index)).into(),
+            AddressFamily::Ipv6 => Ipv6Addr::from_bits(VIP_IPV6.to_bits() + u128::from(index)).into(),
         }
     }
 }

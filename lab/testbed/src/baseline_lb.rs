@@ -1,11 +1,13 @@
 //! Load balancers other than coreward in front of the testbed's servers, for tests that migrate a service to coreward
 //! and back.
 //!
-//! * [`Kind::Director`]: IPVS with direct routing where the kernel has it (as LVS and keepalived use it). Elsewhere
+//! * [`BaselineKind::Director`]: IPVS with direct routing where the kernel has it (as LVS and keepalived use it).
+//! Elsewhere
 //!   nftables does the same to packets: a SYN picks a server and an entry of a table, later packets follow the entry to
 //!   the server's MAC address, answers go straight to the client, and what has no entry is refused by the host, which
 //!   holds the VIP.
-//! * [`Kind::Proxy`]: HAProxy. It ends clients' connections itself and opens its own to the servers' own addresses.
+//! * [`BaselineKind::Proxy`]: HAProxy. It ends clients' connections itself and opens its own to the servers' own
+//! addresses.
 
 use std::fmt::Write as _;
 use std::fs;
@@ -16,13 +18,13 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, bail};
 
-use crate::addresses::{DEVICE, Family, SEGMENT_PREFIX_LENGTH, server_address};
+use crate::addresses::{AddressFamily, DEVICE, SEGMENT_PREFIX_LENGTH, server_address};
 use crate::namespace::{Namespace, ip_batch};
 use crate::process::{self, Process, TIMEOUT};
 use crate::topology::{Testbed, make_namespaces};
 
 /// IPv4 address of the load balancer, in the servers' segment.
-pub const ADDRESS: Ipv4Addr = Ipv4Addr::new(10, 1, 0, 5);
+pub const BASELINE_ADDRESS: Ipv4Addr = Ipv4Addr::new(10, 1, 0, 5);
 const IPVS: &str = "/proc/net/ip_vs";
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -41,17 +43,17 @@ pub struct BaselineBalancer {
 }
 
 impl Testbed {
-    /// Starts a baseline load balancer; it gets packets after [`Testbed::announce_baseline`]. Fails when a program is
-    /// missing or a command fails.
+    /// Starts a baseline load balancer; it gets packets after [`Testbed::route_vips_to_baseline`]. Fails when a program
+    /// is missing or a command fails.
     pub fn start_baseline_balancer(&self, kind: BaselineKind) -> anyhow::Result<BaselineBalancer> {
         let namespace = self.instance_namespace("director");
         make_namespaces(&[&namespace])?;
-        self.connect(&namespace, "director", 1, 1)?;
+        self.connect_to_switch(&namespace, "director", 1, 1)?;
         // The host has the VIP without answering ARP for it; only the router's route directs packets to the host.
         namespace.set_sysctls(&[("ipv4/conf/all/arp_ignore", "1"), ("ipv4/conf/all/arp_announce", "2")])?;
-        let prefix = if self.options().family == Family::Ipv4 { "32" } else { "128 nodad" };
+        let prefix = if self.options().family == AddressFamily::Ipv4 { "32" } else { "128 nodad" };
         let vip = format!("address add {}/{prefix} dev lo\n", self.service().ip());
-        ip_batch(Some(&namespace), &(self.address_lines(ADDRESS, SEGMENT_PREFIX_LENGTH, DEVICE) + &vip))?;
+        ip_batch(Some(&namespace), &(self.address_lines(BASELINE_ADDRESS, SEGMENT_PREFIX_LENGTH, DEVICE) + &vip))?;
         let proxy = match kind {
             BaselineKind::Director if Path::new(IPVS).exists() => {
                 self.direct_by_ipvs(&namespace)?;
@@ -67,8 +69,8 @@ impl Testbed {
     }
 
     /// Routes the VIPs to the baseline load balancer. Fails when the kernel rejects the route.
-    pub fn announce_baseline(&self) -> anyhow::Result<()> {
-        self.announce_by(&[ADDRESS])
+    pub fn route_vips_to_baseline(&self) -> anyhow::Result<()> {
+        self.route_vips_to_hosts(&[BASELINE_ADDRESS])
     }
 
     fn direct_by_ipvs(&self, namespace: &Namespace) -> anyhow::Result<()> {

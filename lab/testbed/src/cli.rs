@@ -29,12 +29,12 @@ enum TestbedCommand {
     /// Count broken connections while servers and load balancers join and leave; print one run as JSON
     Pcc(pcc::PccArgs),
     /// Run curl, wrk and nginx through the load balancer while tables and pool change; print the results as JSON
-    Conformance(conformance::Options),
+    Conformance(conformance::ConformanceArgs),
     /// Inject faults under load; fails when a connection breaks or an acknowledged change is lost
-    Chaos(chaos::Options),
+    Chaos(chaos::ChaosArgs),
     /// Run `coreward dispatch` under load while workers end and stop, and while it is detached and attached; print the
     /// results as JSON
-    DispatchSoak(dispatch_soak::Options),
+    DispatchSoak(dispatch_soak::DispatchSoakArgs),
     /// Compare the kernel's choice of a worker with `coreward dispatch`, for Knot DNS and queries of unequal cost
     KnotBenchmark(knot_benchmark::KnotBenchmarkArgs),
     /// Remove network namespaces, pins and files of killed testbeds

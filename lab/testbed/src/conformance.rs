@@ -15,8 +15,8 @@ use std::time::{Duration, Instant};
 use anyhow::{Context as _, bail, ensure};
 use coreward_model::rss::{seeded_rng, uniform_below};
 
-use crate::addresses::{DEVICE, Family, server_address};
-use crate::counters::{self, Counters, OVERTAKEN_ACKS, OVERTAKEN_DATA, TIMESTAMP_DROPS};
+use crate::addresses::{AddressFamily, DEVICE, server_address};
+use crate::counters::{self, KernelCounters, PAWS_ESTABLISHED_DROPS, PAWS_OLD_ACKS, TIMESTAMP_DROPS};
 use crate::fleet::{AdminState, Fleet, FleetOptions, LoadSource, busy_file};
 use crate::http::Connection;
 use crate::instance;
@@ -27,7 +27,7 @@ use crate::topology::{Testbed, TestbedOptions};
 
 /// Options of `coreward-lab testbed conformance`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::Args)]
-pub struct Options {
+pub struct ConformanceArgs {
     /// Duration of wrk with keep-alive (s)
     #[arg(long, default_value_t = 60, value_parser = clap::value_parser!(u32).range(1..=3600))]
     pub wrk_seconds: u32,
@@ -46,7 +46,7 @@ pub struct Options {
 
 /// Results of the test.
 #[derive(Debug, Clone, PartialEq, serde::Serialize)]
-pub struct Outcome {
+pub struct ConformanceOutcome {
     /// Requests that wrk saw answered.
     pub wrk_requests: u64,
     /// Errors of wrk: connect, read, write, time-out, and responses other than 200.
@@ -91,7 +91,7 @@ pub struct TcpCounters {
     pub overtaken_acks: u64,
 }
 
-impl Outcome {
+impl ConformanceOutcome {
     /// Returns whether nothing broke. Retransmissions are not judged; they are reported with and without coreward.
     pub fn is_clean(&self) -> bool {
         self.wrk_errors == 0
@@ -107,13 +107,14 @@ impl TcpCounters {
     /// too old, but coreward has 65,536 ticks per millisecond. A reordered segment is therefore sometimes dropped and
     /// retransmitted (docs/limits.md). A wrong stamp would affect far more than one segment in a million.
     fn has_right_timestamps(&self) -> bool {
-        let at_client = |(name, count): (&String, &u64)| name == OVERTAKEN_DATA && *count <= 1 + self.sent / 1_000_000;
+        let at_client =
+            |(name, count): (&String, &u64)| name == PAWS_ESTABLISHED_DROPS && *count <= 1 + self.sent / 1_000_000;
         self.timestamp_drops_at_servers.is_empty() && self.timestamp_drops_at_client.iter().all(at_client)
     }
 }
 
 /// Runs all parts and prints the outcome as JSON. Fails when the setup fails or a connection breaks.
-pub fn main(options: Options) -> anyhow::Result<()> {
+pub fn main(options: ConformanceArgs) -> anyhow::Result<()> {
     let outcome = run(&instance::unique_name("conformance")?, options)?;
     println!("{}", serde_json::to_string_pretty(&outcome)?);
     ensure!(outcome.is_clean(), "something broke: see above");
@@ -129,7 +130,7 @@ const POOL_CHANGE_INTERVAL: Duration = Duration::from_millis(700);
 
 /// Runs all parts in a new testbed; `instance` is its name. Fails when the setup fails; broken connections are part of
 /// the outcome.
-pub fn run(instance: &str, options: Options) -> anyhow::Result<Outcome> {
+pub fn run(instance: &str, options: ConformanceArgs) -> anyhow::Result<ConformanceOutcome> {
     let testbed = Testbed::create(TestbedOptions {
         instance: instance.to_owned(),
         servers: SERVER_COUNT,
@@ -148,15 +149,15 @@ pub fn run(instance: &str, options: Options) -> anyhow::Result<Outcome> {
 
 /// Runs the same load while the load balancer's kernel routes each connection to a server by a hash (ECMP). Its
 /// counters show the losses and retransmissions of the machine itself.
-fn run_without_coreward(testbed: &Testbed, options: Options) -> anyhow::Result<TcpCounters> {
+fn run_without_coreward(testbed: &Testbed, options: ConformanceArgs) -> anyhow::Result<TcpCounters> {
     let forwarding = |on: &str| match options.network.family {
-        Family::Ipv4 => testbed.load_balancer(1)?.set_sysctls(&[
+        AddressFamily::Ipv4 => testbed.load_balancer(1)?.set_sysctls(&[
             ("ipv4/ip_forward", on),
             ("ipv4/fib_multipath_hash_policy", "1"),
             ("ipv4/conf/all/send_redirects", "0"),
             (&format!("ipv4/conf/{DEVICE}/send_redirects"), "0"),
         ]),
-        Family::Ipv6 => testbed
+        AddressFamily::Ipv6 => testbed
             .load_balancer(1)?
             .set_sysctls(&[("ipv6/conf/all/forwarding", on), ("ipv6/fib_multipath_hash_policy", "1")]),
     };
@@ -182,14 +183,18 @@ fn change_vip_route(testbed: &Testbed, verb: &str, hops: impl Iterator<Item = St
     testbed.run(testbed.load_balancer(1)?, command).map(drop)
 }
 
-fn run_with_coreward(testbed: &Testbed, options: Options, without: Option<TcpCounters>) -> anyhow::Result<Outcome> {
+fn run_with_coreward(
+    testbed: &Testbed,
+    options: ConformanceArgs,
+    without: Option<TcpCounters>,
+) -> anyhow::Result<ConformanceOutcome> {
     for number in testbed.server_numbers() {
         write_busy_times(&busy_file(testbed, number), &vec![0; usize::from(testbed.options().cores)])?;
     }
     let mut fleet = Fleet::start(
         testbed,
         FleetOptions {
-            load: LoadSource::PacedServer,
+            load_source: LoadSource::PacedServer,
             forwarding: options.network.forwarding,
             servers_family: options.network.family,
             ..Default::default()
@@ -213,7 +218,7 @@ fn run_with_coreward(testbed: &Testbed, options: Options, without: Option<TcpCou
         let busy = join_thread(busy)?.map_err(|error| format!("{error:#}"));
         done.store(true, Ordering::Relaxed);
         join_thread(pool)?;
-        Ok::<_, anyhow::Error>(Outcome {
+        Ok::<_, anyhow::Error>(ConformanceOutcome {
             wrk_requests,
             wrk_errors,
             downloads,
@@ -228,7 +233,7 @@ fn run_with_coreward(testbed: &Testbed, options: Options, without: Option<TcpCou
         })
     })?;
     let after = all_counters(testbed)?;
-    Ok(Outcome {
+    Ok(ConformanceOutcome {
         tables: table_generation(&fleet, testbed)? - first_table,
         load_balancer: load_balancer_counters(&fleet, testbed)?,
         tcp: tcp_growth(&before, &after),
@@ -270,12 +275,12 @@ fn client_and_servers(testbed: &Testbed) -> anyhow::Result<Vec<&Namespace>> {
 }
 
 /// Returns the counters of the client, followed by those of the servers.
-fn all_counters(testbed: &Testbed) -> anyhow::Result<Vec<Counters>> {
+fn all_counters(testbed: &Testbed) -> anyhow::Result<Vec<KernelCounters>> {
     client_and_servers(testbed)?.into_iter().map(counters::read).collect()
 }
 
-fn tcp_growth(before: &[Counters], after: &[Counters]) -> TcpCounters {
-    let grown = |name| counters::total(after, name) - counters::total(before, name);
+fn tcp_growth(before: &[KernelCounters], after: &[KernelCounters]) -> TcpCounters {
+    let grown = |name| counters::total_over_namespaces(after, name) - counters::total_over_namespaces(before, name);
     let retransmitted = grown("TcpRetransSegs");
     let sent = grown("TcpOutSegs");
     TcpCounters {
@@ -285,12 +290,17 @@ fn tcp_growth(before: &[Counters], after: &[Counters]) -> TcpCounters {
         retransmitted_needlessly: grown("TcpExtTCPDSACKRecvSegs"),
         timestamp_drops_at_servers: timestamp_drops(&before[1..], &after[1..]),
         timestamp_drops_at_client: timestamp_drops(&before[..1], &after[..1]),
-        overtaken_acks: grown(OVERTAKEN_ACKS),
+        overtaken_acks: grown(PAWS_OLD_ACKS),
     }
 }
 
-fn timestamp_drops(before: &[Counters], after: &[Counters]) -> BTreeMap<String, u64> {
-    let grown = |name| (String::from(name), counters::total(after, name) - counters::total(before, name));
+fn timestamp_drops(before: &[KernelCounters], after: &[KernelCounters]) -> BTreeMap<String, u64> {
+    let grown = |name| {
+        (
+            String::from(name),
+            counters::total_over_namespaces(after, name) - counters::total_over_namespaces(before, name),
+        )
+    };
     TIMESTAMP_DROPS.into_iter().map(grown).filter(|(_, count)| *count > 0).collect()
 }
 
@@ -435,10 +445,10 @@ mod tests {
         let seen = TcpCounters { sent: 2_500_000, ..TcpCounters::default() };
         assert!(seen.has_right_timestamps());
         let at_client = |name, count| TcpCounters { timestamp_drops_at_client: drops(name, count), ..seen.clone() };
-        assert!(at_client(OVERTAKEN_DATA, 3).has_right_timestamps());
-        assert!(!at_client(OVERTAKEN_DATA, 4).has_right_timestamps());
+        assert!(at_client(PAWS_ESTABLISHED_DROPS, 3).has_right_timestamps());
+        assert!(!at_client(PAWS_ESTABLISHED_DROPS, 4).has_right_timestamps());
         assert!(!at_client("TcpExtTSEcrRejected", 1).has_right_timestamps());
-        let at_servers = TcpCounters { timestamp_drops_at_servers: drops(OVERTAKEN_DATA, 1), ..seen };
+        let at_servers = TcpCounters { timestamp_drops_at_servers: drops(PAWS_ESTABLISHED_DROPS, 1), ..seen };
         assert!(!at_servers.has_right_timestamps());
     }
 

@@ -32,11 +32,11 @@ impl BrokenConnections {
         refused + reset + timed_out + closed_early + wrong_answer + other
     }
     /// Counts a failure; `index` identifies the connection in the log of unexpected kinds.
-    pub(crate) fn count(&mut self, failure: &Failure, index: usize) {
+    pub(crate) fn count_failure(&mut self, failure: &ConnectionFailure, index: usize) {
         let count = match failure {
-            Failure::ClosedEarly => &mut self.closed_early,
-            Failure::WrongAnswer => &mut self.wrong_answer,
-            Failure::Io(error) => match error.kind() {
+            ConnectionFailure::ClosedEarly => &mut self.closed_early,
+            ConnectionFailure::WrongAnswer => &mut self.wrong_answer,
+            ConnectionFailure::Io(error) => match error.kind() {
                 io::ErrorKind::ConnectionRefused => &mut self.refused,
                 io::ErrorKind::ConnectionReset | io::ErrorKind::BrokenPipe => &mut self.reset,
                 io::ErrorKind::TimedOut => &mut self.timed_out,
@@ -68,13 +68,13 @@ impl AddAssign for BrokenConnections {
 
 /// Failure of a connection.
 #[derive(Debug)]
-pub(crate) enum Failure {
+pub(crate) enum ConnectionFailure {
     Io(io::Error),
     ClosedEarly,
     WrongAnswer,
 }
 
-impl From<io::Error> for Failure {
+impl From<io::Error> for ConnectionFailure {
     fn from(error: io::Error) -> Self {
         Self::Io(error)
     }

@@ -8,7 +8,7 @@ use std::{fs, thread};
 use anyhow::ensure;
 
 use crate::TIMEOUT;
-use crate::addresses::SERVICE;
+use crate::addresses::SERVICE_ADDRESS;
 use crate::process::Process;
 use crate::topology::Testbed;
 
@@ -67,7 +67,7 @@ impl Container {
 
     /// Returns the commands that connect the container to the server's bridge.
     fn connect_script(&self) -> String {
-        let (pid, vip, port) = (self.nginx.pid(), SERVICE.ip(), SERVICE.port());
+        let (pid, vip, port) = (self.nginx.pid(), SERVICE_ADDRESS.ip(), SERVICE_ADDRESS.port());
         format!(
             "set -e
             ip link add br0 type bridge

@@ -12,7 +12,7 @@ use anyhow::{Context as _, bail};
 #[derive(Debug, Default)]
 pub(crate) struct VirtualCore {
     /// Service time of all accepted requests (ns).
-    accepted_ns: u64,
+    accepted_service_ns: u64,
     /// End of the last accepted request (ns).
     busy_until_ns: u64,
 }
@@ -20,7 +20,7 @@ pub(crate) struct VirtualCore {
 impl VirtualCore {
     /// Queues a request that arrived now and returns when it will be done.
     pub(crate) fn enqueue(&mut self, now_ns: u64, service_ns: u64) -> u64 {
-        self.accepted_ns += service_ns;
+        self.accepted_service_ns += service_ns;
         self.busy_until_ns = self.busy_until_ns.max(now_ns) + service_ns;
         self.busy_until_ns
     }
@@ -33,13 +33,13 @@ impl VirtualCore {
     /// Returns the time served up to now (ns): the accepted time less the time until the last request ends. A core with
     /// work is never idle in between.
     pub(crate) fn busy_ns(&self, now_ns: u64) -> u64 {
-        self.accepted_ns - self.busy_until_ns.saturating_sub(now_ns)
+        self.accepted_service_ns - self.busy_until_ns.saturating_sub(now_ns)
     }
 }
 
 /// File of numbers, mapped by all workers: for a paced server the busy time of each core (ns).
 pub(crate) struct CounterFile {
-    numbers: &'static [AtomicU64],
+    counters: &'static [AtomicU64],
     temporary_path: PathBuf,
 }
 
@@ -52,11 +52,11 @@ impl CounterFile {
             map_file(&file, count)
         };
         let numbers = open().with_context(|| format!("cannot make the core load file {}", temporary.display()))?;
-        Ok(Self { numbers, temporary_path: temporary })
+        Ok(Self { counters: numbers, temporary_path: temporary })
     }
 
-    pub(crate) fn numbers(&self) -> &'static [AtomicU64] {
-        self.numbers
+    pub(crate) fn counters(&self) -> &'static [AtomicU64] {
+        self.counters
     }
 
     /// Unlinks the file: only the workers use it.

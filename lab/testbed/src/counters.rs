@@ -8,24 +8,24 @@ use anyhow::{Context as _, ensure};
 use crate::namespace::Namespace;
 
 /// Absolute counters by nstat's names (`TcpRetransSegs`, `TcpExtPAWSEstab` ...).
-pub type Counters = BTreeMap<String, u64>;
+pub type KernelCounters = BTreeMap<String, u64>;
 
 /// Counters of segments dropped for their timestamps; a wrong cookie layout increases them.
 pub const TIMESTAMP_DROPS: [&str; 4] =
-    ["TcpExtPAWSActive", OVERTAKEN_DATA, "TcpExtPAWSTimewait", "TcpExtTSEcrRejected"];
+    ["TcpExtPAWSActive", PAWS_ESTABLISHED_DROPS, "TcpExtPAWSTimewait", "TcpExtTSEcrRejected"];
 
 /// Dropped data segments of established connections. Includes data that is older than a newer segment by more than a
 /// tick.
-pub const OVERTAKEN_DATA: &str = "TcpExtPAWSEstab";
+pub const PAWS_ESTABLISHED_DROPS: &str = "TcpExtPAWSEstab";
 
 /// Pure acknowledgements that arrived after a newer segment. The kernel counts them separately since 6.14, because PAWS
 /// has not failed (net/ipv4/tcp_input.c, tcp_disordered_ack_check); veth reorders under load.
-pub const OVERTAKEN_ACKS: &str = "TcpExtPAWSOldAck";
+pub const PAWS_OLD_ACKS: &str = "TcpExtPAWSOldAck";
 
 /// Reads the counters of a namespace. Fails when it cannot be entered, or the kernel's files are not as expected.
-pub fn read(namespace: &Namespace) -> anyhow::Result<Counters> {
+pub fn read(namespace: &Namespace) -> anyhow::Result<KernelCounters> {
     namespace.within(|| {
-        let mut counters = Counters::new();
+        let mut counters = KernelCounters::new();
         for file in ["snmp", "netstat"] {
             // Not /proc/net: that is the namespace of the process's first thread.
             let text = fs::read_to_string(format!("/proc/thread-self/net/{file}"))?;
@@ -36,12 +36,12 @@ pub fn read(namespace: &Namespace) -> anyhow::Result<Counters> {
 }
 
 /// Returns the sum of a counter over several namespaces; a counter that the kernel lacks is 0.
-pub fn total(all: &[Counters], name: &str) -> u64 {
+pub fn total_over_namespaces(all: &[KernelCounters], name: &str) -> u64 {
     all.iter().filter_map(|counters| counters.get(name)).sum()
 }
 
 /// Parses pairs of lines: `Tcp: Name Name ...`, `Tcp: 1 2 ...`.
-fn parse(text: &str, counters: &mut Counters) -> anyhow::Result<()> {
+fn parse(text: &str, counters: &mut KernelCounters) -> anyhow::Result<()> {
     let lines: Vec<&str> = text.lines().collect();
     for pair in lines.chunks(2) {
         ensure!(pair.len() == 2, "a line of names without values: {pair:?}");
@@ -62,7 +62,7 @@ mod tests {
 
     #[test]
     fn names_and_values_are_paired() {
-        let mut counters = Counters::new();
+        let mut counters = KernelCounters::new();
         parse("Tcp: MaxConn RetransSegs\nTcp: -1 7\nTcpExt: PAWSEstab\nTcpExt: 3\n", &mut counters).unwrap();
         assert_eq!(counters["TcpRetransSegs"], 7);
         assert_eq!(counters["TcpExtPAWSEstab"], 3);

@@ -24,7 +24,7 @@ const HOLD_SECONDS: &str = "600";
 
 /// Shell block and its position in the document.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Block {
+pub struct ShellBlock {
     /// Line number, counted from 1.
     pub line: usize,
     /// Machines on which the block runs, one after the other.
@@ -34,7 +34,7 @@ pub struct Block {
 }
 
 /// Returns the blocks of a Markdown document that name a machine. Fails when a block has no end.
-pub fn blocks(document: &str) -> anyhow::Result<Vec<Block>> {
+pub fn parse_shell_blocks(document: &str) -> anyhow::Result<Vec<ShellBlock>> {
     let mut blocks = Vec::new();
     let mut lines = (1..).zip(document.lines());
     while let Some((line, text)) = lines.next() {
@@ -43,7 +43,7 @@ pub fn blocks(document: &str) -> anyhow::Result<Vec<Block>> {
         ensure!(line + inside.len() < document.lines().count(), "line {line}: a block without an end");
         let machines: Vec<String> = language.split_whitespace().skip(1).map(str::to_owned).collect();
         if language.starts_with("sh") && !machines.is_empty() {
-            blocks.push(Block { line, machines, commands: inside.join("\n") });
+            blocks.push(ShellBlock { line, machines, commands: inside.join("\n") });
         }
     }
     Ok(blocks)
@@ -112,7 +112,7 @@ impl Host {
     }
 
     /// Runs a block's commands and returns their output. Fails when a command fails; the error contains the output.
-    pub fn run(&self, block: &Block, log: &Path) -> anyhow::Result<String> {
+    pub fn run(&self, block: &ShellBlock, log: &Path) -> anyhow::Result<String> {
         let mut command = Command::new("timeout");
         command.args([
             BLOCK_TIMEOUT_S,
@@ -144,8 +144,8 @@ mod tests {
     #[test]
     fn documented_blocks_name_their_machines() {
         let text = "a\n```sh s1 s2\nx\ny\n```\n```sh\nnot me\n```\n```toml s1\nnor me\n```\n";
-        let taken = Block { line: 2, machines: vec!["s1".into(), "s2".into()], commands: "x\ny".into() };
-        assert_eq!(blocks(text).unwrap(), [taken]);
-        assert_eq!(blocks("```sh s1\nx\n").unwrap_err().to_string(), "line 1: a block without an end");
+        let taken = ShellBlock { line: 2, machines: vec!["s1".into(), "s2".into()], commands: "x\ny".into() };
+        assert_eq!(parse_shell_blocks(text).unwrap(), [taken]);
+        assert_eq!(parse_shell_blocks("```sh s1\nx\n").unwrap_err().to_string(), "line 1: a block without an end");
     }
 }

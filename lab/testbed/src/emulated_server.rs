@@ -50,10 +50,10 @@ pub(crate) trait Protocol {
     const PUBLISH_INTERVAL_NS: u64;
 
     /// Parses bytes and queues packets of the response. Returns whether the bytes are a request or a part of one.
-    fn receive(&self, state: &mut Self::State, bytes: &[u8], queue: &mut Queue<'_>) -> bool;
+    fn receive(&self, state: &mut Self::State, bytes: &[u8], queue: &mut ResponseQueue<'_>) -> bool;
 
     /// Appends packet `id` to `packet`.
-    fn write(&self, state: &Self::State, id: u32, packet: &mut Vec<u8>, queue: &mut Queue<'_>);
+    fn write(&self, state: &Self::State, id: u32, packet: &mut Vec<u8>, queue: &mut ResponseQueue<'_>);
 }
 
 /// Packet to send, ordered by due time.
@@ -67,7 +67,7 @@ struct Packet {
 }
 
 /// Queue of a connection's core, and of its packets to send.
-pub(crate) struct Queue<'a> {
+pub(crate) struct ResponseQueue<'a> {
     pub(crate) now_ns: u64,
     virtual_core: &'a mut VirtualCore,
     packets: &'a mut BinaryHeap<Reverse<Packet>>,
@@ -76,7 +76,7 @@ pub(crate) struct Queue<'a> {
     pending: &'a mut u32,
 }
 
-impl Queue<'_> {
+impl ResponseQueue<'_> {
     /// Queues work for the core and returns its end (ns).
     pub(crate) fn work(&mut self, service_ns: u64) -> u64 {
         self.virtual_core.enqueue(self.now_ns, service_ns)
@@ -121,7 +121,7 @@ pub(crate) struct EventLoop<'a, P: Protocol> {
     epoll: Epoll,
     /// By number. Numbers are never reused, so a late packet cannot be sent on another connection.
     connections: HashMap<u64, Connection<P::State>>,
-    next_connection: u64,
+    next_connection_id: u64,
     packets: BinaryHeap<Reverse<Packet>>,
     sequence: u64,
 }
@@ -134,7 +134,7 @@ impl<'a, P: Protocol> EventLoop<'a, P> {
             epoll.add(core.listener.as_fd(), token, libc::EPOLLIN)?;
         }
         let (connections, packets) = (HashMap::new(), BinaryHeap::new());
-        Ok(Self { protocol, cores, epoll, connections, next_connection, packets, sequence: 0 })
+        Ok(Self { protocol, cores, epoll, connections, next_connection_id: next_connection, packets, sequence: 0 })
     }
 
     /// Serves; returns only after an error.
@@ -172,10 +172,10 @@ impl<'a, P: Protocol> EventLoop<'a, P> {
 
     fn accept_all(&mut self, core: usize, now_ns: u64) -> anyhow::Result<()> {
         while let Some(stream) = accept(self.cores[core].listener).context("cannot accept")? {
-            self.epoll.add(stream.as_fd(), self.next_connection, libc::EPOLLIN)?;
+            self.epoll.add(stream.as_fd(), self.next_connection_id, libc::EPOLLIN)?;
             let connection = Connection { core, stream, state: P::State::default(), pending: 0, has_ended: false };
-            self.connections.insert(self.next_connection, connection);
-            self.next_connection += 1;
+            self.connections.insert(self.next_connection_id, connection);
+            self.next_connection_id += 1;
             self.cores[core].virtual_core.enqueue(now_ns, P::ACCEPT_NS);
         }
         Ok(())
@@ -192,7 +192,8 @@ impl<'a, P: Protocol> EventLoop<'a, P> {
             Ok(length) => {
                 let (clock, packets) = (&mut self.cores[connection.core].virtual_core, &mut self.packets);
                 let (sequence, pending) = (&mut self.sequence, &mut connection.pending);
-                let mut queue = Queue { now_ns, virtual_core: clock, packets, sequence, connection: number, pending };
+                let mut queue =
+                    ResponseQueue { now_ns, virtual_core: clock, packets, sequence, connection: number, pending };
                 self.protocol.receive(&mut connection.state, &buffer[..length], &mut queue)
             }
             Err(error) => error.kind() == io::ErrorKind::WouldBlock,
@@ -212,7 +213,7 @@ impl<'a, P: Protocol> EventLoop<'a, P> {
         connection.pending -= 1;
         let (clock, packets) = (&mut self.cores[connection.core].virtual_core, &mut self.packets);
         let (sequence, pending) = (&mut self.sequence, &mut connection.pending);
-        let mut queue = Queue { now_ns, virtual_core: clock, packets, sequence, connection: number, pending };
+        let mut queue = ResponseQueue { now_ns, virtual_core: clock, packets, sequence, connection: number, pending };
         let mut bytes = Vec::new();
         self.protocol.write(&connection.state, packet.id, &mut bytes, &mut queue);
         let is_written = matches!(connection.stream.write(&bytes), Ok(length) if length == bytes.len());

@@ -23,12 +23,12 @@ use crate::namespace::Namespace;
 use crate::process::{Process, TIMEOUT};
 use crate::topology::Testbed;
 
-pub(crate) use daemons::logs;
+pub(crate) use daemons::read_log_tails;
 pub use daemons::{coreward_command, lab_command, operator_command, operator_command_for, unit_capabilities};
-pub use files::{bundle, busy_file, certificate_directory, certificate_files, issue};
+pub use files::{busy_file, certificate_directory, certificate_files, credential_directory, issue};
 pub use names::{
-    CONTROLLER, CONTROLLER_PORT, agent_name, api_address_of, controller_address, controller_address_of,
-    controller_name, rack_listen_address,
+    CONTROLLER, CONTROLLER_PORT, agent_name, api_address_of, controller_address_of, controller_name,
+    first_controller_address, rack_listen_address,
 };
 pub use options::{AdminState, FleetOptions, LoadSource};
 
@@ -111,7 +111,7 @@ impl Fleet {
         let number = testbed.add_load_balancer()?;
         self.start_load_balancer(testbed, number)?;
         self.wait_until_ready(testbed)?;
-        testbed.announce(&testbed.load_balancer_numbers())?;
+        testbed.route_vips_to_load_balancers(&testbed.load_balancer_numbers())?;
         Ok(number)
     }
 
@@ -121,14 +121,14 @@ impl Fleet {
         testbed.remove_load_balancer(number)?;
         self.load_balancers.remove(&number);
         std::thread::sleep(noticed);
-        testbed.announce(&testbed.load_balancer_numbers())
+        testbed.route_vips_to_load_balancers(&testbed.load_balancer_numbers())
     }
 
     /// Restarts a load balancer without any state, as after a kernel crash; its packets are lost until it has tables
     /// again. Fails when the load balancer does not exist, or is not ready in time.
     pub fn reboot_load_balancer(&mut self, testbed: &Testbed, number: u16) -> anyhow::Result<()> {
         self.kill(&load_balancer_name(number))?;
-        testbed.forget_load_balancer(number)?;
+        testbed.remove_load_balancer_pins(number)?;
         self.start_load_balancer(testbed, number)?;
         self.wait_until_ready(testbed)
     }
@@ -153,7 +153,7 @@ impl Fleet {
 
     /// Issues a certificate for a daemon without one.
     fn issue_certificate(&self, testbed: &Testbed, role: Role, name: &str) -> anyhow::Result<()> {
-        if self.options.tls && !bundle(testbed, role, name).exists() {
+        if self.options.tls && !credential_directory(testbed, role, name).exists() {
             issue(testbed, role, name, &fleet_name()?, Validity::from_now(DAY))?;
         }
         Ok(())
@@ -298,7 +298,7 @@ impl Fleet {
     fn wait_until(&self, testbed: &Testbed, check: impl Fn() -> anyhow::Result<()>) -> anyhow::Result<()> {
         let end = Instant::now() + *TIMEOUT;
         while let Err(missing) = check() {
-            ensure!(Instant::now() < end, "the fleet is not ready: {missing:#}\n{}", logs(testbed));
+            ensure!(Instant::now() < end, "the fleet is not ready: {missing:#}\n{}", read_log_tails(testbed));
             std::thread::sleep(Duration::from_millis(50));
         }
         Ok(())

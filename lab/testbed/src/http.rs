@@ -6,14 +6,14 @@ use std::time::Duration;
 
 use anyhow::{Context as _, ensure};
 
-use crate::addresses::SERVICE;
+use crate::addresses::SERVICE_ADDRESS;
 use crate::nginx::WORKER_PATH;
 
 /// Limit for opening a connection, and for a response.
-const ANSWER_LIMIT: Duration = Duration::from_secs(10);
+const RESPONSE_TIMEOUT: Duration = Duration::from_secs(10);
 
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Answerer {
+pub struct RespondingWorker {
     pub server: u16,
     /// Process id of the worker.
     pub worker: u32,
@@ -29,7 +29,7 @@ impl Connection {
     /// Opens a connection, from `source` if given; call it inside the client's namespace. Fails when the connection is
     /// not accepted in time.
     pub fn open(source: Option<SocketAddrV4>) -> anyhow::Result<Self> {
-        Self::open_to(SERVICE.into(), source.map(Into::into))
+        Self::open_to(SERVICE_ADDRESS.into(), source.map(Into::into))
     }
 
     /// Opens a connection to another address. Fails when the connection is not accepted in time.
@@ -40,15 +40,15 @@ impl Connection {
             socket.bind(&source.into()).with_context(|| format!("cannot bind to {source}"))?;
         }
         socket
-            .connect_timeout(&address.into(), ANSWER_LIMIT)
+            .connect_timeout(&address.into(), RESPONSE_TIMEOUT)
             .with_context(|| format!("cannot connect to {address}"))?;
-        socket.set_read_timeout(Some(ANSWER_LIMIT))?;
-        socket.set_write_timeout(Some(ANSWER_LIMIT))?;
+        socket.set_read_timeout(Some(RESPONSE_TIMEOUT))?;
+        socket.set_write_timeout(Some(RESPONSE_TIMEOUT))?;
         Ok(Self { stream: BufReader::new(socket.into()) })
     }
 
     /// Returns the server and worker that answer. Fails when the connection broke, or no response arrives in time.
-    pub fn query_worker(&mut self) -> anyhow::Result<Answerer> {
+    pub fn query_worker(&mut self) -> anyhow::Result<RespondingWorker> {
         self.request(WORKER_PATH)?;
         let (mut line, mut length) = (String::new(), 0);
         loop {
@@ -66,7 +66,7 @@ impl Connection {
         let body = String::from_utf8(body)?;
         let (server, worker) =
             body.trim().split_once(' ').with_context(|| format!("not a server's answer: {body:?}"))?;
-        Ok(Answerer { server: server.parse()?, worker: worker.parse()? })
+        Ok(RespondingWorker { server: server.parse()?, worker: worker.parse()? })
     }
 
     /// Returns whether the connection's packets have TCP timestamps (struct tcp_info, tcpi_options; TCPI_OPT_TIMESTAMPS

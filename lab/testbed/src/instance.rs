@@ -138,13 +138,13 @@ pub fn find_remains(name: &str) -> Vec<PathBuf> {
 fn remove_unowned(names: impl Iterator<Item = String>) -> anyhow::Result<Vec<String>> {
     let mut removed = Vec::new();
     for name in names {
-        if owner(&name).is_some() {
+        if running_owner_pid(&name).is_some() {
             continue;
         }
         match Instance::lock_name(&name) {
             Ok(instance) => drop(instance),
             // Another process has acquired the name meanwhile.
-            Err(_) if owner(&name).is_some() => continue,
+            Err(_) if running_owner_pid(&name).is_some() => continue,
             Err(error) => return Err(error),
         }
         removed.push(name);
@@ -178,7 +178,7 @@ fn namespace_prefix(name: &str) -> String {
 
 /// Returns the process that owns the running testbed `name`; `None` without an owner. Does not lock the file, so that
 /// another process can acquire the name.
-fn owner(name: &str) -> Option<String> {
+fn running_owner_pid(name: &str) -> Option<String> {
     let path = directory(name).join(OWNER_FILE);
     let file = File::open(&path).ok()?;
     let mut lock = exclusive_lock();
@@ -263,9 +263,9 @@ mod tests {
         skip_if!(missing_testbed_rights());
         let short = unique_name("tinstance").unwrap();
         let name = prefixed(&short);
-        assert_eq!(owner(&name), None);
+        assert_eq!(running_owner_pid(&name), None);
         let instance = Instance::acquire(&short).unwrap();
-        assert_eq!(owner(&name), Some(std::process::id().to_string()));
+        assert_eq!(running_owner_pid(&name), Some(std::process::id().to_string()));
         assert!(Instance::acquire(&short).unwrap_err().to_string().contains("is in use by process"));
         assert_eq!(clean(std::slice::from_ref(&short)).unwrap(), Vec::<String>::new());
         assert!(!find_remains(&short).is_empty());
@@ -276,7 +276,7 @@ mod tests {
         fs::create_dir_all(directory(&name)).unwrap();
         fs::write(directory(&name).join(OWNER_FILE), "1\n").unwrap();
         fs::write(directory(&name).join("log"), "").unwrap();
-        assert_eq!(owner(&name), None);
+        assert_eq!(running_owner_pid(&name), None);
         assert_eq!(clean(std::slice::from_ref(&short)).unwrap(), [name]);
         assert_eq!(find_remains(&short), Vec::<PathBuf>::new());
     }

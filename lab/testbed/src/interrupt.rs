@@ -19,7 +19,7 @@ pub fn request() {
     INTERRUPTED.store(true, Ordering::Relaxed);
 }
 
-/// Makes SIGINT and SIGTERM set the flag for [`check`].
+/// Makes SIGINT and SIGTERM set the flag for [`ensure_not_interrupted`].
 pub fn catch() -> anyhow::Result<()> {
     for signal in [Signal::SIGINT, Signal::SIGTERM] {
         set_handler(signal, SigHandler::Handler(record_signal))?;
@@ -41,7 +41,7 @@ fn set_handler(signal: Signal, handler: SigHandler) -> anyhow::Result<()> {
 }
 
 /// Fails after a signal.
-pub fn check() -> anyhow::Result<()> {
+pub fn ensure_not_interrupted() -> anyhow::Result<()> {
     if INTERRUPTED.load(Ordering::Relaxed) {
         bail!("interrupted");
     }
@@ -51,7 +51,7 @@ pub fn check() -> anyhow::Result<()> {
 /// Waits until a time of CLOCK_MONOTONIC (ns). Fails after a signal.
 pub fn sleep_until(moment_ns: u64) -> anyhow::Result<()> {
     loop {
-        check()?;
+        ensure_not_interrupted()?;
         let left = Duration::from_nanos(moment_ns.saturating_sub(now_ns()));
         if left.is_zero() {
             return Ok(());

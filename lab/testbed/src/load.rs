@@ -18,9 +18,9 @@ use serde::{Deserialize, Serialize};
 use socket2::{Domain, Socket, Type};
 use zerocopy::IntoBytes as _;
 
-use crate::connection_errors::{BrokenConnections, Failure, LOSS_TIMEOUT_NS};
+use crate::connection_errors::{BrokenConnections, ConnectionFailure, LOSS_TIMEOUT_NS};
 use coreward_load::event_loop::{Epoll, Event, now_ns};
-use coreward_load::paced::{MESSAGE_BYTES, Messages, Request, Response};
+use coreward_load::paced::{MESSAGE_BYTES, MessageBuffer, Request, Response};
 
 /// Interval of the search for broken connections (ns).
 const SWEEP_INTERVAL_NS: u64 = 500_000_000;
@@ -127,7 +127,7 @@ fn replay(log: &ArrivalLog, args: &LoadArgs) -> anyhow::Result<LoadReport> {
         lateness: new_histogram()?,
         connections_by_core: HashMap::new(),
     };
-    while client.step()? {}
+    while client.process_due_events()? {}
     Ok(client.into_report())
 }
 
@@ -147,14 +147,14 @@ pub(crate) fn new_histogram() -> anyhow::Result<Histogram<u64>> {
 #[derive(Debug)]
 struct Connection {
     stream: TcpStream,
-    connected: bool,
-    messages: Messages,
+    is_connected: bool,
+    messages: MessageBuffer,
     /// Requests that were due, sent and answered (`answered` <= `sent` <= `due`).
     due: u32,
     sent: u32,
     answered: u32,
     /// Server and core of the first response.
-    placed: Option<(u8, u8)>,
+    serving_core: Option<(u8, u8)>,
 }
 
 struct Client<'a> {
@@ -185,7 +185,7 @@ impl Client<'_> {
     }
 
     /// Waits for the next event and processes all that are due. Returns false at the end.
-    fn step(&mut self) -> anyhow::Result<bool> {
+    fn process_due_events(&mut self) -> anyhow::Result<bool> {
         let next_arrival_ns = (self.next_arrival < self.log.arrivals.len()).then(|| self.due_ns(self.next_arrival, 0));
         if next_arrival_ns.is_none() && self.connections.is_empty() {
             return Ok(false);
@@ -212,7 +212,7 @@ impl Client<'_> {
         }
         if now_ns >= self.next_sweep_ns {
             self.next_sweep_ns = now_ns + SWEEP_INTERVAL_NS;
-            self.sweep(now_ns);
+            self.fail_timed_out_connections(now_ns);
         }
         Ok(true)
     }
@@ -220,7 +220,8 @@ impl Client<'_> {
     /// Opens a connection from the log's source address and port.
     fn open(&mut self, index: usize) -> anyhow::Result<()> {
         let arrival = *self.arrival(index);
-        let source = SocketAddr::new(nth_address(self.first_address, arrival.source_address), arrival.source_port);
+        let source =
+            SocketAddr::new(nth_address(self.first_address, arrival.source_address_index), arrival.source_port);
         let socket = Socket::new(Domain::for_address(source), Type::STREAM, None)?;
         // Another connection from the port may be in TIME-WAIT.
         socket.set_reuse_address(true)?;
@@ -232,12 +233,12 @@ impl Client<'_> {
         let stream = TcpStream::from(socket);
         let connection = Connection {
             stream,
-            connected: false,
-            messages: Messages::default(),
+            is_connected: false,
+            messages: MessageBuffer::default(),
             due: 0,
             sent: 0,
             answered: 0,
-            placed: None,
+            serving_core: None,
         };
         self.connections.insert(index, connection);
         match outcome {
@@ -264,7 +265,7 @@ impl Client<'_> {
             let next_ns = self.due_ns(index, self.connections[&index].due);
             self.due_requests.push(Reverse((next_ns, index)));
         }
-        if self.connections[&index].connected {
+        if self.connections[&index].is_connected {
             let late_us = now_ns().saturating_sub(due_ns) / 1_000;
             self.lateness.saturating_record(late_us);
             if let Err(failure) = self.send_due(index) {
@@ -273,7 +274,7 @@ impl Client<'_> {
         }
     }
 
-    fn send_due(&mut self, index: usize) -> Result<(), Failure> {
+    fn send_due(&mut self, index: usize) -> Result<(), ConnectionFailure> {
         let service_us = self.arrival(index).service_us.into();
         let Some(connection) = self.connections.get_mut(&index) else { return Ok(()) };
         while connection.sent < connection.due {
@@ -287,15 +288,15 @@ impl Client<'_> {
         Ok(())
     }
 
-    fn handle_event(&mut self, index: usize, event: Event) -> Result<(), Failure> {
+    fn handle_event(&mut self, index: usize, event: Event) -> Result<(), ConnectionFailure> {
         let Some(connection) = self.connections.get_mut(&index) else { return Ok(()) };
         if event.has_flags(libc::EPOLLERR)
             && let Some(error) = connection.stream.take_error()?
         {
             return Err(error.into());
         }
-        if !connection.connected && event.has_flags(libc::EPOLLOUT) {
-            connection.connected = true;
+        if !connection.is_connected && event.has_flags(libc::EPOLLOUT) {
+            connection.is_connected = true;
             self.send_due(index)?;
         }
         if event.has_flags(libc::EPOLLIN) { self.receive(index, event.has_flags(libc::EPOLLRDHUP)) } else { Ok(()) }
@@ -303,7 +304,7 @@ impl Client<'_> {
 
     /// Reads all available bytes. A short read means that the socket is empty (epoll(7), question 9), unless the end of
     /// the stream follows the data.
-    fn receive(&mut self, index: usize, ended: bool) -> Result<(), Failure> {
+    fn receive(&mut self, index: usize, ended: bool) -> Result<(), ConnectionFailure> {
         let now_ns = now_ns();
         let (start_ns, arrival) = (self.start_ns, self.log.arrivals[index]);
         let Some(connection) = self.connections.get_mut(&index) else { return Ok(()) };
@@ -311,15 +312,15 @@ impl Client<'_> {
         let mut more = true;
         while more && connection.answered < arrival.request_count {
             let length = match connection.stream.read(&mut buffer) {
-                Ok(0) => return Err(Failure::ClosedEarly),
+                Ok(0) => return Err(ConnectionFailure::ClosedEarly),
                 Ok(length) => length,
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => break,
                 Err(error) => return Err(error.into()),
             };
             more = ended || length == buffer.len();
             let mut right = true;
-            connection.messages.take(&buffer[..length], |response: Response| {
-                let placed = *connection.placed.get_or_insert((response.server, response.core));
+            connection.messages.for_each_message(&buffer[..length], |response: Response| {
+                let placed = *connection.serving_core.get_or_insert((response.server, response.core));
                 right &= response.id.get() == connection.answered
                     && connection.answered < connection.sent
                     && placed == (response.server, response.core);
@@ -328,7 +329,7 @@ impl Client<'_> {
                 connection.answered += 1;
             });
             if !right {
-                return Err(Failure::WrongAnswer);
+                return Err(ConnectionFailure::WrongAnswer);
             }
         }
         if connection.answered == arrival.request_count {
@@ -341,19 +342,19 @@ impl Client<'_> {
 
     fn finish(&mut self, connection: &Connection) {
         self.report.answered += u64::from(connection.answered);
-        if let Some(placed) = connection.placed {
+        if let Some(placed) = connection.serving_core {
             *self.connections_by_core.entry(placed).or_default() += 1;
         }
     }
 
-    fn fail(&mut self, index: usize, failure: Failure) {
+    fn fail(&mut self, index: usize, failure: ConnectionFailure) {
         let Some(connection) = self.connections.remove(&index) else { return };
-        self.report.broken.count(&failure, index);
+        self.report.broken.count_failure(&failure, index);
         self.finish(&connection);
     }
 
     /// Counts connections as broken whose oldest unanswered request has timed out.
-    fn sweep(&mut self, now_ns: u64) {
+    fn fail_timed_out_connections(&mut self, now_ns: u64) {
         let late = |(index, connection): (&usize, &Connection)| {
             let waits = connection.answered < connection.due;
             (waits && self.due_ns(*index, connection.answered) + LOSS_TIMEOUT_NS < now_ns).then_some(*index)

@@ -3,7 +3,7 @@
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use coreward_model::forwarding::Forwarding;
 
-use crate::addresses::Family;
+use crate::addresses::AddressFamily;
 use crate::topology::TestbedOptions;
 
 /// Options of the network of a testbed.
@@ -13,8 +13,8 @@ pub struct NetworkOptions {
     #[arg(long, value_name = "KIND", default_value = "l2", value_parser = forwarding_modes())]
     pub forwarding: Forwarding,
     /// Address family of the VIP, the client and the servers
-    #[arg(long, value_enum, default_value_t = Family::Ipv4)]
-    pub family: Family,
+    #[arg(long, value_enum, default_value_t = AddressFamily::Ipv4)]
+    pub family: AddressFamily,
 }
 
 impl NetworkOptions {

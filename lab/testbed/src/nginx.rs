@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context as _, bail};
 use nix::sys::signal::Signal;
 
-use crate::addresses::{SERVICE, server_address};
+use crate::addresses::{SERVICE_ADDRESS, server_address};
 use crate::topology::Testbed;
 use crate::{Process, TIMEOUT};
 
@@ -60,7 +60,7 @@ impl Testbed {
     fn nginx_configuration(&self, number: u16, directory: &std::path::Path, workers: u16) -> String {
         let directory = directory.display();
         let addresses = self.vips().chain([server_address(number).into()]);
-        let listen = addresses.map(|address| SocketAddr::new(address, SERVICE.port()));
+        let listen = addresses.map(|address| SocketAddr::new(address, SERVICE_ADDRESS.port()));
         let listen: String = listen.map(|address| format!("        listen {address} reuseport;\n")).collect();
         let temporary: String = ["client_body", "proxy", "fastcgi", "uwsgi", "scgi"]
             .map(|kind| format!("    {kind}_temp_path {directory}/{kind};\n"))

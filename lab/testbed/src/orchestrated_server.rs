@@ -13,16 +13,18 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
 use coreward_load::key_value::{Request as KeyValueRequest, ResponseWriter};
-use coreward_model::dispatch::{Assignment, Epoch, MAX_SERVICES, ReservedCores, ScaleDown, ScaleUp};
+use coreward_model::dispatch::{
+    CoreAssignment, Epoch, MAX_SERVICES, ReservedCores, ScaleDownCondition, ScaleUpCondition,
+};
 use coreward_runtime::RuntimeError;
 use coreward_runtime::allocation::CoreAllocator;
-use coreward_runtime::message::{HintMessage, Trigger};
+use coreward_runtime::message::{HintMessage, HintTrigger};
 use coreward_runtime::serve::{self, Handler, Reply, Request, ServeCounters, ServeOptions};
 use coreward_runtime::worker::{Runtime, Worker};
 
 use crate::core_load_file::CounterFile;
 use crate::interrupt;
-use crate::key_value::store::{MORE_PAIR_COUNT, Store};
+use crate::key_value::store::{MAX_ADDED_PAIR_COUNT, Store};
 use core_clock::CoreClock;
 
 const RETRY_INTERVAL: Duration = Duration::from_millis(20);
@@ -48,8 +50,8 @@ pub struct OrchestratedServerArgs {
     #[arg(long, default_value_t = 5)]
     quantum_us: u64,
     /// Assignment of the cores to services 0 and 1, changed by load hints of service 0: share, dedicated or hybrid
-    #[arg(long, default_value_t = Assignment::CompleteShare)]
-    assignment: Assignment,
+    #[arg(long, default_value_t = CoreAssignment::CompleteShare)]
+    assignment: CoreAssignment,
     /// Cores that are reserved for services 0 and 1: one number for both, or two as in 2:0
     #[arg(long, default_value_t = ReservedCores([1, 1]))]
     reserved: ReservedCores,
@@ -92,7 +94,7 @@ impl OrchestratedServerArgs {
     }
 }
 
-struct KeyValue {
+struct SharedState {
     store: Store,
     /// `None`: every service runs on every core.
     allocator: Option<CoreAllocator>,
@@ -102,18 +104,18 @@ struct KeyValue {
     busy: Option<CounterFile>,
 }
 
-impl KeyValue {
+impl SharedState {
     fn add_busy(&self, service: u8, time: Duration) {
         let Some(busy) = &self.busy else { return };
         let more = |number| Some((u64::from_le(number) + time.as_nanos() as u64).to_le());
         // Readers need no ordering with other memory.
-        let _ = busy.numbers()[usize::from(service)].fetch_update(Relaxed, Relaxed, more);
+        let _ = busy.counters()[usize::from(service)].fetch_update(Relaxed, Relaxed, more);
     }
 }
 
 /// Server on one core.
 struct CoreServer<'s> {
-    shared: &'s KeyValue,
+    shared: &'s SharedState,
     /// Clock of a paced core; `None`: the core computes.
     clock: Option<CoreClock>,
 }
@@ -164,12 +166,12 @@ fn compute(time: Duration, context: &mut serve::Context<'_>) {
 /// signals cannot be handled.
 pub fn run(args: &OrchestratedServerArgs) -> anyhow::Result<()> {
     interrupt::catch()?;
-    let store = Store::with_keys(args.keys, args.value_bytes.into(), args.keys as usize + MORE_PAIR_COUNT);
+    let store = Store::with_keys(args.keys, args.value_bytes.into(), args.keys as usize + MAX_ADDED_PAIR_COUNT);
     let cores = args.cores.iter().max().map_or(0, |last| last + 1);
-    let is_allocated = args.assignment != Assignment::CompleteShare;
+    let is_allocated = args.assignment != CoreAssignment::CompleteShare;
     let allocator = is_allocated.then(|| CoreAllocator::new(args.assignment, cores, args.reserved));
     let busy = args.busy_file.as_ref().map(|path| CounterFile::create(path, MAX_SERVICES)).transpose()?;
-    let server = KeyValue { store, allocator, connected: AtomicUsize::new(0), busy };
+    let server = SharedState { store, allocator, connected: AtomicUsize::new(0), busy };
     let stop = AtomicBool::new(false);
     let served: Vec<u64> = std::thread::scope(|scope| {
         let (server, stop) = (&server, &stop);
@@ -180,7 +182,7 @@ pub fn run(args: &OrchestratedServerArgs) -> anyhow::Result<()> {
         let threads: Vec<_> = args.cores.iter().map(serve).collect();
         if let Some(service_us) = args.batch_us {
             let (memory, window) = (&args.memory, 2 * args.cores.len());
-            scope.spawn(move || batch::feed(memory, window, service_us, stop));
+            scope.spawn(move || batch::run_batch_client(memory, window, service_us, stop));
         }
         let waited = wait(args, server);
         stop.store(true, Relaxed);
@@ -192,9 +194,9 @@ pub fn run(args: &OrchestratedServerArgs) -> anyhow::Result<()> {
 }
 
 /// Waits for a signal. Publishes the core load file once all cores are connected.
-fn wait(args: &OrchestratedServerArgs, server: &KeyValue) -> anyhow::Result<()> {
+fn wait(args: &OrchestratedServerArgs, server: &SharedState) -> anyhow::Result<()> {
     let mut unpublished = server.busy.as_ref().zip(args.busy_file.as_ref());
-    while interrupt::check().is_ok() {
+    while interrupt::ensure_not_interrupted().is_ok() {
         if server.connected.load(Relaxed) >= args.cores.len()
             && let Some((busy, path)) = unpublished.take()
         {
@@ -206,7 +208,7 @@ fn wait(args: &OrchestratedServerArgs, server: &KeyValue) -> anyhow::Result<()> 
 }
 
 /// Serves a core and reconnects after each error. Returns the number of served requests.
-fn serve_core(args: &OrchestratedServerArgs, core: u16, shared: &KeyValue, stop: &AtomicBool) -> u64 {
+fn serve_core(args: &OrchestratedServerArgs, core: u16, shared: &SharedState, stop: &AtomicBool) -> u64 {
     if args.paced {
         // The default of 50 us delays each wake-up. An error is ignored, because the core then only wakes later.
         let _ = nix::sys::prctl::set_timerslack(1);
@@ -257,7 +259,7 @@ fn connect_and_serve(
 /// Enables the load monitor of service 0.
 fn enable_monitor(args: &OrchestratedServerArgs, worker: &mut Worker<'_>) -> Result<(), RuntimeError> {
     let epoch = Epoch::new(NonZeroU64::new(args.epoch_us * 1000).expect("an epoch of 1 us or more"));
-    let down = ScaleDown { epoch, threshold: 0, calm_epochs: 4 };
-    worker.enable_load_monitor(0, Trigger::ScaleUp(ScaleUp { epoch }))?;
-    worker.enable_load_monitor(0, Trigger::ScaleDown(down))
+    let down = ScaleDownCondition { epoch, threshold: 0, calm_epochs: 4 };
+    worker.enable_load_monitor(0, HintTrigger::ScaleUp(ScaleUpCondition { epoch }))?;
+    worker.enable_load_monitor(0, HintTrigger::ScaleDown(down))
 }

@@ -9,12 +9,12 @@ use std::path::PathBuf;
 use std::process::Command;
 
 use anyhow::bail;
-use coreward_load::paced::{Messages, Request, Response, SERVICE_MAX_US};
+use coreward_load::paced::{MessageBuffer, Request, Response, SERVICE_MAX_US};
 use nix::sys::wait::wait;
 use zerocopy::IntoBytes as _;
 
 use crate::core_load_file::{CounterFile, read_busy_file};
-use crate::emulated_server::{Core, EventLoop, Protocol, Queue, fork_worker, listen};
+use crate::emulated_server::{Core, EventLoop, Protocol, ResponseQueue, fork_worker, listen};
 use crate::fleet;
 use crate::process::Process;
 use crate::topology::Testbed;
@@ -41,8 +41,8 @@ pub fn run(args: &PacedServerArgs) -> anyhow::Result<()> {
     let listeners: Vec<TcpListener> =
         (0..args.workers).map(|_| listen(args.listen, true)).collect::<anyhow::Result<_>>()?;
     let busy = CounterFile::create(&args.busy_file, args.workers.into())?;
-    for ((number, listener), busy_ns) in (0..).zip(&listeners).zip(busy.numbers()) {
-        let protocol = Paced { server: args.server, core: number };
+    for ((number, listener), busy_ns) in (0..).zip(&listeners).zip(busy.counters()) {
+        let protocol = PacedProtocol { server: args.server, core: number };
         let work = || EventLoop::new(protocol, vec![Core::new(listener, busy_ns)])?.run();
         fork_worker("paced server", number, work)?;
     }
@@ -53,21 +53,21 @@ pub fn run(args: &PacedServerArgs) -> anyhow::Result<()> {
 }
 
 /// Protocol of a paced server at one core.
-struct Paced {
+struct PacedProtocol {
     server: u8,
     core: u8,
 }
 
-impl Protocol for Paced {
-    type State = Messages;
+impl Protocol for PacedProtocol {
+    type State = MessageBuffer;
     const CLOSES_AFTER_RESPONSE: bool = false;
     const ACCEPT_NS: u64 = 0;
     /// 4 % of a report interval of 100 ms. A request of the demo (7.5 ms) then needs one wake-up.
     const PUBLISH_INTERVAL_NS: u64 = 4_000_000;
 
-    fn receive(&self, messages: &mut Messages, bytes: &[u8], queue: &mut Queue<'_>) -> bool {
+    fn receive(&self, messages: &mut MessageBuffer, bytes: &[u8], queue: &mut ResponseQueue<'_>) -> bool {
         let mut is_valid = true;
-        messages.take(bytes, |request: Request| {
+        messages.for_each_message(bytes, |request: Request| {
             let service_us = request.service_us.get();
             is_valid &= service_us <= SERVICE_MAX_US;
             let done_ns = queue.work(u64::from(service_us.min(SERVICE_MAX_US)) * 1_000);
@@ -76,7 +76,7 @@ impl Protocol for Paced {
         is_valid
     }
 
-    fn write(&self, _: &Messages, id: u32, packet: &mut Vec<u8>, _: &mut Queue<'_>) {
+    fn write(&self, _: &MessageBuffer, id: u32, packet: &mut Vec<u8>, _: &mut ResponseQueue<'_>) {
         let response = Response { id: id.into(), server: self.server, core: self.core, reserved: [0; 2] };
         packet.extend_from_slice(response.as_bytes());
     }

@@ -7,7 +7,7 @@ use std::path::Path;
 
 use anyhow::Context as _;
 use coreward_intf as intf;
-use coreward_model::rss::Rss;
+use coreward_model::rss::RssConfig;
 use libbpf_rs::skel::{OpenSkel as _, SkelBuilder as _};
 use libbpf_rs::{
     MapCore as _, MapFlags, MapHandle, TC_EGRESS, TC_INGRESS, TcAttachPoint, TcHookBuilder, Xdp, XdpFlags,
@@ -36,7 +36,7 @@ pub(crate) mod skeletons {
 const PRIORITY: u32 = 2;
 
 /// Attaches the emulation at egress of `port` in `switch`, with its registers pinned at `pin`.
-pub(crate) fn attach(switch: &Namespace, port: &str, pin: &Path, rss: &Rss) -> anyhow::Result<()> {
+pub(crate) fn attach(switch: &Namespace, port: &str, pin: &Path, rss: &RssConfig) -> anyhow::Result<()> {
     let mut storage = MaybeUninit::uninit();
     let open = skeletons::rss_emulation::RssEmulationSkelBuilder::default().open(&mut storage)?;
     let mut program = open.load().context("the kernel does not load rss_emulation.bpf.c")?;
@@ -49,7 +49,7 @@ pub(crate) fn attach(switch: &Namespace, port: &str, pin: &Path, rss: &Rss) -> a
 
 /// Writes key and indirection table, as the agent does with `manage_rss = true`. Fails when `pin` is not a pinned map
 /// of registers, or the key has not 40 bytes.
-pub fn write_registers(pin: &Path, rss: &Rss) -> anyhow::Result<()> {
+pub fn write_registers(pin: &Path, rss: &RssConfig) -> anyhow::Result<()> {
     let generation = read(pin)?.mapping.generation.wrapping_add(1);
     let registers = rss.emulated(generation)?;
     open(pin)?.update(&0u32.to_ne_bytes(), registers.as_bytes(), MapFlags::ANY)?;
@@ -64,8 +64,8 @@ pub fn move_established(pin: &Path, shift: u32) -> anyhow::Result<()> {
 }
 
 /// Returns key and indirection table. Fails when `pin` is not a pinned map of registers, or has no table.
-pub fn read_registers(pin: &Path) -> anyhow::Result<Rss> {
-    Ok(Rss::from_emulated(&*read(pin)?)?)
+pub fn read_registers(pin: &Path) -> anyhow::Result<RssConfig> {
+    Ok(RssConfig::from_emulated(&*read(pin)?)?)
 }
 
 fn open(pin: &Path) -> anyhow::Result<MapHandle> {
@@ -92,11 +92,11 @@ pub fn attach_xdp_pass(namespace: &Namespace, device: &str) -> anyhow::Result<()
 }
 
 /// Recorder of the receive queues at which flows arrive, for tests.
-pub struct ReceiveQueues {
+pub struct ReceiveQueueRecorder {
     map: MapHandle,
 }
 
-impl ReceiveQueues {
+impl ReceiveQueueRecorder {
     /// Starts to record, until the device is removed. Fails when the program does not load or attach.
     pub fn start(namespace: &Namespace, device: &str) -> anyhow::Result<Self> {
         let mut storage = MaybeUninit::uninit();
@@ -108,7 +108,7 @@ impl ReceiveQueues {
 
     /// Returns receive queue and hash of the last frame of a flow, by the kernel; `None` without a frame or queue.
     /// Fails when the map cannot be read.
-    pub fn queue_of_flow(&self, flow: &coreward_model::FourTuple) -> anyhow::Result<Option<(u16, u32)>> {
+    pub fn queue_and_hash(&self, flow: &coreward_model::FourTuple) -> anyhow::Result<Option<(u16, u32)>> {
         let mut key = [0; intf::RSS_INPUT_IPV6_BYTES as usize];
         key[..flow.bytes().len()].copy_from_slice(&flow.bytes());
         let Some(bytes) = self.map.lookup(&key, MapFlags::ANY)? else { return Ok(None) };

@@ -14,7 +14,7 @@ use crate::addresses::{DEFAULT_PREFIX, DEVICE, Prefix, SEGMENT_PREFIX_LENGTH};
 use crate::namespace::ip_batch;
 use crate::topology::{Testbed, make_namespaces};
 
-const ROUTER_ADDRESS: Ipv4Addr = Ipv4Addr::new(10, 1, 4, 1);
+const SERVER_ROUTER_ADDRESS: Ipv4Addr = Ipv4Addr::new(10, 1, 4, 1);
 const ROUTER_ADDRESS_AT_SERVERS: Ipv4Addr = Ipv4Addr::new(10, 1, 1, 254);
 const SERVERS_PREFIX: Prefix = (Ipv4Addr::new(10, 1, 1, 0), 24);
 /// Device of the router at the servers' side.
@@ -25,7 +25,7 @@ impl Testbed {
     pub(crate) fn make_server_router(&self) -> anyhow::Result<()> {
         let Some(router) = self.server_router() else { return Ok(()) };
         make_namespaces(&[router])?;
-        self.connect(router, "srouter", 1, 1)?;
+        self.connect_to_switch(router, "srouter", 1, 1)?;
         let (router_name, switch) = (router.name(), self.switch().name());
         ip_batch(
             None,
@@ -36,10 +36,10 @@ impl Testbed {
             "link add br1 type bridge stp_state 0 forward_delay 0 mcast_snooping 0\nlink set br1 up\n\
              link set srouter1 master br1 up\n",
         )?;
-        let addresses = self.address_lines(ROUTER_ADDRESS, SEGMENT_PREFIX_LENGTH, DEVICE)
+        let addresses = self.address_lines(SERVER_ROUTER_ADDRESS, SEGMENT_PREFIX_LENGTH, DEVICE)
             + &self.address_lines(ROUTER_ADDRESS_AT_SERVERS, SERVERS_PREFIX.1, SERVER_LINK);
         ip_batch(Some(router), &format!("link set {SERVER_LINK} up\n{addresses}{}", self.client_route_lines()))?;
-        self.make_forward(router)
+        self.enable_forwarding(router)
     }
 
     pub(crate) fn bridge_of_servers(&self) -> &'static str {
@@ -47,7 +47,7 @@ impl Testbed {
     }
 
     /// Returns a server's address and routes, as lines for `ip`.
-    pub(crate) fn server_routes(&self, address: Ipv4Addr) -> String {
+    pub(crate) fn server_ip_commands(&self, address: Ipv4Addr) -> String {
         match self.server_router() {
             None => self.address_lines(address, SEGMENT_PREFIX_LENGTH, DEVICE) + &self.client_route_lines(),
             Some(_) => {
@@ -61,7 +61,7 @@ impl Testbed {
     pub(crate) fn route_to_servers(&self) -> String {
         match self.server_router() {
             None => String::new(),
-            Some(_) => self.route_lines(SERVERS_PREFIX, ROUTER_ADDRESS),
+            Some(_) => self.route_lines(SERVERS_PREFIX, SERVER_ROUTER_ADDRESS),
         }
     }
 }

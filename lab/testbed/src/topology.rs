@@ -18,12 +18,12 @@ use std::path::PathBuf;
 use std::process::{Command, Output};
 
 use anyhow::{Context as _, bail};
-use coreward_model::rss::{IndirectionTable, Rss, RssKey, seeded_rng};
+use coreward_model::rss::{IndirectionTable, RssConfig, RssKey, seeded_rng};
 
 use crate::addresses::{
-    CONTROLLER_ADDRESS, DEVICE, Family, IPV6_MTU_MIN, MTU_MAX, MTU_MIN, Prefix, ROUTED_CLIENTS_PREFIX, ROUTER_ADDRESS,
-    SEGMENT_PREFIX_LENGTH, SERVICE, VIP, VIP_PREFIX_IPV6, ipv6_address, ipv6_prefix, load_balancer_address,
-    load_balancer_name, rack_address, rack_name, server_address,
+    AddressFamily, CONTROLLER_ADDRESS, DEVICE, IPV6_MTU_MIN, MTU_MAX, MTU_MIN, Prefix, ROUTED_CLIENTS_PREFIX,
+    ROUTER_ADDRESS, SEGMENT_PREFIX_LENGTH, SERVICE_ADDRESS, VIP, VIP_PREFIX_IPV6, ipv6_address, ipv6_prefix,
+    load_balancer_address, load_balancer_name, rack_address, rack_name, server_address,
 };
 use crate::instance::Instance;
 use crate::namespace::{Namespace, ip_batch};
@@ -72,7 +72,7 @@ pub struct TestbedOptions {
     /// VIPs on the servers (1 to 250).
     pub vips: u8,
     /// Address family of the VIPs, and of the client's packets.
-    pub family: Family,
+    pub family: AddressFamily,
     /// Entries of the emulated NICs' indirection tables (a power of two up to 2048).
     pub indirection_entries: usize,
     /// Seed of the initial RSS keys of emulated NICs.
@@ -103,7 +103,7 @@ impl Default for TestbedOptions {
             routed_servers: false,
             vlans: None,
             vips: 1,
-            family: Family::Ipv4,
+            family: AddressFamily::Ipv4,
             indirection_entries: 128,
             seed: 1,
         }
@@ -183,7 +183,7 @@ impl Testbed {
         if options.vlans.is_some() && (options.router_mtu.is_some() || options.routed_servers || options.racks > 0) {
             bail!("VLANs with routers or racks: expected no `router_mtu`, `routed_servers` and `racks`");
         }
-        if options.family == Family::Ipv6 && options.router_mtu.is_some_and(|mtu| mtu < IPV6_MTU_MIN) {
+        if options.family == AddressFamily::Ipv6 && options.router_mtu.is_some_and(|mtu| mtu < IPV6_MTU_MIN) {
             bail!("IPv6 by a router with `router_mtu` below {IPV6_MTU_MIN}: expected at least that");
         }
         if let Some(missing) = missing_privilege() {
@@ -210,7 +210,7 @@ impl Testbed {
         for _ in 0..testbed.options.load_balancers {
             testbed.add_load_balancer()?;
         }
-        testbed.announce(&testbed.load_balancer_numbers())?;
+        testbed.route_vips_to_load_balancers(&testbed.load_balancer_numbers())?;
         for _ in 0..testbed.options.servers {
             testbed.add_server()?;
         }
@@ -228,7 +228,7 @@ impl Testbed {
 
     fn make_hosts(&self) -> anyhow::Result<()> {
         make_namespaces(&[&self.controller])?;
-        self.connect(&self.controller, "controller", 1, 1)?;
+        self.connect_to_switch(&self.controller, "controller", 1, 1)?;
         self.make_access_port("controller", 0)?;
         let routes = self.route_to_servers();
         ip_batch(
@@ -244,14 +244,15 @@ impl Testbed {
         let name = rack_name(number);
         let namespace = self.instance.namespace(&name);
         make_namespaces(&[&namespace])?;
-        self.connect(&namespace, &name, 1, 1)?;
+        self.connect_to_switch(&namespace, &name, 1, 1)?;
         ip_batch(Some(&namespace), &self.address_lines(rack_address(number), SEGMENT_PREFIX_LENGTH, DEVICE))?;
         self.racks.push(namespace);
         Ok(())
     }
 
-    /// Adds a load balancer and returns its number, counted from 1 and never reused. [`Testbed::announce`] makes it a
-    /// next hop of the VIPs. Fails when `ip` or the kernel rejects something.
+    /// Adds a load balancer and returns its number, counted from 1 and never reused.
+    /// [`Testbed::route_vips_to_load_balancers`] makes it a next hop of the VIPs. Fails when `ip` or the kernel rejects
+    /// something.
     pub fn add_load_balancer(&mut self) -> anyhow::Result<u16> {
         let number = self.load_balancers.len() as u16 + 1;
         if number > LOAD_BALANCERS_MAX {
@@ -260,19 +261,19 @@ impl Testbed {
         let name = load_balancer_name(number);
         let namespace = self.instance.namespace(&name);
         make_namespaces(&[&namespace])?;
-        self.connect(&namespace, &name, 1, 1)?;
+        self.connect_to_switch(&namespace, &name, 1, 1)?;
         let address = load_balancer_address(number);
         let mut routes = self.route_to_servers();
         if self.options.routes_answers_via_load_balancer {
             routes += &self.route_lines(ROUTED_CLIENTS_PREFIX, ROUTER_ADDRESS);
         }
-        if self.options.family == Family::Ipv6 {
+        if self.options.family == AddressFamily::Ipv6 {
             // Without an XDP program the kernel would route packets for VIPs (docs/deployment.md).
             routes += &format!("route add blackhole {VIP_PREFIX_IPV6}\n");
         }
         ip_batch(Some(&namespace), &(self.address_lines(address, SEGMENT_PREFIX_LENGTH, DEVICE) + &routes))?;
         if self.options.routes_answers_via_load_balancer {
-            self.make_forward(&namespace)?;
+            self.enable_forwarding(&namespace)?;
             namespace.set_sysctls(&[
                 ("ipv4/conf/all/send_redirects", "0"),
                 (&format!("ipv4/conf/{DEVICE}/send_redirects"), "0"),
@@ -287,19 +288,19 @@ impl Testbed {
     }
 
     /// Kills the processes of a load balancer and removes it with all its pins, like a power failure. Its packets are
-    /// lost until [`Testbed::announce`]. Fails when the load balancer does not exist.
+    /// lost until [`Testbed::route_vips_to_load_balancers`]. Fails when the load balancer does not exist.
     pub fn remove_load_balancer(&mut self, number: u16) -> anyhow::Result<()> {
         self.load_balancer(number)?;
         // A namespace's devices exist for some milliseconds after it; this device must be removed immediately.
         ip_batch(Some(&self.switch), &format!("link delete {}\n", load_balancer_name(number)))?;
         let removed = self.load_balancers[usize::from(number) - 1].take();
         removed.expect("just found").remove()?;
-        self.forget_load_balancer(number)
+        self.remove_load_balancer_pins(number)
     }
 
     /// Removes all pins of a load balancer, like a restart of its machine: it no longer forwards. Fails when something
     /// cannot be removed.
-    pub fn forget_load_balancer(&self, number: u16) -> anyhow::Result<()> {
+    pub fn remove_load_balancer_pins(&self, number: u16) -> anyhow::Result<()> {
         match std::fs::remove_dir_all(self.load_balancer_pin_directory(number)) {
             Err(error) if error.kind() != std::io::ErrorKind::NotFound => Err(error.into()),
             _ => Ok(()),
@@ -321,19 +322,19 @@ impl Testbed {
         // One more queue: see rss_emulation.bpf.c, "Why + 2".
         let port_queues = self.options.cores + 1;
         if self.options.has_rings {
-            self.connect(&namespace, &name, port_queues, port_queues)?;
+            self.connect_to_switch(&namespace, &name, port_queues, port_queues)?;
             self.set_up_rings(&namespace, &name)?;
         } else {
-            self.connect(&namespace, &name, self.options.cores, port_queues)?;
+            self.connect_to_switch(&namespace, &name, self.options.cores, port_queues)?;
         }
-        let mut addresses = self.server_routes(server_address(number));
+        let mut addresses = self.server_ip_commands(server_address(number));
         for vip in self.vips() {
             let prefix = if vip.is_ipv4() { "32" } else { "128 nodad" };
             addresses += &format!("address add {vip}/{prefix} dev lo\n");
         }
         ip_batch(Some(&namespace), &addresses)?;
         self.servers.push(Some(namespace));
-        rss_emulation::attach(&self.switch, &name, &self.emulated_rss_path(number), &self.nic_default(number)?)?;
+        rss_emulation::attach(&self.switch, &name, &self.emulated_rss_path(number), &self.default_nic_rss(number)?)?;
         self.make_access_port(&name, self.server_vlan(number))?;
         Ok(number)
     }
@@ -348,7 +349,7 @@ impl Testbed {
 
     /// Creates a veth with `queues` receive queues at the host; its peer is port `port` of the switch. Native XDP at
     /// the host needs as many receive queues as the port has transmit queues (veth_xdp_set() in drivers/net/veth.c).
-    pub(crate) fn connect(
+    pub(crate) fn connect_to_switch(
         &self,
         host: &Namespace,
         port: &str,
@@ -386,11 +387,11 @@ impl Testbed {
 
     /// Returns the initial RSS of a NIC under Linux: a random key, and queue `i mod cores` in entry `i`
     /// (ethtool_rxfh_indir_default() in include/linux/ethtool.h).
-    fn nic_default(&self, number: u16) -> anyhow::Result<Rss> {
+    fn default_nic_rss(&self, number: u16) -> anyhow::Result<RssConfig> {
         let cores = u32::from(self.options.cores);
         let queues: Vec<u32> = (0..self.options.indirection_entries as u32).map(|entry| entry % cores).collect();
         let key = RssKey::random(&mut seeded_rng(self.options.seed << 16 | u64::from(number), RNG_STREAM_NIC_KEY));
-        Ok(Rss { key, indirection_table: IndirectionTable::new(&queues)? })
+        Ok(RssConfig { key, indirection_table: IndirectionTable::new(&queues)? })
     }
 
     pub fn options(&self) -> &TestbedOptions {
@@ -455,12 +456,12 @@ impl Testbed {
 
     /// Returns the first service.
     pub fn service(&self) -> SocketAddr {
-        SocketAddr::new(self.options.family.vip(0), SERVICE.port())
+        SocketAddr::new(self.options.family.vip(0), SERVICE_ADDRESS.port())
     }
 
     /// Returns whether hosts also have IPv6 addresses.
     fn has_ipv6(&self) -> bool {
-        self.options.family == Family::Ipv6 || self.options.routed_servers
+        self.options.family == AddressFamily::Ipv6 || self.options.routed_servers
     }
 
     /// Returns the addresses of a host's device in a prefix of length `length`, as lines for `ip`.
@@ -482,7 +483,7 @@ impl Testbed {
     }
 
     /// Enables forwarding on a host.
-    pub(crate) fn make_forward(&self, host: &Namespace) -> anyhow::Result<()> {
+    pub(crate) fn enable_forwarding(&self, host: &Namespace) -> anyhow::Result<()> {
         host.set_sysctls(&[("ipv4/ip_forward", "1")])?;
         if self.has_ipv6() { host.set_sysctls(&[("ipv6/conf/all/forwarding", "1")]) } else { Ok(()) }
     }

@@ -18,7 +18,7 @@ use std::net::{IpAddr, Ipv4Addr};
 use anyhow::ensure;
 
 use crate::addresses::{
-    DEFAULT_PREFIX, DEVICE, Family, MTU_MAX, ROUTED_CLIENTS_PREFIX, ROUTER_ADDRESS, SEGMENT_PREFIX_LENGTH,
+    AddressFamily, DEFAULT_PREFIX, DEVICE, MTU_MAX, ROUTED_CLIENTS_PREFIX, ROUTER_ADDRESS, SEGMENT_PREFIX_LENGTH,
     VIP_PREFIX_IPV6, load_balancer_address,
 };
 use crate::namespace::{Namespace, ip_batch};
@@ -50,21 +50,21 @@ impl Testbed {
 
     /// Makes these load balancers, at least one, the next hops of the VIPs. Fails when none is given, or the kernel
     /// rejects the route.
-    pub fn announce(&self, load_balancers: &[u16]) -> anyhow::Result<()> {
+    pub fn route_vips_to_load_balancers(&self, load_balancers: &[u16]) -> anyhow::Result<()> {
         ensure!(!load_balancers.is_empty(), "no next hop of the VIPs: expected at least one load balancer");
         let hosts: Vec<Ipv4Addr> = load_balancers.iter().copied().map(load_balancer_address).collect();
-        self.announce_by(&hosts)
+        self.route_vips_to_hosts(&hosts)
     }
 
     /// Makes the hosts with these IPv4 addresses the next hops of the VIPs.
-    pub(crate) fn announce_by(&self, hosts: &[Ipv4Addr]) -> anyhow::Result<()> {
-        let route = |vips: &str, family: Family| {
+    pub(crate) fn route_vips_to_hosts(&self, hosts: &[Ipv4Addr]) -> anyhow::Result<()> {
+        let route = |vips: &str, family: AddressFamily| {
             let hops = hosts.iter().map(|host| format!(" nexthop via {}", family.address(*host)));
             format!("route replace {vips}{}\n", hops.collect::<String>())
         };
-        let mut routes = route(VIP_PREFIX_IPV4, Family::Ipv4);
-        if self.options().family == Family::Ipv6 {
-            routes += &route(VIP_PREFIX_IPV6, Family::Ipv6);
+        let mut routes = route(VIP_PREFIX_IPV4, AddressFamily::Ipv4);
+        if self.options().family == AddressFamily::Ipv6 {
+            routes += &route(VIP_PREFIX_IPV6, AddressFamily::Ipv6);
         }
         ip_batch(Some(self.ecmp_host()), &routes)
     }
@@ -73,7 +73,7 @@ impl Testbed {
     pub(crate) fn make_client_side(&self) -> anyhow::Result<()> {
         make_namespaces(&[self.client()])?;
         match self.router() {
-            None => self.connect(self.client(), "client", 1, 1)?,
+            None => self.connect_to_switch(self.client(), "client", 1, 1)?,
             Some(router) => self.make_router(router)?,
         }
         let mut client = String::new();
@@ -91,7 +91,7 @@ impl Testbed {
     fn make_router(&self, router: &Namespace) -> anyhow::Result<()> {
         make_namespaces(&[router])?;
         self.enable_ipv6(self.client())?;
-        self.connect(router, "router", 1, 1)?;
+        self.connect_to_switch(router, "router", 1, 1)?;
         let mtu = self.options().router_mtu.unwrap_or(MTU_MAX);
         let (client_name, router_name) = (self.client().name(), router.name());
         ip_batch(
@@ -102,7 +102,7 @@ impl Testbed {
         let addresses = self.address_lines(ROUTER_ADDRESS, SEGMENT_PREFIX_LENGTH, DEVICE)
             + &self.address_lines(ROUTER_ADDRESS_AT_CLIENT, ROUTED_CLIENTS_PREFIX.1, CLIENT_LINK);
         ip_batch(Some(router), &format!("link set {CLIENT_LINK} mtu {mtu} up\n{addresses}"))?;
-        self.make_forward(router)
+        self.enable_forwarding(router)
     }
 
     /// Returns a server's route to the client, as lines for `ip`.

@@ -6,7 +6,7 @@ use coreward_metrics::component;
 use coreward_metrics::component::{CONFIGURATION_GENERATION, SERVER_WARNINGS};
 use coreward_metrics::metrics;
 use coreward_metrics::snapshot::Snapshot;
-use coreward_metrics::table::Kind::{Counter, Gauge};
+use coreward_metrics::table::MetricKind::{Counter, Gauge};
 use coreward_metrics::table::{Component, Family, family};
 
 use super::{Agent, counters_by_name};

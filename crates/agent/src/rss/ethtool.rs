@@ -7,7 +7,7 @@ use std::io;
 use std::net::IpAddr;
 
 use coreward_dataplane::ethtool::{self, ETH_FLAG_LRO, ETH_FLAG_NTUPLE, ETH_FLAG_RXVLAN, receive_queue_count};
-use coreward_model::rss::Rss;
+use coreward_model::rss::RssConfig;
 use coreward_model::tuple::Protocol;
 
 use super::{RssDevice, RssError, RssSettings};
@@ -44,17 +44,17 @@ const NETDEV_RSS_KEY_PATH: &str = "/proc/sys/net/core/netdev_rss_key";
 const HOST_KEY_BYTES: usize = 40;
 
 /// Makes one ethtool request: `request` holds the command as 32-bit words, and receives the answer.
-fn ethtool(interface: &str, request: &mut [u32]) -> io::Result<()> {
+fn ethtool_request(interface: &str, request: &mut [u32]) -> io::Result<()> {
     // SAFETY: `request` is as long as its header states, which every caller of this private function ensures.
     unsafe { ethtool::request(interface, request) }
 }
 
 /// Returns `data` of `struct ethtool_rxnfc`, which begins with cmd, flow_type and data (64 bits).
-fn rxnfc(interface: &str, command: u32, flow_type: u32) -> io::Result<u64> {
+fn read_rxnfc_data(interface: &str, command: u32, flow_type: u32) -> io::Result<u64> {
     let mut request = [0; RXNFC_WORDS];
     request[0] = command;
     request[1] = flow_type;
-    ethtool(interface, &mut request)?;
+    ethtool_request(interface, &mut request)?;
     Ok(u64::from(request[2]) | u64::from(request[3]) << 32)
 }
 
@@ -62,7 +62,7 @@ pub fn driver(interface: &str) -> io::Result<String> {
     // struct ethtool_drvinfo: cmd, then the name in 32 bytes, then 160 bytes more.
     let mut request = [0; 49];
     request[0] = ETHTOOL_GDRVINFO;
-    ethtool(interface, &mut request)?;
+    ethtool_request(interface, &mut request)?;
     let name: Vec<u8> =
         request[1..9].iter().flat_map(|word| word.to_ne_bytes()).take_while(|byte| *byte != 0).collect();
     Ok(String::from_utf8_lossy(&name).into_owned())
@@ -85,7 +85,7 @@ pub fn private_flag(interface: &str, name: &str) -> Option<bool> {
     let names = ethtool::strings(interface, ETH_SS_PRIV_FLAGS, u32::BITS).ok()?;
     let position = names.iter().position(|flag| flag == name)?;
     let mut flags = [ETHTOOL_GPFLAGS, 0];
-    ethtool(interface, &mut flags).ok()?;
+    ethtool_request(interface, &mut flags).ok()?;
     Some(flags[1] >> position & 1 != 0)
 }
 
@@ -137,7 +137,7 @@ pub fn hashes_ports(interface: &str, flow_type: FlowType) -> Option<bool> {
 }
 
 fn hash_fields(interface: &str, flow_type: FlowType) -> io::Result<u64> {
-    rxnfc(interface, ETHTOOL_GRXFH, flow_type.number())
+    read_rxnfc_data(interface, ETHTOOL_GRXFH, flow_type.number())
 }
 
 /// Returns whether the driver steers flows by its own rules: (ntuple is on, number of rules).
@@ -145,7 +145,7 @@ pub fn ntuple_and_rule_count(interface: &str) -> (bool, u64) {
     let ntuple = ethtool::flags(interface).is_ok_and(|flags| flags & ETH_FLAG_NTUPLE != 0);
     let mut rules = [0; RXNFC_WORDS];
     rules[0] = ETHTOOL_GRXCLSRLCNT;
-    let count = ethtool(interface, &mut rules).map_or(0, |()| u64::from(rules[RXNFC_RULE_COUNT]));
+    let count = ethtool_request(interface, &mut rules).map_or(0, |()| u64::from(rules[RXNFC_RULE_COUNT]));
     (ntuple, count)
 }
 
@@ -186,14 +186,14 @@ impl EthtoolRss {
     fn rxfh(&self) -> Result<Rxfh, RssError> {
         let failed = |error| self.ioctl_error("ETHTOOL_GRSSH", error);
         let mut sizes = [ETHTOOL_GRSSH, 0, 0, 0, 0, 0];
-        ethtool(&self.interface, &mut sizes).map_err(failed)?;
+        ethtool_request(&self.interface, &mut sizes).map_err(failed)?;
         let (entries, key_bytes) = (sizes[RXFH_INDIR_SIZE] as usize, sizes[RXFH_KEY_SIZE] as usize);
         if entries == 0 {
             return Err(RssError::Unsupported(self.interface.clone()));
         }
         let mut request = vec![0; RXFH_WORDS + entries + key_bytes.div_ceil(4)];
         request[..RXFH_WORDS].copy_from_slice(&sizes);
-        ethtool(&self.interface, &mut request).map_err(failed)?;
+        ethtool_request(&self.interface, &mut request).map_err(failed)?;
         let [function, input_transform, ..] = request[RXFH_FUNCTION].to_ne_bytes();
         let (table, key) = request[RXFH_WORDS..].split_at(entries);
         let key: Vec<u8> = key.iter().flat_map(|word| word.to_ne_bytes()).take(key_bytes).collect();
@@ -216,7 +216,8 @@ impl RssDevice for EthtoolRss {
     }
 
     fn receive_queues(&self) -> u16 {
-        let rings = rxnfc(&self.interface, ETHTOOL_GRXRINGS, 0).ok().and_then(|rings| u16::try_from(rings).ok());
+        let rings =
+            read_rxnfc_data(&self.interface, ETHTOOL_GRXRINGS, 0).ok().and_then(|rings| u16::try_from(rings).ok());
         rings.or_else(|| receive_queue_count(&self.interface).ok()).unwrap_or(1).max(1)
     }
 
@@ -224,7 +225,7 @@ impl RssDevice for EthtoolRss {
         self.rxfh().map(|rxfh| rxfh.settings)
     }
 
-    fn read(&self) -> Result<Rss, RssError> {
+    fn read(&self) -> Result<RssConfig, RssError> {
         let rxfh = self.rxfh()?;
         // 0: the driver reports no hash function; such drivers have only Toeplitz (igb).
         if rxfh.function != 0 && rxfh.function != ETH_RSS_HASH_TOP {
@@ -267,7 +268,8 @@ impl RssDevice for EthtoolRss {
         // ethtool_rxfh_indir_default(): set as default, the table lets the number of queues change (`ethtool -L`). It
         // has its own request: after an empty table, kernel 6.1 and later ones read the key at different offsets.
         if !table.is_empty() && table.iter().zip(0..).all(|(queue, entry)| *queue == entry % queues) {
-            ethtool(&self.interface, &mut [ETHTOOL_SRSSH, 0, ETH_RXFH_INDIR_DEFAULT, 0, input, 0]).map_err(failed)?;
+            ethtool_request(&self.interface, &mut [ETHTOOL_SRSSH, 0, ETH_RXFH_INDIR_DEFAULT, 0, input, 0])
+                .map_err(failed)?;
             table = &[];
         }
         if table.is_empty() && key.is_empty() {
@@ -281,7 +283,7 @@ impl RssDevice for EthtoolRss {
             word[..chunk.len()].copy_from_slice(chunk);
             u32::from_ne_bytes(word)
         }));
-        ethtool(&self.interface, &mut request).map_err(failed)
+        ethtool_request(&self.interface, &mut request).map_err(failed)
     }
 }
 

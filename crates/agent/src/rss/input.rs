@@ -5,7 +5,7 @@ use std::net::SocketAddr;
 
 use coreward_intf as intf;
 use coreward_model::FourTuple;
-use coreward_model::rss::{InputTransform, Rss};
+use coreward_model::rss::{InputTransform, RssConfig};
 use coreward_model::tuple::address_from_words;
 
 use super::rss_verifier::{RssVerifier, Verdict};
@@ -40,7 +40,7 @@ impl TransformSearch {
     /// Evaluates samples that are newer than [`last_sample`](Self::last_sample). Returns the transform that explains
     /// their queues, if
     /// `rss` has another one.
-    pub fn observe(&mut self, rss: &Rss, samples: &[intf::rss_sample]) -> Option<InputTransform> {
+    pub fn observe(&mut self, rss: &RssConfig, samples: &[intf::rss_sample]) -> Option<InputTransform> {
         if self.candidates.is_empty() {
             let others = InputTransform::ALL.into_iter().filter(|input| *input != rss.key.input_transform());
             let candidate = |input| Candidate { input, verifier: RssVerifier::default(), matched: 0, mismatched: 0 };
@@ -55,7 +55,7 @@ impl TransformSearch {
 }
 
 impl Candidate {
-    fn observe(&mut self, rss: &Rss, samples: &[intf::rss_sample]) -> Option<InputTransform> {
+    fn observe(&mut self, rss: &RssConfig, samples: &[intf::rss_sample]) -> Option<InputTransform> {
         let key = rss.key.with_input(self.input);
         for sample in samples {
             let Some(tuple) = tuple(sample) else { continue };
@@ -85,8 +85,8 @@ mod tests {
 
     use super::*;
 
-    fn rss() -> Rss {
-        Rss { key: RssKey::microsoft(), indirection_table: IndirectionTable::balanced(1, 128, 4).unwrap() }
+    fn rss() -> RssConfig {
+        RssConfig { key: RssKey::microsoft(), indirection_table: IndirectionTable::balanced(1, 128, 4).unwrap() }
     }
 
     /// Returns samples of SYNs from many clients, on the queues of a NIC that hashes by `input`.
@@ -130,7 +130,7 @@ mod tests {
 
     #[test]
     fn switched_off_input_transform_is_recognised() {
-        let symmetric = Rss { key: rss().key.with_input(InputTransform::SymmetricOrXor), ..rss() };
+        let symmetric = RssConfig { key: rss().key.with_input(InputTransform::SymmetricOrXor), ..rss() };
         let mut search = TransformSearch::default();
         let plain = delivered(Some(InputTransform::None), 1..100);
         assert_eq!(search.observe(&symmetric, &plain), Some(InputTransform::None));

@@ -1,7 +1,7 @@
 //! Manager of the NIC's RSS settings: reads them, and sets them with `manage_rss`.
 
 use coreward_model::ServerId;
-use coreward_model::rss::{IndirectionTable, InputTransform, Rss, RssKey};
+use coreward_model::rss::{IndirectionTable, InputTransform, RssConfig, RssKey};
 
 use super::{RssDevice, RssError, RssSettings};
 use crate::saved_settings::SettingsStore;
@@ -18,7 +18,7 @@ pub struct RssManager {
     device: Box<dyn RssDevice>,
     /// Settings to apply; `None`: the NIC's are only read.
     desired: Option<DesiredRss>,
-    known_rss: Option<Rss>,
+    known_rss: Option<RssConfig>,
     /// Transform that the sampled packets show, if the driver reports another one.
     observed_input: Option<InputTransform>,
     receive_queues: u16,
@@ -111,7 +111,7 @@ impl RssManager {
             Ok(rss) => {
                 self.problem = queue_range_problem(&rss.indirection_table, receive_queues);
                 let input = self.observed_input.unwrap_or(rss.key.input_transform());
-                Some(Rss { key: rss.key.with_input(input), ..rss })
+                Some(RssConfig { key: rss.key.with_input(input), ..rss })
             }
             Err(error) => {
                 self.record_error(error);
@@ -164,7 +164,7 @@ impl RssManager {
             indirection_table: table.queues().iter().map(|queue| u32::from(*queue)).collect(),
             input_transform: current.as_ref().map_or(0, |current| current.input_transform),
         };
-        if current.as_ref().is_ok_and(|current| has_settings(current, &settings)) {
+        if current.as_ref().is_ok_and(|current| matches_desired(current, &settings)) {
             return Ok(());
         }
         if let Ok(current) = current
@@ -191,7 +191,7 @@ impl RssManager {
     }
 
     /// Returns key, input transform and table; `None`: unknown.
-    pub fn known_rss(&self) -> Option<&Rss> {
+    pub fn known_rss(&self) -> Option<&RssConfig> {
         self.known_rss.as_ref()
     }
 
@@ -212,7 +212,7 @@ impl RssManager {
 }
 
 /// Returns whether the NIC has the desired settings. Its key may be longer; a NIC that shows no key accepts none.
-fn has_settings(current: &RssSettings, desired: &RssSettings) -> bool {
+fn matches_desired(current: &RssSettings, desired: &RssSettings) -> bool {
     let key = desired.key.as_deref().unwrap_or_default();
     current.indirection_table == desired.indirection_table
         && current.key.as_ref().is_none_or(|current| {
@@ -252,7 +252,7 @@ mod tests {
         fn settings(&self) -> Result<RssSettings, RssError> {
             Ok(self.lock().unwrap().settings.clone())
         }
-        fn read(&self) -> Result<Rss, RssError> {
+        fn read(&self) -> Result<RssConfig, RssError> {
             self.lock().unwrap().settings.validate("nic0", &[9; 40])
         }
         fn table_entries(&self) -> Result<usize, RssError> {

@@ -12,7 +12,9 @@ pub mod manager;
 pub mod rss_verifier;
 pub mod testbed;
 
-use coreward_model::rss::{IndirectionTable, IndirectionTableError, InputTransform, Rss, RssKey, RssKeyLengthError};
+use coreward_model::rss::{
+    IndirectionTable, IndirectionTableError, InputTransform, RssConfig, RssKey, RssKeyLengthError,
+};
 use serde::{Deserialize, Serialize};
 
 /// RSS settings of a NIC, unchecked.
@@ -54,7 +56,7 @@ pub enum RssError {
 impl RssSettings {
     /// Returns the checked settings. `fallback_key` replaces an unreadable key. Fails on an invalid length of table or
     /// key.
-    pub fn validate(&self, interface: &str, fallback_key: &[u8]) -> Result<Rss, RssError> {
+    pub fn validate(&self, interface: &str, fallback_key: &[u8]) -> Result<RssConfig, RssError> {
         let key = RssKey::new(self.key.as_deref().unwrap_or(fallback_key))
             .map_err(|source| RssError::InvalidKey { interface: interface.to_owned(), source })?;
         let indirection_table = IndirectionTable::new(&self.indirection_table)
@@ -63,7 +65,7 @@ impl RssSettings {
             interface: interface.to_owned(),
             found: format!("{error} (`ethtool -x {interface}`)"),
         })?;
-        Ok(Rss { key: key.with_input(input), indirection_table })
+        Ok(RssConfig { key: key.with_input(input), indirection_table })
     }
 }
 
@@ -81,7 +83,7 @@ pub trait RssDevice: Send {
     fn settings(&self) -> Result<RssSettings, RssError>;
 
     /// Returns the NIC's hash of TCP packets. Fails when it is unknown.
-    fn read(&self) -> Result<Rss, RssError>;
+    fn read(&self) -> Result<RssConfig, RssError>;
 
     /// Returns the number of table entries that `write` must set. Fails when the driver does not report it.
     fn table_entries(&self) -> Result<usize, RssError>;

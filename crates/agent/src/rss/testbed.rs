@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use coreward_dataplane::ethtool::receive_queue_count;
 use coreward_intf as intf;
-use coreward_model::rss::{IndirectionTable, InputTransform, Rss, RssKey};
+use coreward_model::rss::{IndirectionTable, InputTransform, RssConfig, RssKey};
 use libbpf_rs::{MapCore as _, MapFlags, MapHandle};
 use zerocopy::{FromBytes as _, IntoBytes as _};
 
@@ -58,10 +58,10 @@ impl RssDevice for TestbedRss {
         Ok(RssSettings { key: Some(rss.key.bytes().to_vec()), indirection_table: queues.collect(), input_transform: 0 })
     }
 
-    fn read(&self) -> Result<Rss, RssError> {
-        let rss = Rss::from_emulated(&*self.read_registers()?);
+    fn read(&self) -> Result<RssConfig, RssError> {
+        let rss = RssConfig::from_emulated(&*self.read_registers()?);
         let rss = rss.map_err(|error| self.io_error(std::io::Error::other(error)))?;
-        Ok(Rss { key: rss.key.with_input(InputTransform::None), ..rss })
+        Ok(RssConfig { key: rss.key.with_input(InputTransform::None), ..rss })
     }
 
     fn table_entries(&self) -> Result<usize, RssError> {
@@ -70,8 +70,8 @@ impl RssDevice for TestbedRss {
 
     fn write(&mut self, settings: &RssSettings) -> Result<(), RssError> {
         let registers = self.read_registers()?;
-        let rss = match Rss::from_emulated(&registers) {
-            Ok(current) => Rss {
+        let rss = match RssConfig::from_emulated(&registers) {
+            Ok(current) => RssConfig {
                 key: settings
                     .key
                     .as_deref()

@@ -9,15 +9,15 @@ use crate::config::Steer;
 pub fn assign(mode: Steer, listeners: &[Listener], cpu_of_queue: &[usize]) -> Vec<Option<usize>> {
     match mode {
         Steer::Off => vec![None; cpu_of_queue.len()],
-        Steer::Order => by_order(listeners, cpu_of_queue.len()),
-        Steer::Affinity => cpu_of_queue.iter().map(|cpu| by_affinity(listeners, *cpu)).collect(),
+        Steer::Order => assign_by_order(listeners, cpu_of_queue.len()),
+        Steer::Affinity => cpu_of_queue.iter().map(|cpu| find_by_affinity(listeners, *cpu)).collect(),
     }
 }
 
 /// Assigns the k-th socket to queue k. A master opens its workers' sockets one after the other, so descriptors are in
 /// the order of workers; a respawned worker inherits the same socket. Sockets of separate processes may have equal
 /// descriptors: then the older process comes first.
-fn by_order(listeners: &[Listener], queues: usize) -> Vec<Option<usize>> {
+fn assign_by_order(listeners: &[Listener], queues: usize) -> Vec<Option<usize>> {
     let mut order: Vec<usize> = (0..listeners.len()).collect();
     order.sort_by_key(|position| (listeners[*position].descriptor, listeners[*position].pid));
     (0..queues).map(|queue| order.get(queue % order.len().max(1)).copied()).collect()
@@ -25,9 +25,9 @@ fn by_order(listeners: &[Listener], queues: usize) -> Vec<Option<usize>> {
 
 /// Returns the worker that may run on the queue's CPU and on the fewest other CPUs. Workers that may run anywhere are
 /// excluded: steering to them would gain nothing.
-fn by_affinity(listeners: &[Listener], cpu: usize) -> Option<usize> {
+fn find_by_affinity(listeners: &[Listener], cpu: usize) -> Option<usize> {
     let pinned = |listener: &&(usize, &Listener)| {
-        listener.1.cpu_affinity.contains(&cpu) && listener.1.cpu_affinity.len() <= MAX_PINNED_SET
+        listener.1.cpu_affinity.contains(&cpu) && listener.1.cpu_affinity.len() <= MAX_PINNED_CPUS
     };
     let candidates: Vec<(usize, &Listener)> = listeners.iter().enumerate().collect();
     let best =
@@ -36,7 +36,7 @@ fn by_affinity(listeners: &[Listener], cpu: usize) -> Option<usize> {
 }
 
 /// Limit of a pinned worker's CPUs: a core and its sibling hardware thread.
-pub const MAX_PINNED_SET: usize = 2;
+pub const MAX_PINNED_CPUS: usize = 2;
 
 #[cfg(test)]
 mod tests {

@@ -18,8 +18,8 @@ use anyhow::Context as _;
 use coreward_dataplane::listeners::{self, Listener};
 use coreward_dataplane::reuseport;
 use coreward_dataplane::sockets::Inode;
-use coreward_dataplane::sockets::counts::listening;
-use coreward_dataplane::steer::{self, Steer as Program, SteerCounters};
+use coreward_dataplane::sockets::counts::listening_sockets;
+use coreward_dataplane::steer::{self, SteerCounters, SteerProgram as Program};
 use coreward_intf as intf;
 use coreward_model::ServiceAddress;
 
@@ -33,13 +33,13 @@ const SEARCH_INTERVAL: Duration = Duration::from_secs(30);
 pub struct Steering {
     mode: Steer,
     pin_directory: PathBuf,
-    services: BTreeMap<SocketAddr, Service>,
+    services: BTreeMap<SocketAddr, SteeredService>,
     /// Counts of all services that are or were steered, so that no counter decreases.
     counts: BTreeMap<SocketAddr, SteerCounters>,
 }
 
 #[derive(Debug)]
-struct Service {
+struct SteeredService {
     program: Program,
     /// Result of the last search through the epoll sets: sockets, their queues, time of the search.
     last_search: Option<SteeredSockets>,
@@ -94,7 +94,7 @@ impl Steering {
                 let name = pin_name(address);
                 let program = Program::load(&self.pin_directory, &name, rss_map)?;
                 self.counts.insert(address, SteerCounters::open_pinned(&self.pin_directory, &name)?);
-                entry.insert(Service { program, last_search: None, incomplete_search: None });
+                entry.insert(SteeredService { program, last_search: None, incomplete_search: None });
             }
         }
         Ok(())
@@ -107,7 +107,7 @@ impl Steering {
         if self.services.is_empty() {
             return warnings;
         }
-        let sockets = match listening() {
+        let sockets = match listening_sockets() {
             Ok(sockets) => sockets,
             Err(error) => return vec![format!("connections are not steered: {error:#}")],
         };
@@ -132,7 +132,7 @@ impl Steering {
 pub fn remove(pin_directory: &Path) -> anyhow::Result<()> {
     for address in pinned_addresses(pin_directory) {
         // Closed sockets have taken the program with them.
-        for listener in listeners::find_waiters(&listeners::listening(address)?)?.iter().take(1) {
+        for listener in listeners::find_waiters(&listeners::tcp_listener_inodes(address)?)?.iter().take(1) {
             if let Err(error) = reuseport::detach(listeners::duplicate_socket(listener)?.as_fd()) {
                 tracing::debug!(
                     event = "steering-kept",
@@ -152,7 +152,7 @@ pub fn remove(pin_directory: &Path) -> anyhow::Result<()> {
     }
 }
 
-impl Service {
+impl SteeredService {
     /// Updates the sockets of a service. Returns a warning if the kernel still chooses the worker for some queue.
     fn update(
         &mut self,
@@ -235,11 +235,11 @@ impl Service {
 
 fn pinned_addresses(pin_directory: &Path) -> impl Iterator<Item = SocketAddr> {
     let entries = fs::read_dir(pin_directory.join("steer")).into_iter().flatten().flatten();
-    entries.filter_map(|entry| address_of_pin(entry.file_name().to_str()?))
+    entries.filter_map(|entry| parse_pin_name(entry.file_name().to_str()?))
 }
 
 /// Returns the address that [`pin_name`] encoded.
-fn address_of_pin(name: &str) -> Option<SocketAddr> {
+fn parse_pin_name(name: &str) -> Option<SocketAddr> {
     let (address, port) = name.rsplit_once('_')?;
     let address: IpAddr = address.replace('_', ".").parse().ok()?;
     Some(SocketAddr::new(address, port.parse().ok()?))
@@ -279,10 +279,10 @@ mod tests {
     fn pin_names_contain_addresses() {
         let address = "10.200.0.1:80".parse().unwrap();
         assert_eq!(pin_name(address), "10_200_0_1_80");
-        assert_eq!(address_of_pin("10_200_0_1_80"), Some(address));
-        assert_eq!(address_of_pin("10_200_0_80"), None);
+        assert_eq!(parse_pin_name("10_200_0_1_80"), Some(address));
+        assert_eq!(parse_pin_name("10_200_0_80"), None);
         let address = "[2001:db8::c8:1]:80".parse().unwrap();
         assert_eq!(pin_name(address), "2001:db8::c8:1_80");
-        assert_eq!(address_of_pin("2001:db8::c8:1_80"), Some(address));
+        assert_eq!(parse_pin_name("2001:db8::c8:1_80"), Some(address));
     }
 }

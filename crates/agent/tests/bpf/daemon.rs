@@ -9,10 +9,10 @@ use coreward_agent::agent::Agent;
 use coreward_agent::daemon;
 use coreward_agent::report_state::ReportState;
 use coreward_model::ServerId;
-use coreward_model::rss::{IndirectionTable, Rss, RssKey};
+use coreward_model::rss::{IndirectionTable, RssConfig, RssKey};
 use coreward_model::tuple::{Protocol, ServiceAddress};
 use coreward_rpc::v1::control_server::{Control, ControlServer};
-use coreward_testbed::addresses::SERVICE;
+use coreward_testbed::addresses::SERVICE_ADDRESS;
 use coreward_testbed::nginx::WORKER_PATH;
 use coreward_testbed::rss_emulation::{read_registers, write_registers};
 use coreward_testbed::{Testbed, missing_testbed_rights, skip_if};
@@ -29,14 +29,14 @@ type ReceivedMessages = Arc<Mutex<Vec<v1::AgentMessage>>>;
 
 /// Sends one configuration and listens.
 #[derive(Clone, Default)]
-struct Listener {
+struct FakeController {
     received: ReceivedMessages,
     refuses_agents: bool,
     refused: Arc<AtomicUsize>,
 }
 
 #[tonic::async_trait]
-impl Control for Listener {
+impl Control for FakeController {
     async fn agent(
         &self,
         request: Request<Streaming<v1::AgentMessage>>,
@@ -62,8 +62,8 @@ impl Control for Listener {
 /// Runs the agent with a controller until that has received enough, or for a minute. Returns the messages.
 fn run_agent_until(
     agent: &mut Agent,
-    listener: Listener,
-    is_enough: impl Fn(&Listener) -> bool,
+    listener: FakeController,
+    is_enough: impl Fn(&FakeController) -> bool,
 ) -> anyhow::Result<Vec<v1::AgentMessage>> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     let address = agent.controllers().addresses()[0];
@@ -85,7 +85,7 @@ fn run_agent_until(
 }
 
 /// Whether a controller has got so many reports, and so many of them with details.
-fn has_reports(listener: &Listener, count: usize, detailed: usize) -> bool {
+fn has_reports(listener: &FakeController, count: usize, detailed: usize) -> bool {
     let reports = reports(&listener.received.lock().unwrap());
     reports.len() >= count && reports.iter().filter(|report| report.details.is_some()).count() >= detailed
 }
@@ -102,9 +102,9 @@ fn sysctl() -> String {
     std::fs::read_to_string("/proc/sys/net/ipv4/tcp_timestamps").unwrap().trim().to_owned()
 }
 
-fn managed() -> Rss {
+fn managed() -> RssConfig {
     let indirection_table = IndirectionTable::balanced(server_id().get().into(), 128, CORE_COUNT).unwrap();
-    Rss { key: RssKey::microsoft(), indirection_table }
+    RssConfig { key: RssKey::microsoft(), indirection_table }
 }
 
 #[test]
@@ -118,7 +118,7 @@ fn registers_reports_and_applies_configurations() -> anyhow::Result<()> {
         assert_eq!(sysctl(), "1", "nothing is stamped yet");
         std::fs::write(busy_file(&testbed), [5u64, 6, 7, 8].map(u64::to_le_bytes).concat())?;
         let began = Instant::now();
-        let received = run_agent_until(&mut agent, Listener::default(), |listener| has_reports(listener, 30, 3))?;
+        let received = run_agent_until(&mut agent, FakeController::default(), |listener| has_reports(listener, 30, 3))?;
         let elapsed = began.elapsed();
         assert_eq!(sysctl(), "2");
 
@@ -156,7 +156,7 @@ fn registers_reports_and_applies_configurations() -> anyhow::Result<()> {
 }
 
 /// An end in order puts RSS back, but goes on stamping; after a kill the next agent still knows what was there first.
-fn check_shutdown(testbed: &Testbed, agent: Agent, original: &Rss) -> anyhow::Result<()> {
+fn check_shutdown(testbed: &Testbed, agent: Agent, original: &RssConfig) -> anyhow::Result<()> {
     agent.leave()?;
     assert_eq!(&read_registers(&testbed.emulated_rss_path(1))?, original);
     assert_eq!(sysctl(), "2", "connections are still stamped");
@@ -167,7 +167,7 @@ fn check_shutdown(testbed: &Testbed, agent: Agent, original: &Rss) -> anyhow::Re
     drop(agent);
     assert_eq!(read_registers(&testbed.emulated_rss_path(1))?, managed());
     // Another program sets another table meanwhile.
-    write_registers(&testbed.emulated_rss_path(1), &Rss { key: RssKey::microsoft(), ..original.clone() })?;
+    write_registers(&testbed.emulated_rss_path(1), &RssConfig { key: RssKey::microsoft(), ..original.clone() })?;
     let mut agent = Agent::start(config(testbed))?;
     agent.configure(configuration(), &[]);
     assert_eq!(read_registers(&testbed.emulated_rss_path(1))?, managed());
@@ -184,8 +184,8 @@ fn request_to_absent_controller_is_retried() -> anyhow::Result<()> {
     let testbed = testbed("trefused")?;
     testbed.server(1)?.within(|| {
         let mut agent = Agent::start(config(&testbed))?;
-        let refusing = Listener { refuses_agents: true, ..Listener::default() };
-        let is_refused = |listener: &Listener| listener.refused.load(Ordering::Relaxed) > 0;
+        let refusing = FakeController { refuses_agents: true, ..FakeController::default() };
+        let is_refused = |listener: &FakeController| listener.refused.load(Ordering::Relaxed) > 0;
         assert!(run_agent_until(&mut agent, refusing.clone(), is_refused)?.is_empty());
         assert!(is_refused(&refusing));
         // No controller at all, then one that accepts it.
@@ -194,7 +194,7 @@ fn request_to_absent_controller_is_retried() -> anyhow::Result<()> {
             let served = tokio::time::timeout(Duration::from_millis(500), daemon::serve(&mut agent)).await;
             assert!(served.is_err(), "it ended: {served:?}");
         });
-        let received = run_agent_until(&mut agent, Listener::default(), |listener| has_reports(listener, 6, 0))?;
+        let received = run_agent_until(&mut agent, FakeController::default(), |listener| has_reports(listener, 6, 0))?;
         assert!(reports(&received).len() > 5);
         agent.detach()
     })
@@ -276,8 +276,8 @@ fn socket_query_returns_open_sockets() -> anyhow::Result<()> {
         agent.configure(AgentConfiguration { previous_servers: vec![], ..configuration() }, &[]);
         assert!(!agent.warnings().iter().any(|warning| warning.contains("MAC")), "{:?}", agent.warnings());
 
-        let listener = TcpListener::bind(SERVICE)?;
-        let client = TcpStream::connect(SERVICE)?;
+        let listener = TcpListener::bind(SERVICE_ADDRESS)?;
+        let client = TcpStream::connect(SERVICE_ADDRESS)?;
         let open = client.local_addr()?;
         let nobody = SocketAddr::new(open.ip(), open.port() ^ 1);
         let service = configuration().services[0].address;
@@ -289,11 +289,11 @@ fn socket_query_returns_open_sockets() -> anyhow::Result<()> {
             clients: vec![nobody, open],
         };
         assert_eq!(
-            agent.answer(&query)?,
+            agent.answer_socket_query(&query)?,
             SocketAnswer { number: 7, load_balancer_session: 8, is_open: vec![false, true] }
         );
         let udp = ServiceAddress { protocol: Protocol::Udp, ..service };
-        assert!(agent.answer(&SocketQuery { service: udp, ..query }).is_err());
+        assert!(agent.answer_socket_query(&SocketQuery { service: udp, ..query }).is_err());
         drop(listener);
         agent.detach()
     })

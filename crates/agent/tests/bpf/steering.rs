@@ -2,8 +2,8 @@
 
 use coreward_agent::agent::Agent;
 use coreward_model::FourTuple;
-use coreward_model::rss::{InputTransform, Rss};
-use coreward_testbed::addresses::SERVICE;
+use coreward_model::rss::{InputTransform, RssConfig};
+use coreward_testbed::addresses::SERVICE_ADDRESS;
 use coreward_testbed::nginx::{Nginx, WORKER_PATH};
 use coreward_testbed::rss_emulation::{move_established, read_registers, write_registers};
 use coreward_testbed::{Testbed, missing_testbed_rights, skip_if};
@@ -17,7 +17,7 @@ fn check_served_by(testbed: &Testbed, first_port: u16, workers: &[u32]) -> anyho
     let rss = read_registers(&testbed.emulated_rss_path(1))?;
     let mut requests = [0; CORE_COUNT as usize];
     for port in first_port..first_port + 1_000 {
-        let tuple = FourTuple::new((testbed.client_address(0), port).into(), SERVICE.into())?;
+        let tuple = FourTuple::new((testbed.client_address(0), port).into(), SERVICE_ADDRESS.into())?;
         let queue = usize::from(rss.indirection_table.queue(rss.key.toeplitz(&tuple.bytes())));
         if requests[queue] == 8 {
             continue;
@@ -111,7 +111,7 @@ fn unreported_symmetric_hash_is_recognised_by_queues_of_syns() -> anyhow::Result
         let mut port = 20_000;
         for input in [InputTransform::SymmetricOrXor, InputTransform::SymmetricXor, InputTransform::None] {
             let now = read_registers(&testbed.emulated_rss_path(1))?;
-            let changed = Rss { key: now.key.with_input(input), ..now };
+            let changed = RssConfig { key: now.key.with_input(input), ..now };
             write_registers(&testbed.emulated_rss_path(1), &changed)?;
             wait_until("the agent knows what the NIC hashes by", || {
                 get(&testbed, WORKER_PATH, port)?;

@@ -54,7 +54,7 @@ pub struct RefusedUpdate {
 }
 
 /// Maximum number of services that a line names; further services are counted.
-const NAMED_SERVICES: usize = 3;
+const MAX_NAMED_SERVICES: usize = 3;
 
 impl RefusedUpdate {
     /// Returns a line for all rejections of a peer with one reason: "lb lb1 refuses configuration 5 of services a, b:
@@ -76,12 +76,12 @@ impl RefusedUpdate {
 }
 
 fn list_services(services: &[&str]) -> String {
-    let named = services.get(..NAMED_SERVICES).unwrap_or(services).join(", ");
+    let named = services.get(..MAX_NAMED_SERVICES).unwrap_or(services).join(", ");
     match services.len() {
         0 => String::new(),
         1 => format!(" of service {named}"),
-        2..=NAMED_SERVICES => format!(" of services {named}"),
-        all => format!(" of services {named} and {} more", all - NAMED_SERVICES),
+        2..=MAX_NAMED_SERVICES => format!(" of services {named}"),
+        all => format!(" of services {named} and {} more", all - MAX_NAMED_SERVICES),
     }
 }
 

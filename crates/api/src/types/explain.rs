@@ -30,7 +30,7 @@ pub struct Explain {
     #[param(value_type = SocketAddressSchema, inline, example = "10.200.0.1:80")]
     pub vip: SocketAddr,
     /// Protocol of the service.
-    #[serde(default = "tcp", with = "super::serde_text")]
+    #[serde(default = "default_protocol", with = "super::serde_text")]
     #[param(value_type = Option<ProtocolName>, inline)]
     pub protocol: Protocol,
     /// Address and port of the client.
@@ -46,7 +46,7 @@ pub struct Explain {
     pub tsecr: Option<u32>,
 }
 
-fn tcp() -> Protocol {
+fn default_protocol() -> Protocol {
     Protocol::Tcp
 }
 

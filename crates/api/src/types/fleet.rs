@@ -3,7 +3,7 @@
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-use super::{MAX_INTEGER, serde_whole};
+use super::{MAX_SAFE_INTEGER, serde_whole};
 use coreward_config::Diagnostic;
 
 /// The fleet document in force.
@@ -35,7 +35,7 @@ pub struct NewFleet {
     pub dry_run: bool,
 }
 
-const _: () = assert!(MAX_INTEGER == 9_007_199_254_740_991);
+const _: () = assert!(MAX_SAFE_INTEGER == 9_007_199_254_740_991);
 
 fn unnamed() -> String {
     "fleet.toml".to_owned()

@@ -35,7 +35,7 @@ use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
 /// Largest whole number in requests: JSON implementations agree on integers up to this limit (RFC 8259, Sect. 6).
-pub const MAX_INTEGER: u64 = (1 << 53) - 1;
+pub const MAX_SAFE_INTEGER: u64 = (1 << 53) - 1;
 
 /// Versions of the controller's program and API.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]

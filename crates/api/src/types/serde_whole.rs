@@ -16,7 +16,7 @@ fn to_integer<T: TryFrom<u64, Error: Display>, E: serde::de::Error>(number: Numb
     let whole = match number {
         Number::Integer(whole) => whole,
         // The conversion is exact below 2^53, the limit in requests.
-        Number::Float(other) if other >= 0.0 && other.fract() == 0.0 && other <= super::MAX_INTEGER as f64 => {
+        Number::Float(other) if other >= 0.0 && other.fract() == 0.0 && other <= super::MAX_SAFE_INTEGER as f64 => {
             other as u64
         }
         Number::Float(other) => return Err(E::custom(format!("{other}: expected a whole number from 0 on"))),

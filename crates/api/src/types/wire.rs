@@ -8,7 +8,7 @@ use coreward_wire::v1;
 use super::{DispatchedService, DispatchedWorker, LoadBalancerState, RefusedUpdate, ServerClock, StampedService};
 
 /// Sorts the counts by name.
-fn sorted(counts: &HashMap<String, u64>) -> BTreeMap<String, u64> {
+fn sort_by_name(counts: &HashMap<String, u64>) -> BTreeMap<String, u64> {
     counts.iter().map(|(name, count)| (name.clone(), *count)).collect()
 }
 
@@ -18,7 +18,7 @@ impl From<&v1::DispatchedService> for DispatchedService {
             listen: service.listen.clone(),
             policy: service.policy.clone(),
             workers: service.workers.iter().map(DispatchedWorker::from).collect(),
-            counters: sorted(&service.counters),
+            counters: sort_by_name(&service.counters),
         }
     }
 }
@@ -43,24 +43,24 @@ impl From<&v1::DispatchedWorker> for DispatchedWorker {
 impl From<&v1::LoadBalancerState> for LoadBalancerState {
     fn from(state: &v1::LoadBalancerState) -> Self {
         Self {
-            table_generations: sorted(&state.table_generations),
+            table_generations: sort_by_name(&state.table_generations),
             unresolved_servers: state.unresolved_servers.clone(),
-            counters: sorted(&state.counters),
+            counters: sort_by_name(&state.counters),
             xdp_mode: state.xdp_mode.clone(),
             vlan: Vlan::new(state.vlan.into()).ok().map(Vlan::get),
             configuration_generation: state.configuration_generation,
-            events: sorted(&state.events),
+            events: sort_by_name(&state.events),
             connections: state.connections,
             unresolved_load_balancers: state.unresolved_load_balancers.clone(),
             server_clocks: state.server_clocks.iter().map(ServerClock::from).collect(),
             stamped_services: state.stamped_services.iter().map(StampedService::from).collect(),
-            warnings: warnings_of(state),
+            warnings: load_balancer_warnings(state),
         }
     }
 }
 
 /// Returns the faults of a load balancer's machine, then rejected updates.
-fn warnings_of(state: &v1::LoadBalancerState) -> Vec<String> {
+fn load_balancer_warnings(state: &v1::LoadBalancerState) -> Vec<String> {
     let refused: Vec<RefusedUpdate> =
         state.refused.iter().map(|refused| RefusedUpdate::new("it", "", refused)).collect();
     state.warnings.iter().cloned().chain(RefusedUpdate::lines(&refused)).collect()

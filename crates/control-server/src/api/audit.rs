@@ -3,9 +3,9 @@
 use axum::Extension;
 use axum::extract::State;
 use coreward_api::Caller;
-use coreward_api::types::{Audit, AuditQuery, EventId, EventKind, LoadBalancers, MAX_INTEGER};
+use coreward_api::types::{Audit, AuditQuery, EventId, EventKind, LoadBalancers, MAX_SAFE_INTEGER};
 use coreward_http::extract::{Path, Query};
-use coreward_http::work::{Answer, Size, answer};
+use coreward_http::work::{JsonAnswer, WorkSize, compute_answer};
 use coreward_http::{Problem, ProblemKind};
 
 use super::Api;
@@ -18,14 +18,14 @@ use coreward_fleet::audit::MAX_ENTRIES;
     params(AuditQuery),
     responses((status = 200, description = "Changes and their authors", body = Audit))
 )]
-pub async fn audit(State(api): State<Api>, Query(query): Query<AuditQuery>) -> Result<Answer, Problem> {
+pub async fn audit(State(api): State<Api>, Query(query): Query<AuditQuery>) -> Result<JsonAnswer, Problem> {
     let shared = api.leader_state()?;
-    if query.after > MAX_INTEGER || query.limit.is_some_and(|limit| !(1..=MAX_ENTRIES).contains(&limit.into())) {
-        let detail = format!("expected `after` up to {MAX_INTEGER} and a `limit` of 1 to {MAX_ENTRIES}");
+    if query.after > MAX_SAFE_INTEGER || query.limit.is_some_and(|limit| !(1..=MAX_ENTRIES).contains(&limit.into())) {
+        let detail = format!("expected `after` up to {MAX_SAFE_INTEGER} and a `limit` of 1 to {MAX_ENTRIES}");
         return Err(Problem::new(ProblemKind::BadRequest, detail));
     }
     let all = shared.controller().fleet().audit.clone();
-    answer(Size::Small, move || {
+    compute_answer(WorkSize::Small, move || {
         let first = all.partition_point(|entry| entry.id <= query.after);
         let first = first.max(all.len() - all.len().min(query.limit.map_or(MAX_ENTRIES, usize::from)));
         Ok(Audit { entries: all[first..].to_vec() })
@@ -49,9 +49,9 @@ pub async fn forget(
     State(api): State<Api>,
     Extension(caller): Extension<Caller>,
     Path(name): Path<String>,
-) -> Result<Answer, Problem> {
+) -> Result<JsonAnswer, Problem> {
     let shared = api.leader_state()?;
-    let made = shared.request_change((&caller).into(), Change::Forget(name.clone())).await;
+    let made = shared.request_change((&caller).into(), Change::ForgetLoadBalancer(name.clone())).await;
     made.map_err(|error| match error.downcast_ref::<ForgetError>() {
         Some(refused @ ForgetError::Unknown(_)) => Problem::new(ProblemKind::NotFound, refused.to_string()),
         Some(refused @ ForgetError::Connected(_)) => Problem::new(ProblemKind::Conflict, refused.to_string()),
@@ -59,5 +59,5 @@ pub async fn forget(
     })?;
     let event = format!("{caller}: forgotten");
     api.events.add((EventKind::LoadBalancer, EventId::LoadBalancerForgotten), &name, event, shared.now().wall);
-    answer(Size::Small, move || Ok(LoadBalancers { load_balancers: shared.load_balancers() })).await
+    compute_answer(WorkSize::Small, move || Ok(LoadBalancers { load_balancers: shared.load_balancers() })).await
 }

@@ -3,7 +3,7 @@
 use axum::extract::State;
 use coreward_api::types::{Explain, Explanation, PacketKind};
 use coreward_http::extract::Query;
-use coreward_http::work::{Answer, Size, answer};
+use coreward_http::work::{JsonAnswer, WorkSize, compute_answer};
 use coreward_http::{Problem, ProblemKind};
 use coreward_model::ServiceAddress;
 
@@ -19,14 +19,14 @@ use coreward_controller::explain::{ExplainError, ExplainedPacket};
             content_type = "application/problem+json"),
     )
 )]
-pub async fn explain(State(api): State<Api>, Query(question): Query<Explain>) -> Result<Answer, Problem> {
+pub async fn explain(State(api): State<Api>, Query(question): Query<Explain>) -> Result<JsonAnswer, Problem> {
     let service = ServiceAddress { socket: question.vip, protocol: question.protocol };
     let packet = explained_packet(question.packet, question.tsecr);
     let shared = api.leader_state()?;
     if question.client.port() == 0 {
         return Err(Problem::new(ProblemKind::BadRequest, "client port 0: expected one from 1 on"));
     }
-    answer(Size::Small, move || {
+    compute_answer(WorkSize::Small, move || {
         let view = shared.service_view(service).map_err(explain_problem)?;
         view.explain(question.client, packet).map_err(explain_problem)
     })
@@ -45,7 +45,7 @@ fn explained_packet(kind: PacketKind, cookie: Option<u32>) -> ExplainedPacket {
     match kind {
         PacketKind::NewConnection => ExplainedPacket::NewConnection,
         PacketKind::Established | PacketKind::Reset => {
-            ExplainedPacket::Established { tsecr: cookie, reset: kind == PacketKind::Reset }
+            ExplainedPacket::Established { tsecr: cookie, is_reset: kind == PacketKind::Reset }
         }
     }
 }

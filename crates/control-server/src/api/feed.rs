@@ -10,21 +10,21 @@ use serde::Serialize;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, watch};
 
 /// Minimum time between two documents of loads.
-pub const MIN_INTERVAL: Duration = Duration::from_millis(250);
+pub const MIN_LOADS_INTERVAL: Duration = Duration::from_millis(250);
 /// Maximum number of concurrent watchers.
 const MAX_WATCHERS: usize = 64;
 
 /// A document as JSON; empty: none yet.
 type JsonText = Arc<str>;
 
-pub struct Feed {
+pub struct StatusFeed {
     loads: watch::Sender<JsonText>,
     overview: watch::Sender<JsonText>,
     last_overview: Mutex<Option<Overview>>,
     watcher_slots: Arc<Semaphore>,
 }
 
-impl Default for Feed {
+impl Default for StatusFeed {
     fn default() -> Self {
         Self {
             loads: watch::Sender::new(JsonText::from("")),
@@ -35,7 +35,7 @@ impl Default for Feed {
     }
 }
 
-impl Feed {
+impl StatusFeed {
     pub fn publish_overview(&self, overview: Overview) {
         let mut last = self.last_overview.lock();
         if last.as_ref() != Some(&overview) {
@@ -52,7 +52,7 @@ impl Feed {
     }
 
     /// Adds a watcher. Fails when there are too many.
-    pub fn watch(&self) -> Result<Watcher, Problem> {
+    pub fn subscribe(&self) -> Result<Watcher, Problem> {
         let place = self.watcher_slots.clone().try_acquire_owned().map_err(|_| {
             let detail = format!("{MAX_WATCHERS} watchers are connected already: expected fewer; retry later");
             Problem::new(ProblemKind::TooManyRequests, detail).retry_after(10)
@@ -73,7 +73,7 @@ fn publish(sender: &watch::Sender<JsonText>, document: &impl Serialize) {
 }
 
 pub struct Watcher {
-    /// Newest loads, at most every [`MIN_INTERVAL`].
+    /// Newest loads, at most every [`MIN_LOADS_INTERVAL`].
     pub loads: watch::Receiver<JsonText>,
     pub overview: watch::Receiver<JsonText>,
     _slot: OwnedSemaphorePermit,

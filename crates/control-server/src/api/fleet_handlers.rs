@@ -10,7 +10,7 @@ use coreward_api::types::{
 };
 use coreward_config::Source;
 use coreward_http::extract::Json;
-use coreward_http::work::{self, Answer, Size, answer};
+use coreward_http::work::{self, JsonAnswer, WorkSize, compute_answer};
 use coreward_http::{Problem, ProblemKind};
 
 use super::Api;
@@ -21,9 +21,9 @@ use coreward_fleet::records::Document;
 
 /// Fleet document in force, as the operator wrote it
 #[utoipa::path(get, path = "/v1/fleet", responses((status = 200, description = "Fleet document", body = Fleet)))]
-pub async fn fleet(State(api): State<Api>) -> Result<Answer, Problem> {
+pub async fn fleet(State(api): State<Api>) -> Result<JsonAnswer, Problem> {
     let shared = api.leader_state()?;
-    answer(Size::Small, move || {
+    compute_answer(WorkSize::Small, move || {
         let (document, file) = document_in_force(&shared);
         let file = file.map(|file| file.display().to_string());
         Ok(Fleet { generation: document.generation, file, text: document.text.to_string() })
@@ -33,7 +33,7 @@ pub async fn fleet(State(api): State<Api>) -> Result<Answer, Problem> {
 
 fn document_in_force(shared: &ControllerState) -> (Document, Option<PathBuf>) {
     let controller = shared.controller();
-    (controller.fleet().document.clone(), controller.fleet().file.clone())
+    (controller.fleet().document.clone(), controller.fleet().document_file.clone())
 }
 
 /// Maximum length of a document's name, which every mistake contains.
@@ -52,9 +52,9 @@ fn check_name(name: &str) -> Result<(), Problem> {
     get, path = "/v1/fleet/acknowledgements",
     responses((status = 200, description = "Acknowledgements and rejections", body = Acknowledgements))
 )]
-pub async fn acknowledgements(State(api): State<Api>) -> Result<Answer, Problem> {
+pub async fn acknowledgements(State(api): State<Api>) -> Result<JsonAnswer, Problem> {
     let shared = api.leader_state()?;
-    answer(Size::Small, move || Ok(shared.controller().acknowledgements(shared.now()))).await
+    compute_answer(WorkSize::Small, move || Ok(shared.controller().acknowledgements(shared.now()))).await
 }
 
 /// Apply another fleet document, as a whole or not at all, or (`dry_run`) return its changes
@@ -72,21 +72,21 @@ pub async fn put_fleet(
     State(api): State<Api>,
     Extension(caller): Extension<Caller>,
     Json(request): Json<NewFleet>,
-) -> Result<Answer, Problem> {
+) -> Result<JsonAnswer, Problem> {
     let NewFleet { name, text, generation, dry_run } = request;
     check_name(&name)?;
     let shared = api.leader_state()?;
     let (old, _) = document_in_force(&shared);
     let was_in_force = *old.text == *text && old.generation > 0;
     // Other requests and changes do not wait for this work.
-    let (fleet, changes) = work::run(Size::Large, move || {
+    let (fleet, changes) = work::run(WorkSize::Large, move || {
         let source = Source::from_text(&name, &text);
         let changes = difference(&Source::from_text("the fleet in force", &old.text), &source);
         (FleetConfig::parse(&source), changes)
     })
     .await?;
     let in_words = changes.iter().map(ToString::to_string).collect();
-    let change = Change::Apply(Box::new(DocumentRequest { fleet, changes: in_words, generation, dry_run }));
+    let change = Change::ApplyDocument(Box::new(DocumentRequest { fleet, changes: in_words, generation, dry_run }));
     let made = shared.request_change((&caller).into(), change).await.map_err(|error| api.apply_problem(&error))?;
     let now_in_force = made.document_generation;
     if !dry_run && !was_in_force {
@@ -94,7 +94,7 @@ pub async fn put_fleet(
         api.events.add((EventKind::Fleet, EventId::FleetApplied), "", message, shared.now().wall);
     }
     // Answers whatever other requests do: a rejected caller would assume that the document was not applied.
-    answer(Size::Small, move || {
+    compute_answer(WorkSize::Small, move || {
         Ok(FleetApplied {
             generation: now_in_force,
             replaced_generation: generation,
@@ -143,9 +143,9 @@ fn to_fleet_change(change: &config::Change) -> FleetChange {
     request_body = Check,
     responses((status = 200, description = "Mistakes of the document", body = Checked))
 )]
-pub async fn check(Json(request): Json<Check>) -> Result<Answer, Problem> {
+pub async fn check(Json(request): Json<Check>) -> Result<JsonAnswer, Problem> {
     check_name(&request.name)?;
-    answer(Size::Large, move || {
+    compute_answer(WorkSize::Large, move || {
         Ok(match FleetConfig::parse(&Source::from_text(&request.name, &request.text)) {
             Ok(_) => Checked { mistakes: Vec::new(), more: 0 },
             Err(mistakes) => Checked {
@@ -164,7 +164,7 @@ mod tests {
 
     use axum::response::IntoResponse as _;
     use coreward_api::Role;
-    use coreward_http::endpoints::Guard;
+    use coreward_http::endpoints::AccessControl;
     use coreward_http::tokens::Tokens;
     use tokio::sync::mpsc;
 
@@ -189,10 +189,13 @@ mod tests {
         let (shared, changes) =
             ControllerState::new(Controller::new(manager.fleet()), (manager.clock(), manager.counts()), None);
         election.become_leader(Arc::new(shared));
-        let guard =
-            Arc::new(Guard::new(Arc::new(Tokens::open(directory).unwrap()), Default::default(), Arc::default()));
+        let guard = Arc::new(AccessControl::new(
+            Arc::new(Tokens::open(directory).unwrap()),
+            Default::default(),
+            Arc::default(),
+        ));
         let (events, feed, document) = Default::default();
-        (Api { election: Arc::new(election), guard, events, feed, document }, manager, changes)
+        (Api { election: Arc::new(election), guard, events, feed, openapi_document: document }, manager, changes)
     }
 
     /// With two operators, each gets the generation of its own document, even if the second document is already in

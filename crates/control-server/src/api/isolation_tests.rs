@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use coreward_api::Role;
 use coreward_http::endpoints::{DEFAULT_MAX_BODY_BYTES, MAX_DOCUMENT_BYTES};
-use coreward_http::serve::{Listener, Plain};
+use coreward_http::serve::{Listener, PlainAcceptor};
 use coreward_http::tokens::{Tokens, token_file};
 use coreward_model::ServerId;
 use coreward_wire::ServiceIndex;
@@ -59,7 +59,7 @@ struct TestEnv {
     tokens: [String; 2],
     api_thread: Arc<ApiThread>,
     /// Longest wait, in nanoseconds.
-    longest_wait: Arc<AtomicU64>,
+    longest_wait_ns: Arc<AtomicU64>,
 }
 
 /// Calls `lock` several times in each millisecond, until it returns nothing. The wait is the smaller of wall-clock and
@@ -134,7 +134,7 @@ impl TestEnv {
 
     /// Returns the longest wait for the controller since the last call.
     fn take_longest_wait(&self) -> Duration {
-        Duration::from_nanos(self.longest_wait.swap(0, Ordering::Relaxed))
+        Duration::from_nanos(self.longest_wait_ns.swap(0, Ordering::Relaxed))
     }
 }
 
@@ -162,14 +162,14 @@ fn with_env(directory: &Path, test: impl AsyncFnOnce(&TestEnv)) {
     let (api_thread, longest_wait) = (Arc::default(), Arc::<AtomicU64>::default());
     let (weak, waits) = (Arc::downgrade(&shared), longest_wait.clone());
     std::thread::spawn(move || watch_lock(|| weak.upgrade().map(|shared| drop(shared.controller())), waits));
-    let env = TestEnv { address, shared: shared.clone(), client, tokens, api_thread, longest_wait };
+    let env = TestEnv { address, shared: shared.clone(), client, tokens, api_thread, longest_wait_ns: longest_wait };
     tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap().block_on(async {
         let (router, api) = router(Arc::new(election), drawn).unwrap();
         let watch = watch_thread(env.api_thread.clone());
         let beside = async {
             tokio::join!(poll_loop(api), watch);
         };
-        let _serving = listener.serve(Plain, router, || (), beside).unwrap();
+        let _serving = listener.serve(PlainAcceptor, router, || (), beside).unwrap();
         let keep = async {
             while let Some(ChangeRequest { change, author, reply: done }) = changes.recv().await {
                 let (back, outcome) = apply_change(manager, &shared, change, author).await.unwrap();

@@ -37,7 +37,10 @@ pub async fn rotate(
     let now = shared.now();
     let step = shared.controller().requested_key_step(request.force, now);
     let step = step.map_err(|reason| Problem::new(ProblemKind::Conflict, reason.to_string()))?;
-    shared.request_change((&caller).into(), Change::Keys(step)).await.map_err(|error| api.change_problem(&error))?;
+    shared
+        .request_change((&caller).into(), Change::TakeKeyStep(step))
+        .await
+        .map_err(|error| api.change_problem(&error))?;
     api.events.add((EventKind::Keys, EventId::KeysRotated), "", format!("{caller}: {}", step.describe()), now.wall);
     Ok(Json(api.leader_state()?.keys()))
 }

@@ -26,10 +26,10 @@ use axum::extract::State;
 use axum::http::header;
 use axum::response::IntoResponse;
 use coreward_api::Role;
-use coreward_http::endpoints::{Endpoints, Guard, MAX_DOCUMENT_BYTES};
+use coreward_http::endpoints::{AccessControl, Endpoints, MAX_DOCUMENT_BYTES};
 use coreward_http::serve::{Acceptor, Listener, RunningServer};
 use coreward_http::tokens::Tokens;
-use coreward_http::work::{self, Size};
+use coreward_http::work::{self, WorkSize};
 use coreward_http::{Problem, ProblemKind, routes};
 use tokio::signal::unix::Signal;
 use tokio::time::{Instant, MissedTickBehavior};
@@ -39,22 +39,22 @@ use crate::server::leader_election::{Leader, LeaderElection, is_deposed};
 use coreward_daemon::priority::lower_thread_priority;
 use coreward_store::StoreError;
 use events::EventLog;
-use feed::Feed;
+use feed::StatusFeed;
 
 /// Poll interval of events.
 const POLL_INTERVAL: Duration = Duration::from_millis(500);
 
-const DESCRIPTION: &str = "State and control of a coreward controller (layer-4 load balancer). Every request carries \
-                           `Authorization: Bearer TOKEN`; errors are `application/problem+json` (RFC 9457).";
+const API_DESCRIPTION: &str = "State and control of a coreward controller (layer-4 load balancer). Every request \
+    carries `Authorization: Bearer TOKEN`; errors are `application/problem+json` (RFC 9457).";
 
 /// State of all handlers.
 #[derive(Clone)]
 pub struct Api {
     election: Arc<LeaderElection>,
-    guard: Arc<Guard>,
+    guard: Arc<AccessControl>,
     events: Arc<EventLog>,
-    feed: Arc<Feed>,
-    document: Arc<std::sync::OnceLock<String>>,
+    feed: Arc<StatusFeed>,
+    openapi_document: Arc<std::sync::OnceLock<String>>,
 }
 
 impl Api {
@@ -89,9 +89,9 @@ impl Api {
     }
 }
 
-fn endpoints(guard: Arc<Guard>) -> Endpoints<Api> {
+fn endpoints(guard: Arc<AccessControl>) -> Endpoints<Api> {
     let viewer = Role::Viewer;
-    Endpoints::new(guard, "coreward controller", DESCRIPTION)
+    Endpoints::new(guard, "coreward controller", API_DESCRIPTION)
         .add(viewer, routes!(status_handlers::version))
         .add(viewer, routes!(status_handlers::health))
         .add(viewer, routes!(status_handlers::status))
@@ -127,18 +127,23 @@ fn endpoints(guard: Arc<Guard>) -> Endpoints<Api> {
     responses((status = 200, description = "OpenAPI 3.1", body = serde_json::Value))
 )]
 async fn openapi(State(api): State<Api>) -> impl IntoResponse {
-    let document = api.document.get().cloned().unwrap_or_default();
+    let document = api.openapi_document.get().cloned().unwrap_or_default();
     ([(header::CONTENT_TYPE, "application/json")], document)
 }
 
 /// Returns the router of the endpoints, and the document that describes them.
 fn router(election: Arc<LeaderElection>, tokens: Arc<Tokens>) -> anyhow::Result<(Router, Api)> {
-    let guard = Arc::new(Guard::new(tokens, election.security.revoked.clone(), election.api_requests.clone()));
-    let api =
-        Api { election, guard: guard.clone(), events: Arc::default(), feed: Arc::default(), document: Arc::default() };
+    let guard = Arc::new(AccessControl::new(tokens, election.security.revoked.clone(), election.api_requests.clone()));
+    let api = Api {
+        election,
+        guard: guard.clone(),
+        events: Arc::default(),
+        feed: Arc::default(),
+        openapi_document: Arc::default(),
+    };
     let (router, document) = endpoints(guard).into_parts();
     let text = document.to_json().context("the OpenAPI document cannot be written")?;
-    api.document.get_or_init(|| text);
+    api.openapi_document.get_or_init(|| text);
     Ok((router.merge(dashboard::routes()).with_state(api.clone()), api))
 }
 
@@ -160,7 +165,7 @@ pub fn serve(
 }
 
 /// Reads the tokens again at each SIGHUP, forever.
-async fn reload_tokens_on_sighup(guard: &Guard, mut hangup: Signal) {
+async fn reload_tokens_on_sighup(guard: &AccessControl, mut hangup: Signal) {
     while hangup.recv().await.is_some() {
         if let Err(error) = guard.reload() {
             tracing::warn!(
@@ -174,7 +179,7 @@ async fn reload_tokens_on_sighup(guard: &Guard, mut hangup: Signal) {
 
 /// Polls for events and updates watchers, forever.
 async fn poll_loop(api: Api) {
-    let mut due = tokio::time::interval(feed::MIN_INTERVAL);
+    let mut due = tokio::time::interval(feed::MIN_LOADS_INTERVAL);
     due.set_missed_tick_behavior(MissedTickBehavior::Delay);
     let mut next_poll = Instant::now();
     loop {
@@ -186,7 +191,7 @@ async fn poll_loop(api: Api) {
         }
         let api = api.clone();
         // Thousands of servers take some time.
-        let updated = work::run(Size::Small, move || {
+        let updated = work::run(WorkSize::Small, move || {
             if whole {
                 let now = shared.now();
                 let overview = shared.overview(now);

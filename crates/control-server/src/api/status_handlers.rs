@@ -10,7 +10,7 @@ use coreward_api::types::{
 };
 use coreward_api::{Caller, Role};
 use coreward_http::extract::{Json, Path, Query};
-use coreward_http::work::{Answer, Size, answer};
+use coreward_http::work::{JsonAnswer, WorkSize, compute_answer};
 use coreward_http::{Problem, ProblemKind};
 
 use super::Api;
@@ -50,9 +50,9 @@ pub async fn status(
     State(api): State<Api>,
     Extension(caller): Extension<Caller>,
     Query(query): Query<StatusQuery>,
-) -> Result<Answer, Problem> {
+) -> Result<JsonAnswer, Problem> {
     let shared = visible_state(&api, caller, query)?;
-    answer(Size::Small, move || Ok(shared.status(query.rss_keys))).await
+    compute_answer(WorkSize::Small, move || Ok(shared.status(query.rss_keys))).await
 }
 
 /// Returns the status that this caller may read.
@@ -73,9 +73,10 @@ pub async fn services(
     State(api): State<Api>,
     Extension(caller): Extension<Caller>,
     Query(query): Query<StatusQuery>,
-) -> Result<Answer, Problem> {
+) -> Result<JsonAnswer, Problem> {
     let shared = visible_state(&api, caller, query)?;
-    answer(Size::Small, move || Ok(Services { services: shared.services(query.rss_keys, shared.now()) })).await
+    compute_answer(WorkSize::Small, move || Ok(Services { services: shared.services(query.rss_keys, shared.now()) }))
+        .await
 }
 
 /// State of one service
@@ -93,9 +94,9 @@ pub async fn service(
     Extension(caller): Extension<Caller>,
     Path(name): Path<String>,
     Query(query): Query<StatusQuery>,
-) -> Result<Answer, Problem> {
+) -> Result<JsonAnswer, Problem> {
     let shared = visible_state(&api, caller, query)?;
-    answer(Size::Small, move || {
+    compute_answer(WorkSize::Small, move || {
         let found = shared.service(&name, query.rss_keys, shared.now());
         found.ok_or_else(|| Problem::not_found("service", &name))
     })
@@ -112,9 +113,9 @@ pub async fn servers(
     State(api): State<Api>,
     Extension(caller): Extension<Caller>,
     Query(query): Query<StatusQuery>,
-) -> Result<Answer, Problem> {
+) -> Result<JsonAnswer, Problem> {
     let shared = visible_state(&api, caller, query)?;
-    answer(Size::Small, move || Ok(Servers { servers: shared.servers(query.rss_keys, shared.now()) })).await
+    compute_answer(WorkSize::Small, move || Ok(Servers { servers: shared.servers(query.rss_keys, shared.now()) })).await
 }
 
 /// State of one server
@@ -132,9 +133,9 @@ pub async fn server(
     Extension(caller): Extension<Caller>,
     Path(name): Path<String>,
     Query(query): Query<StatusQuery>,
-) -> Result<Answer, Problem> {
+) -> Result<JsonAnswer, Problem> {
     let shared = visible_state(&api, caller, query)?;
-    answer(Size::Small, move || {
+    compute_answer(WorkSize::Small, move || {
         let found = shared.server(&name, query.rss_keys, shared.now());
         found.ok_or_else(|| Problem::not_found("server", &name))
     })
@@ -145,9 +146,9 @@ pub async fn server(
     get, path = "/v1/load-balancers",
     responses((status = 200, description = "All load balancers", body = LoadBalancers))
 )]
-pub async fn load_balancers(State(api): State<Api>) -> Result<Answer, Problem> {
+pub async fn load_balancers(State(api): State<Api>) -> Result<JsonAnswer, Problem> {
     let shared = api.leader_state()?;
-    answer(Size::Small, move || Ok(LoadBalancers { load_balancers: shared.load_balancers() })).await
+    compute_answer(WorkSize::Small, move || Ok(LoadBalancers { load_balancers: shared.load_balancers() })).await
 }
 
 /// State of one load balancer
@@ -160,9 +161,9 @@ pub async fn load_balancers(State(api): State<Api>) -> Result<Answer, Problem> {
          content_type = "application/problem+json"),
     )
 )]
-pub async fn load_balancer(State(api): State<Api>, Path(name): Path<String>) -> Result<Answer, Problem> {
+pub async fn load_balancer(State(api): State<Api>, Path(name): Path<String>) -> Result<JsonAnswer, Problem> {
     let shared = api.leader_state()?;
-    answer(Size::Small, move || {
+    compute_answer(WorkSize::Small, move || {
         let found = shared.load_balancers().into_iter().find(|balancer| balancer.name == name);
         found.ok_or_else(|| Problem::not_found("load balancer", &name))
     })
@@ -171,9 +172,9 @@ pub async fn load_balancer(State(api): State<Api>, Path(name): Path<String>) -> 
 
 /// Load of every core of every server, and counters
 #[utoipa::path(get, path = "/v1/loads", responses((status = 200, description = "Loads and counters", body = Loads)))]
-pub async fn loads(State(api): State<Api>) -> Result<Answer, Problem> {
+pub async fn loads(State(api): State<Api>) -> Result<JsonAnswer, Problem> {
     let shared = api.leader_state()?;
-    answer(Size::Small, move || Ok(shared.loads())).await
+    compute_answer(WorkSize::Small, move || Ok(shared.loads())).await
 }
 
 /// Newest table of every service, without contents
@@ -181,9 +182,9 @@ pub async fn loads(State(api): State<Api>) -> Result<Answer, Problem> {
     get, path = "/v1/tables",
     responses((status = 200, description = "Summary of each table", body = Tables))
 )]
-pub async fn tables(State(api): State<Api>) -> Result<Answer, Problem> {
+pub async fn tables(State(api): State<Api>) -> Result<JsonAnswer, Problem> {
     let shared = api.leader_state()?;
-    answer(Size::Small, move || Ok(shared.controller().table_summaries(shared.now()))).await
+    compute_answer(WorkSize::Small, move || Ok(shared.controller().table_summaries(shared.now()))).await
 }
 
 /// Newest table of one service, by which new connections are placed
@@ -196,7 +197,10 @@ pub async fn tables(State(api): State<Api>) -> Result<Answer, Problem> {
          content_type = "application/problem+json"),
     )
 )]
-pub async fn table(State(api): State<Api>, Path(name): Path<String>) -> Result<Answer, Problem> {
+pub async fn table(State(api): State<Api>, Path(name): Path<String>) -> Result<JsonAnswer, Problem> {
     let shared = api.leader_state()?;
-    answer(Size::Small, move || shared.table(&name).ok_or_else(|| Problem::not_found("table of service", &name))).await
+    compute_answer(WorkSize::Small, move || {
+        shared.table(&name).ok_or_else(|| Problem::not_found("table of service", &name))
+    })
+    .await
 }

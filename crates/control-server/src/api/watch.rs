@@ -8,7 +8,7 @@ use std::time::Duration;
 use axum::extract::State;
 use axum::http::HeaderMap;
 use axum::response::sse::{self, KeepAlive, Sse};
-use coreward_api::types::{Event, Events, EventsQuery, MAX_INTEGER};
+use coreward_api::types::{Event, Events, EventsQuery, MAX_SAFE_INTEGER};
 use coreward_http::extract::{Json, Query};
 use coreward_http::{Problem, ProblemKind};
 use serde::Deserialize;
@@ -22,7 +22,7 @@ use super::feed::Watcher;
 use crate::server::controller_state::ControllerState;
 
 /// Interval of keep-alive messages, by which both sides detect a broken connection.
-const KEEP_ALIVE: Duration = Duration::from_secs(10);
+const KEEP_ALIVE_INTERVAL: Duration = Duration::from_secs(10);
 /// Delay before browsers reconnect.
 const RECONNECT_DELAY: Duration = Duration::from_secs(1);
 
@@ -34,8 +34,8 @@ const RECONNECT_DELAY: Duration = Duration::from_secs(1);
 )]
 pub async fn events(State(api): State<Api>, Query(query): Query<EventsQuery>) -> Result<Json<Events>, Problem> {
     api.leader_state()?;
-    if query.after > MAX_INTEGER || query.limit.is_some_and(|limit| !(1..=MAX_EVENTS).contains(&limit.into())) {
-        let detail = format!("expected `after` up to {MAX_INTEGER} and a `limit` of 1 to {MAX_EVENTS}");
+    if query.after > MAX_SAFE_INTEGER || query.limit.is_some_and(|limit| !(1..=MAX_EVENTS).contains(&limit.into())) {
+        let detail = format!("expected `after` up to {MAX_SAFE_INTEGER} and a `limit` of 1 to {MAX_EVENTS}");
         return Err(Problem::new(ProblemKind::BadRequest, detail));
     }
     let limit = query.limit.map_or(MAX_EVENTS, usize::from);
@@ -81,11 +81,11 @@ pub async fn watch(
     let last = headers.get("last-event-id").and_then(|id| id.to_str().ok());
     let last = last.and_then(|id| id.rsplit_once('-')).filter(|(run, _)| *run == api.events.run());
     let last_event_id = last.and_then(|(_, id)| id.parse().ok());
-    let mut watcher = api.feed.watch()?;
+    let mut watcher = api.feed.subscribe()?;
     watcher.overview.mark_changed();
     let missed =
         api.events.events_after(last_event_id.unwrap_or(0), if last_event_id.is_some() { MAX_EVENTS } else { 100 });
-    let stream = Changes {
+    let stream = WatcherUpdates {
         shared,
         permission_changes: api.guard.permission_changes(),
         newest_event_id: api.events.newest_id(),
@@ -100,11 +100,11 @@ pub async fn watch(
         let next = changes.next().await?;
         Some((Ok(next), changes))
     });
-    Ok(Sse::new(stream).keep_alive(KeepAlive::new().interval(KEEP_ALIVE)))
+    Ok(Sse::new(stream).keep_alive(KeepAlive::new().interval(KEEP_ALIVE_INTERVAL)))
 }
 
 /// Pending updates of one watcher.
-struct Changes {
+struct WatcherUpdates {
     api: Api,
     shared: Arc<ControllerState>,
     /// Receiver of changes of permissions, after which a watcher must authenticate again.
@@ -118,11 +118,11 @@ struct Changes {
     interval: Duration,
 }
 
-impl Changes {
+impl WatcherUpdates {
     /// Returns the next message; `None`: the controller ends or was deposed, or the watcher must authenticate again.
     async fn next(&mut self) -> Option<sse::Event> {
         loop {
-            if !self.shared.leads() {
+            if !self.shared.is_leading() {
                 return None;
             }
             if let Some(event) = self.pending_events.pop_front() {

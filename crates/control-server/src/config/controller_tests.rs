@@ -46,7 +46,7 @@ fn controller_file_is_parsed_and_mistakes_are_named() {
 #[test]
 fn reload_names_the_keys_that_need_a_restart() {
     let old = controller(CONTROLLER).unwrap();
-    let keys = |text: &str| old.restart_keys(&controller(text).unwrap());
+    let keys = |text: &str| old.keys_needing_restart(&controller(text).unwrap());
     assert!(keys(CONTROLLER).is_empty());
     let read_again = format!("{CONTROLLER}fleet = \"fleet.toml\"\nrevoked_certificates = [\"{}\"]\n", "ab".repeat(32));
     assert!(keys(&read_again).is_empty());
@@ -88,16 +88,16 @@ fn store_and_etcd_are_mutually_exclusive() {
     }
     let StoreLocation::Etcd(config) = controller(&format!("{listen}{etcd}")).unwrap().store else { panic!("in etcd") };
     assert_eq!(config.endpoints, ["http://10.1.0.5:2379", "http://10.1.0.6:2379"]);
-    assert_eq!((config.prefix.as_str(), config.lease), ("/coreward", Duration::from_secs(5)));
-    assert_eq!((config.advertise, config.tls), ("127.0.0.1:7400".parse().unwrap(), None));
-    assert_eq!(config.advertise_api, None, "it listens on its own host only");
+    assert_eq!((config.prefix.as_str(), config.lease_duration), ("/coreward", Duration::from_secs(5)));
+    assert_eq!((config.advertised_address, config.tls), ("127.0.0.1:7400".parse().unwrap(), None));
+    assert_eq!(config.advertised_api, None, "it listens on its own host only");
     let advertised = format!("{listen}{etcd}advertise_api = \"https://c1.example:443\"\n");
     let StoreLocation::Etcd(config) = controller(&advertised).unwrap().store else { panic!("in etcd") };
-    assert_eq!(config.advertise_api.as_deref(), Some("https://c1.example:443"));
+    assert_eq!(config.advertised_api.as_deref(), Some("https://c1.example:443"));
     let tls =
         "[etcd]\nendpoints = [\"https://a:1\"]\ntls = { ca = \"ca.pem\", certificate = \"c.pem\", key = \"k.pem\" }\n";
     let StoreLocation::Etcd(config) = controller(&format!("{listen}{tls}")).unwrap().store else { panic!("in etcd") };
-    assert_eq!(config.tls.unwrap().own_certificate.unwrap().1, Path::new("/etc/coreward/k.pem"));
+    assert_eq!(config.tls.unwrap().client_certificate_and_key.unwrap().1, Path::new("/etc/coreward/k.pem"));
     let cases = [
         (listen.to_owned(), "1:1: neither `store` nor [etcd]: expected"),
         (format!("{CONTROLLER}{etcd}"), "3:1: key `etcd`: both `store` and [etcd]: expected one of them"),

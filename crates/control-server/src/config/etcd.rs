@@ -6,14 +6,14 @@ use std::time::Duration;
 
 use coreward_config::toml::de::DeValue;
 use coreward_config::{
-    BoundedDuration, FromToml, MINUTE, Reader, SECOND, Span, Spanned, config_struct, parse_text, serde_json,
+    BoundedDuration, FromToml, MINUTE_NS, Reader, SECOND_NS, Span, Spanned, config_struct, parse_text, serde_json,
 };
 use serde_json::{Value, json};
 
 use super::StoreLocation;
 
 /// Default time without a leader after a leader's failure.
-const DEFAULT_LEASE: Duration = Duration::from_secs(5);
+const DEFAULT_LEASE_DURATION: Duration = Duration::from_secs(5);
 
 /// Connection to etcd, and leadership.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -23,11 +23,11 @@ pub struct EtcdConfig {
     /// Prefix of all keys; no slash at its end.
     pub prefix: String,
     /// Time for which this controller leads without an answer from etcd; whole seconds.
-    pub lease: Duration,
+    pub lease_duration: Duration,
     /// Address of this controller for daemons.
-    pub advertise: SocketAddr,
+    pub advertised_address: SocketAddr,
     /// `https://HOST:PORT` of this controller's API, for other hosts; `None`: the API listens on its own host only.
-    pub advertise_api: Option<String>,
+    pub advertised_api: Option<String>,
     pub tls: Option<EtcdTlsConfig>,
 }
 
@@ -37,7 +37,7 @@ pub struct EtcdTlsConfig {
     /// Certificates of the authorities of etcd's certificate (PEM).
     pub ca: PathBuf,
     /// Own certificate and its key (PEM).
-    pub own_certificate: Option<(PathBuf, PathBuf)>,
+    pub client_certificate_and_key: Option<(PathBuf, PathBuf)>,
 }
 
 config_struct! {
@@ -46,11 +46,11 @@ config_struct! {
         /// http://HOST:PORT or https://HOST:PORT of every member of etcd.
         pub endpoints: Vec<Spanned<Endpoint>>,
         /// Prefix of all keys, unique for the fleet.
-        pub prefix: Prefix = Prefix("/coreward".to_owned()),
+        pub prefix: KeyPrefix = KeyPrefix("/coreward".to_owned()),
         /// Time for which the leader continues without etcd, and for which no controller leads after the leader's
         /// failure; whole seconds.
-        pub lease: Spanned<BoundedDuration<{ 2 * SECOND }, MINUTE>> =
-            Spanned::new(0..0, BoundedDuration(DEFAULT_LEASE)),
+        pub lease: Spanned<BoundedDuration<{ 2 * SECOND_NS }, MINUTE_NS>> =
+            Spanned::new(0..0, BoundedDuration(DEFAULT_LEASE_DURATION)),
         /// This controller's address and port in the daemons' files; default: `listen`.
         pub advertise: Option<SocketAddr>,
         /// https://HOST:PORT of this controller's API, as in its certificate; default: from `api`.
@@ -123,12 +123,12 @@ fn is_host_and_port(place: &str) -> bool {
 
 /// Prefix of keys.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Prefix(pub String);
+pub struct KeyPrefix(pub String);
 
-impl FromToml for Prefix {
+impl FromToml for KeyPrefix {
     fn read(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
         parse_text(value, reader, |text| {
-            let free = |segment: &str| !coreward_etcd::OWN_SEGMENTS.contains(&segment);
+            let free = |segment: &str| !coreward_etcd::RESERVED_KEY_SEGMENTS.contains(&segment);
             let right = text.len() > 1 && text.starts_with('/') && !text.ends_with('/') && !text.contains(' ');
             let right = right && text.split('/').all(free);
             right.then(|| Self(text.to_owned())).ok_or_else(|| format!("{text:?}: expected {}", Self::expected()))
@@ -136,7 +136,7 @@ impl FromToml for Prefix {
     }
 
     fn expected() -> String {
-        let own = coreward_etcd::OWN_SEGMENTS.join(", ");
+        let own = coreward_etcd::RESERVED_KEY_SEGMENTS.join(", ");
         format!(
             "what all keys in etcd begin with: a slash first, none at the end, and no segment of {own}, as \
              \"/coreward\""
@@ -172,7 +172,7 @@ pub fn store_location(
                                `coreward apply` with the file";
                 reader.report(span, message);
             }
-            check(etcd, listens, reader).map(StoreLocation::Etcd)
+            check_etcd(etcd, listens, reader).map(StoreLocation::Etcd)
         }
         (Some(_), Some(etcd)) => {
             let message =
@@ -191,7 +191,7 @@ pub fn store_location(
     }
 }
 
-fn check(etcd: Spanned<EtcdFile>, listens: ListenAddresses, reader: &mut Reader<'_>) -> Option<EtcdConfig> {
+fn check_etcd(etcd: Spanned<EtcdFile>, listens: ListenAddresses, reader: &mut Reader<'_>) -> Option<EtcdConfig> {
     let whole = etcd.span();
     let EtcdFile { endpoints, prefix, lease, advertise, advertise_api, tls } = etcd.into_inner();
     if endpoints.is_empty() && !reader.has_diagnostics() {
@@ -232,11 +232,18 @@ fn check(etcd: Spanned<EtcdFile>, listens: ListenAddresses, reader: &mut Reader<
                 return None;
             }
         };
-        Some(EtcdTlsConfig { ca: reader.resolve_path(&ca), own_certificate: own })
+        Some(EtcdTlsConfig { ca: reader.resolve_path(&ca), client_certificate_and_key: own })
     });
     let advertise = advertise.filter(|_| !reader.has_diagnostics())?;
     let api = advertise_api.map(|ApiAddress(url)| url).or_else(|| advertised_api_url(listens.api, advertise));
-    Some(EtcdConfig { endpoints: seen, prefix: prefix.0, lease: time, advertise, advertise_api: api, tls })
+    Some(EtcdConfig {
+        endpoints: seen,
+        prefix: prefix.0,
+        lease_duration: time,
+        advertised_address: advertise,
+        advertised_api: api,
+        tls,
+    })
 }
 
 /// Returns the URL of an API that listens at `api`, on the machine at `advertise`. Other hosts reach the API with TLS

@@ -3,11 +3,11 @@
 use std::net::SocketAddr;
 use std::path::PathBuf;
 
-use coreward_config::{Field, Secret, Spanned, config_struct};
+use coreward_config::{LocatedValue, Secret, Spanned, config_struct};
 use coreward_model::rss::RssKey;
 use coreward_tls::certificate::Fingerprint;
 
-use super::DEFAULT_API;
+use super::DEFAULT_API_ADDRESS;
 use super::etcd::EtcdFile;
 
 const FLEET_FILE_HINT: &str = "it in the fleet's own file, which `fleet = \"fleet.toml\"` names here";
@@ -16,10 +16,10 @@ config_struct! {
     /// The controller's file.
     pub struct ControllerFile {
         /// Address and port for agents and load balancers.
-        pub listen: Field<SocketAddr>,
+        pub listen: LocatedValue<SocketAddr>,
         /// Address and port for commands, the dashboard and other programs (HTTP). Beyond this host the API requires
         /// `[tls]` and uses HTTPS.
-        pub api: Spanned<SocketAddr> = Spanned::new(0..0, DEFAULT_API),
+        pub api: Spanned<SocketAddr> = Spanned::new(0..0, DEFAULT_API_ADDRESS),
         /// Directory of the API's tokens; by default the store's, with [etcd] that of this file.
         pub token_directory: Option<PathBuf>,
         /// File for persistent state: server ids, cookie keys, the fleet's RSS key. Created if missing. Required

@@ -16,7 +16,7 @@ use coreward_tls::certificate::Fingerprint;
 use etcd::{EtcdConfig, ListenAddresses};
 use file::ControllerFile;
 
-pub const DEFAULT_API: SocketAddr = SocketAddr::new(IpAddr::V4(Ipv4Addr::LOCALHOST), 7401);
+pub const DEFAULT_API_ADDRESS: SocketAddr = SocketAddr::new(IpAddr::V4(Ipv4Addr::LOCALHOST), 7401);
 
 #[derive(Debug, Clone)]
 pub struct ControllerConfig {
@@ -58,7 +58,7 @@ impl StoreLocation {
 
 impl ControllerConfig {
     /// Returns the changed keys of `new` that are read at the start only.
-    pub fn restart_keys(&self, new: &Self) -> Vec<&'static str> {
+    pub fn keys_needing_restart(&self, new: &Self) -> Vec<&'static str> {
         let keys = [
             ("listen", self.listen != new.listen),
             ("api", self.api != new.api),

@@ -22,7 +22,7 @@ use coreward_listener::security::AuthenticatedPeer;
 /// Delay of the answer to a rejected registration.
 const REFUSAL_DELAY: Duration = Duration::from_secs(1);
 
-type AgentUpdates = mpsc::Sender<Result<v1::AgentUpdate, Status>>;
+type AgentUpdateSender = mpsc::Sender<Result<v1::AgentUpdate, Status>>;
 
 /// Stream of an agent's messages, direct or relayed by its rack.
 pub trait AgentMessageStream: Stream<Item = Result<v1::AgentMessage, Status>> + Unpin {}
@@ -52,7 +52,7 @@ impl ReportSource {
         }
     }
 
-    fn rack(&self) -> Option<&str> {
+    fn rack_name(&self) -> Option<&str> {
         match self {
             Self::Agent(_) => None,
             Self::Rack(relay) => Some(&relay.name),
@@ -64,7 +64,7 @@ pub async fn serve(
     shared: Arc<ControllerState>,
     source: ReportSource,
     mut messages: impl AgentMessageStream,
-    answers: AgentUpdates,
+    answers: AgentUpdateSender,
 ) {
     let session = match register(&shared, &source, &mut messages).await {
         Ok(session) => session,
@@ -72,7 +72,7 @@ pub async fn serve(
             tracing::warn!(
                 event = "agent-rejected",
                 peer = source.peer(),
-                rack = source.rack(),
+                rack = source.rack_name(),
                 error = status.message(),
                 "the controller rejects the registration of an agent"
             );
@@ -84,14 +84,14 @@ pub async fn serve(
         event = "agent-connected",
         server = session.server(),
         peer = source.peer(),
-        rack = source.rack(),
+        rack = source.rack_name(),
         "the server's agent has registered with the controller"
     );
     let outcome = tokio::select! {
         outcome = serve_stream(&shared, &session, &mut messages, &answers) => outcome,
         _ = shared.wait_until_deposed() => Err(not_leading_status(None)),
     };
-    shared.sockets.forget_agent(session.number());
+    shared.socket_query_relay.forget_agent(session.number());
     shared.controller().disconnect(&session);
     log_end(session.server(), outcome.as_ref().err());
     if let Err(status) = outcome {
@@ -117,7 +117,7 @@ fn log_end(server: &str, error: Option<&Status>) {
 
 /// Ends the stream with this error. A connection has a limited number of streams, so a delay limits the rate of
 /// rejections. An agent that replaces another one, or looks for the leader, is not delayed.
-async fn refuse(status: Status, answers: &AgentUpdates) {
+async fn refuse(status: Status, answers: &AgentUpdateSender) {
     if !matches!(status.code(), Code::AlreadyExists | Code::Unavailable) {
         tokio::select! {
             () = tokio::time::sleep(REFUSAL_DELAY) => {}
@@ -149,14 +149,14 @@ async fn serve_stream(
     shared: &ControllerState,
     session: &Session,
     messages: &mut impl AgentMessageStream,
-    answers: &AgentUpdates,
+    answers: &AgentUpdateSender,
 ) -> Result<(), Status> {
     use v1::agent_update::Update;
     let mut configurations = shared.agent_configuration_version();
     configurations.mark_changed();
-    let mut questions = shared.sockets.register_agent(session.number());
+    let mut questions = shared.socket_query_relay.register_agent(session.number());
     let send = async |update: Update| {
-        shared.leads() && answers.send(Ok(v1::AgentUpdate { update: Some(update) })).await.is_ok()
+        shared.is_leading() && answers.send(Ok(v1::AgentUpdate { update: Some(update) })).await.is_ok()
     };
     let mut log = RefusalLog::default();
     loop {
@@ -165,7 +165,7 @@ async fn serve_stream(
                 Some(v1::agent_message::Message::Report(report)) => record_report(shared, session, report, &mut log)?,
                 Some(v1::agent_message::Message::SocketAnswer(answer)) => {
                     let answer = SocketAnswer::try_from(answer).map_err(invalid_argument)?;
-                    if !shared.sockets.answer(session.number(), answer) {
+                    if !shared.socket_query_relay.relay_answer(session.number(), answer) {
                         shared.controller().count_unsolicited_message(session, shared.now());
                     }
                 }

@@ -29,7 +29,7 @@ use coreward_metrics::metrics;
 use coreward_metrics::table::{Component, Histogram, histogram};
 
 use super::socket_query_relay::SocketQueryRelay;
-use super::state_manager::{Change, Counts};
+use super::state_manager::{Change, StateCounters};
 use super::table_budget::TableBudget;
 use super::update_publisher::UpdatePublisher;
 
@@ -57,9 +57,9 @@ pub struct ControllerState {
     table_budget: TableBudget,
     /// Number of changes of agents' configurations; their streams wait for it.
     agent_configuration_version: watch::Sender<u64>,
-    pub sockets: SocketQueryRelay,
+    pub socket_query_relay: SocketQueryRelay,
     deposed: watch::Sender<bool>,
-    changes: mpsc::Sender<ChangeRequest>,
+    change_requests: mpsc::Sender<ChangeRequest>,
     /// Whether tables may be made: after a restart they must wait for reports.
     has_settled: AtomicBool,
     /// Inputs of the newest configurations, apart from the fleet.
@@ -68,7 +68,7 @@ pub struct ControllerState {
     report_to_table_latency: Mutex<LatencyHistogram>,
     started: Instant,
     clock: RecordClock,
-    counts: Arc<Counts>,
+    state_counters: Arc<StateCounters>,
 }
 
 /// Requested change of the records, with its author and the waiting caller.
@@ -95,37 +95,37 @@ pub struct ChangeOutcome {
 }
 
 /// Number of servers that are read without a pause: some hundred microseconds.
-const SERVERS_PER_STEP: usize = 32;
+const SERVERS_PER_LOCK: usize = 32;
 
-const CHANGE_CAPACITY: usize = 64;
+const CHANGE_QUEUE_LENGTH: usize = 64;
 
 #[derive(Default)]
 struct LastPublished {
     live_load_balancers: BTreeSet<String>,
     predecessor_changes: u64,
     /// Time of the last tables.
-    last_tick: Duration,
+    last_tick_at: Duration,
 }
 
 impl ControllerState {
     /// Creates the state. Requested changes go to the receiver.
     pub fn new(
         controller: Controller,
-        (clock, counts): (RecordClock, Arc<Counts>),
+        (clock, counts): (RecordClock, Arc<StateCounters>),
         leadership: Option<Arc<Leadership>>,
     ) -> (Self, mpsc::Receiver<ChangeRequest>) {
         let start = Now { monotonic: Duration::ZERO, wall: wall_clock(), record: clock.now() };
         let configuration = controller.fleet_configuration(start);
-        let (changes, receiver) = mpsc::channel(CHANGE_CAPACITY);
+        let (changes, receiver) = mpsc::channel(CHANGE_QUEUE_LENGTH);
         let shared = Self {
             publisher: UpdatePublisher::new(configuration),
             tables_due: Notify::new(),
             table_budget: TableBudget::default(),
             agent_configuration_version: watch::Sender::new(0),
-            sockets: SocketQueryRelay::default(),
+            socket_query_relay: SocketQueryRelay::default(),
             leadership,
             deposed: watch::Sender::new(false),
-            changes,
+            change_requests: changes,
             has_settled: AtomicBool::new(false),
             last_published: Mutex::new(LastPublished {
                 live_load_balancers: controller.live_load_balancers(start),
@@ -135,7 +135,7 @@ impl ControllerState {
             controller: Mutex::new(controller),
             started: Instant::now(),
             clock,
-            counts,
+            state_counters: counts,
         };
         (shared, receiver)
     }
@@ -147,7 +147,10 @@ impl ControllerState {
 
     pub async fn request_change(&self, author: Author, change: Change) -> anyhow::Result<ChangeOutcome> {
         let (done, outcome) = oneshot::channel();
-        self.changes.send(ChangeRequest { change, author, reply: done }).await.context("the controller is ending")?;
+        self.change_requests
+            .send(ChangeRequest { change, author, reply: done })
+            .await
+            .context("the controller is ending")?;
         outcome.await.context("the controller is ending")?
     }
 
@@ -158,7 +161,7 @@ impl ControllerState {
 
     /// Returns whether this controller leads now. Checked before every answer, because a process may have been stopped
     /// for any time.
-    pub fn leads(&self) -> bool {
+    pub fn is_leading(&self) -> bool {
         self.leadership.as_ref().is_none_or(|leadership| leadership.is_valid())
     }
 
@@ -194,7 +197,7 @@ impl ControllerState {
     pub fn status(&self, rss_keys: bool) -> Status {
         let now = self.now();
         let mut status = self.controller().status_summary(now);
-        status.warnings.extend(self.counts.warnings());
+        status.warnings.extend(self.state_counters.warnings());
         status.keys = self.add_waiting_agents(status.keys, now);
         status.services = self.services(rss_keys, now);
         status.servers = self.servers(rss_keys, now);
@@ -282,12 +285,12 @@ impl ControllerState {
         loop {
             let before = found.len();
             self.with_lock(|controller| {
-                for (id, server) in controller.servers_after(after).take(SERVERS_PER_STEP) {
+                for (id, server) in controller.servers_after(after).take(SERVERS_PER_LOCK) {
                     found.push(read(controller, id, server));
                     after = Some(id);
                 }
             });
-            if found.len() - before < SERVERS_PER_STEP {
+            if found.len() - before < SERVERS_PER_LOCK {
                 return found;
             }
         }
@@ -316,7 +319,7 @@ impl ControllerState {
         let (mut members, mut after) = (Vec::new(), None);
         loop {
             let part = self.with_lock(|controller| {
-                controller.members_after((position, service.address), after, SERVERS_PER_STEP, now)
+                controller.members_after((position, service.address), after, SERVERS_PER_LOCK, now)
             });
             let Some((last, _)) = part.last() else { return service.with_members(members) };
             after = Some(*last);
@@ -330,7 +333,7 @@ impl ControllerState {
             return None;
         }
         let mut servers = Vec::new();
-        while !self.with_lock(|controller| controller.add_pool_servers(position, &mut servers, SERVERS_PER_STEP, now)) {
+        while !self.with_lock(|controller| controller.add_pool_servers(position, &mut servers, SERVERS_PER_LOCK, now)) {
         }
         self.controller().pool_of(position, servers, now)
     }
@@ -357,12 +360,12 @@ impl ControllerState {
         let mut page = component::base_snapshot(Component::Controller);
         metrics::add_status(&mut page, &self.status(false), now.wall);
         self.controller().add_metrics(&mut page, now);
-        self.counts.add_metrics(&mut page);
+        self.state_counters.add_metrics(&mut page);
         let latencies = *self.report_to_table_latency.lock();
         page.add_latencies(&TABLE_BUILD_DELAY_SECONDS, latencies);
         let (since_receipt, since_sent) = {
             let controller = self.controller();
-            (controller.table_acks.latency_since_receipt, controller.table_acks.since_sent)
+            (controller.table_acks.latency_since_receipt, controller.table_acks.latency_since_sent)
         };
         page.add_latencies(&TABLE_PROPAGATION_SECONDS, since_receipt);
         page.add_latencies(&REPORT_SENT_TO_KERNEL_SECONDS, since_sent);
@@ -372,7 +375,7 @@ impl ControllerState {
     pub fn have_all_reported(&self) -> bool {
         let now = self.now();
         let controller = self.controller();
-        controller.all_report(now) && controller.all_have_checked(now)
+        controller.are_all_loads_known(now) && controller.all_have_checked(now)
     }
 
     /// Ends a report interval. Returns the time until the next end.
@@ -395,14 +398,14 @@ impl ControllerState {
 
     /// Makes every service's table (`table_updates = "interval"`).
     fn make_all_tables(&self, now: Now) {
-        let since = std::mem::replace(&mut self.last_published().last_tick, now.monotonic);
+        let since = std::mem::replace(&mut self.last_published().last_tick_at, now.monotonic);
         let (tables, received) = {
             let mut controller = self.controller();
             let tables = controller.tick(now);
             let received: Vec<Duration> = controller.received_after(since).collect();
             (tables, received)
         };
-        self.post(&tables, received.into_iter());
+        self.publish_new_tables(&tables, received.into_iter());
     }
 
     /// Makes due tables, the longest due first, until none is due or the time `enough` has passed. Returns the
@@ -412,7 +415,10 @@ impl ControllerState {
         while begun.elapsed() < enough {
             let now = self.now();
             let Some(due) = self.controller().make_next_due_table(now) else { break };
-            self.post(&[due.new_table], due.trigger.is_load.then_some(due.trigger.received).into_iter());
+            self.publish_new_tables(
+                &[due.new_table],
+                due.trigger.is_load.then_some(due.trigger.received_at).into_iter(),
+            );
         }
         begun.elapsed()
     }
@@ -444,10 +450,10 @@ impl ControllerState {
 
     /// Returns whether tables are due and may be made.
     pub fn may_make_tables(&self) -> bool {
-        self.is_settled() && self.controller().is_due()
+        self.is_settled() && self.controller().has_due_table()
     }
 
-    fn post(&self, tables: &[NewTable], received: impl Iterator<Item = Duration>) {
+    fn publish_new_tables(&self, tables: &[NewTable], received: impl Iterator<Item = Duration>) {
         self.publisher.publish_tables(tables.iter().map(|new| (new.service, table::encode(new.service, &new.table))));
         let made = self.started.elapsed();
         let mut latencies = self.report_to_table_latency.lock();
@@ -479,7 +485,7 @@ impl ControllerState {
         let kept: HashSet<ServiceIndex> = fleet.services.iter().map(|service| service.index).collect();
         // No caller waits for the encoding, or for the drop of the old configuration.
         let alive = self.controller().live_load_balancers(now);
-        let configuration = fleet.for_load_balancers(|name| alive.contains(name));
+        let configuration = fleet.load_balancer_configuration(|name| alive.contains(name));
         let indexed = ServiceIndexes::of(&fleet);
         let old = self.controller().configure_indexed(fleet, indexed);
         drop(old);

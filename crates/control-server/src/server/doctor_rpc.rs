@@ -7,7 +7,7 @@ use super::controller_state::ControllerState;
 use coreward_fleet::fleet::{AdminState, FleetServer, FleetService};
 
 /// Returns the facts of the fleet that a machine's checks need.
-pub fn fleet(shared: &ControllerState) -> v1::FleetReply {
+pub fn fleet_reply(shared: &ControllerState) -> v1::FleetReply {
     let controller = shared.controller();
     let fleet = controller.fleet();
     let service = |service: &FleetService| v1::FleetService {

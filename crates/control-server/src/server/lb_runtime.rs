@@ -15,7 +15,7 @@ use tokio::task::JoinHandle;
 use tokio_stream::wrappers::ReceiverStream;
 use tokio_stream::{Stream, StreamExt as _};
 
-use super::{Service, builder, service};
+use super::{ControlService, builder, sized_control_service};
 use crate::server::leader_election::LeaderElection;
 
 const QUEUE_LENGTH: usize = 64;
@@ -36,7 +36,7 @@ impl LbRuntime {
             .build()
             .context("no thread for load balancers")?;
         let (connections, receiver) = mpsc::channel(QUEUE_LENGTH);
-        let server = builder().add_service(service(Service { election }));
+        let server = builder().add_service(sized_control_service(ControlService { election }));
         let serving = runtime.spawn(server.serve_with_incoming(ReceiverStream::new(receiver)));
         Ok(Self { runtime: Some(runtime), connections, server_task: serving })
     }

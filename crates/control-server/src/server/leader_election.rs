@@ -25,7 +25,7 @@ use super::controller_state::ControllerState;
 use crate::config::etcd::{EtcdConfig, EtcdTlsConfig};
 use coreward_listener::security::Security;
 use coreward_metrics::metrics;
-use coreward_metrics::table::Kind::{Counter, Gauge};
+use coreward_metrics::table::MetricKind::{Counter, Gauge};
 use coreward_metrics::table::{Component, Family, Histogram, family, histogram};
 use coreward_store::StoreError;
 
@@ -98,15 +98,15 @@ impl LeaderElection {
     }
 
     pub fn become_leader(&self, shared: Arc<ControllerState>) {
-        self.set(Role::Leader(shared));
+        self.set_role(Role::Leader(shared));
     }
 
     /// Records that another controller leads, or none.
     pub fn become_follower(&self, leader: Option<Leader>) {
-        self.set(Role::Follower(leader));
+        self.set_role(Role::Follower(leader));
     }
 
-    fn set(&self, role: Role) {
+    fn set_role(&self, role: Role) {
         *self.role.lock() = role;
     }
 
@@ -117,7 +117,7 @@ impl LeaderElection {
     /// Returns the leader's state. Fails on a follower: UNAVAILABLE, with the leader's address.
     pub fn leader_state(&self) -> Result<Arc<ControllerState>, Status> {
         match self.role() {
-            Role::Leader(shared) if shared.leads() => Ok(shared),
+            Role::Leader(shared) if shared.is_leading() => Ok(shared),
             Role::Leader(_) => Err(not_leading_status(None)),
             Role::Follower(leader) => Err(not_leading_status(leader)),
         }
@@ -228,14 +228,15 @@ pub async fn campaign(
 }
 
 pub fn candidate(config: &EtcdConfig) -> anyhow::Result<Candidate> {
-    let value = serde_json::to_string(&Leader { address: config.advertise, api: config.advertise_api.clone() })?;
-    Ok(Candidate { prefix: config.prefix.clone(), value, lease: config.lease })
+    let value =
+        serde_json::to_string(&Leader { address: config.advertised_address, api: config.advertised_api.clone() })?;
+    Ok(Candidate { prefix: config.prefix.clone(), value, lease_duration: config.lease_duration })
 }
 
 /// Returns the record of this controller for etcd. Must not be called from asynchronous code. Fails if etcd does not
 /// answer.
 pub fn describe_leader(config: &EtcdConfig) -> anyhow::Result<String> {
-    let cluster = cluster(config)?;
+    let cluster = connect_cluster(config)?;
     Ok(match cluster.block_on(candidate(config)?.read_leader(&cluster))? {
         LeaderState::Leader(value) => match serde_json::from_str::<Leader>(&value) {
             Ok(leader) => format!("controller {leader} leads"),
@@ -247,21 +248,21 @@ pub fn describe_leader(config: &EtcdConfig) -> anyhow::Result<String> {
 
 /// Returns the connection to etcd. Must not be called from asynchronous code. Fails if a file of `[etcd.tls]` is
 /// unusable.
-pub fn cluster(config: &EtcdConfig) -> anyhow::Result<Arc<Cluster>> {
-    let tls = config.tls.as_ref().map(tls).transpose()?;
+pub fn connect_cluster(config: &EtcdConfig) -> anyhow::Result<Arc<Cluster>> {
+    let tls = config.tls.as_ref().map(read_tls_options).transpose()?;
     Ok(Arc::new(Cluster::new(&config.endpoints, tls.as_ref())?))
 }
 
 /// Loads changed files of `[etcd.tls]`, forever. An unusable file changes nothing.
 pub async fn maintain_certificates(cluster: &Arc<Cluster>, config: &EtcdConfig) -> Infallible {
     let Some(files) = &config.tls else { return std::future::pending().await };
-    let own = files.own_certificate.iter().flat_map(|(certificate, key)| [certificate, key]);
+    let own = files.client_certificate_and_key.iter().flat_map(|(certificate, key)| [certificate, key]);
     let watcher = FileWatcher::of(std::iter::once(&files.ca).chain(own));
     loop {
         watcher.wait_for_change().await;
         watcher.record_modification_times();
-        let renewed = match tls(files) {
-            Ok(tls) => cluster.clone().renew(tls).await.map_err(anyhow::Error::from),
+        let renewed = match read_tls_options(files) {
+            Ok(tls) => cluster.clone().replace_certificates(tls).await.map_err(anyhow::Error::from),
             Err(error) => Err(error),
         };
         match renewed {
@@ -282,13 +283,13 @@ pub async fn maintain_certificates(cluster: &Arc<Cluster>, config: &EtcdConfig) 
     }
 }
 
-fn tls(files: &EtcdTlsConfig) -> anyhow::Result<TlsOptions> {
+fn read_tls_options(files: &EtcdTlsConfig) -> anyhow::Result<TlsOptions> {
     let read = |path: &std::path::Path| {
         let expected = || format!("{}: expected a readable file in PEM", path.display());
         std::fs::read(path).with_context(expected)
     };
     let mut options = TlsOptions::new().ca_certificate(Certificate::from_pem(read(&files.ca)?));
-    if let Some((certificate, key)) = &files.own_certificate {
+    if let Some((certificate, key)) = &files.client_certificate_and_key {
         let key = read_secret(key).map_err(anyhow::Error::msg)?;
         options = options.identity(Identity::from_pem(read(certificate)?, key));
     }

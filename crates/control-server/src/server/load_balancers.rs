@@ -16,16 +16,16 @@ use super::controller_state::ControllerState;
 use super::leader_election::not_leading_status;
 use super::rejection_status;
 use super::state_manager::Change;
-use super::update_publisher::{ConfigUpdate, Cursor, PendingUpdates};
+use super::update_publisher::{ConfigUpdate, PendingUpdates, UpdateCursor};
 use coreward_listener::security::AuthenticatedPeer;
 
-type Updates = mpsc::Sender<Result<v1::DataplaneUpdate, Status>>;
+type UpdateSender = mpsc::Sender<Result<v1::DataplaneUpdate, Status>>;
 
 pub async fn serve(
     shared: Arc<ControllerState>,
     peer: AuthenticatedPeer,
     mut messages: Streaming<v1::LoadBalancerMessage>,
-    updates: Updates,
+    updates: UpdateSender,
 ) {
     let (name, session) = match register(&shared, &peer, &mut messages).await {
         Ok(introduced) => introduced,
@@ -46,20 +46,20 @@ pub async fn serve(
         peer = %peer.caller,
         "the load balancer has registered with the controller"
     );
-    let answers = shared.sockets.register_load_balancer_session(session);
+    let answers = shared.socket_query_relay.register_load_balancer_session(session);
     tokio::select! {
         () = receive(&shared, &name, session, &mut messages) => {}
-        () = send_updates(&shared, Cursor::default(), answers, &updates) => {}
+        () = send_updates(&shared, UpdateCursor::default(), answers, &updates) => {}
         _ = shared.wait_until_deposed() => {
             let _ = updates.send(Err(not_leading_status(None))).await;
         }
     }
-    shared.sockets.forget_load_balancer_session(session);
+    shared.socket_query_relay.forget_load_balancer_session(session);
     shared.controller().table_acks.forget(session);
-    leave(&shared, name, session).await;
+    end_session(&shared, name, session).await;
 }
 
-async fn leave(shared: &ControllerState, name: String, session: u64) {
+async fn end_session(shared: &ControllerState, name: String, session: u64) {
     let now = shared.now();
     if shared.controller().load_balancers.disconnect(session, now) {
         tracing::info!(
@@ -91,8 +91,8 @@ async fn register(
     let session =
         shared.controller().register_load_balancer(&name, now).map_err(|refused| rejection_status(&refused))?;
     shared.controller().check_store_age(session, in_force);
-    if let Err(error) = shared.change(Change::Enrol { name: name.clone(), address }).await {
-        leave(shared, name, session).await;
+    if let Err(error) = shared.change(Change::RegisterLoadBalancer { name: name.clone(), address }).await {
+        end_session(shared, name, session).await;
         return Err(Status::unavailable(format!("{error:#}")));
     }
     Ok((name, session))
@@ -134,7 +134,7 @@ async fn receive(
             Some(Message::Traffic(traffic)) => {
                 let traffic = TrafficMessage::try_from(&traffic);
                 if let Some(traffic) = decoded_or_log("traffic-rejected", load_balancer, traffic) {
-                    shared.controller().load_balancer_traffic_received(session, &traffic, now);
+                    shared.controller().record_load_balancer_traffic(session, &traffic, now);
                     shared.on_inputs_changed();
                 }
             }
@@ -178,23 +178,23 @@ fn relay_query(shared: &ControllerState, session: u64, query: SocketQuery) {
     let agent = shared.controller().agent_session(query.server);
     let query = SocketQuery { load_balancer_session: session, ..query };
     match agent {
-        Some(agent) => shared.sockets.relay_query(agent, query),
-        None => shared.sockets.reply(query.absent_answer()),
+        Some(agent) => shared.socket_query_relay.relay_query(agent, query),
+        None => shared.socket_query_relay.send_answer(query.absent_answer()),
     }
 }
 
 /// Sends the newest configuration, then the newest tables, after each update. A slow receiver skips tables.
 async fn send_updates(
     shared: &ControllerState,
-    mut cursor: Cursor,
+    mut cursor: UpdateCursor,
     mut answers: mpsc::Receiver<SocketAnswer>,
-    updates: &Updates,
+    updates: &UpdateSender,
 ) {
     use v1::dataplane_update::Update;
     let send = async |update: Update| {
-        shared.leads() && updates.send(Ok(v1::DataplaneUpdate { update: Some(update) })).await.is_ok()
+        shared.is_leading() && updates.send(Ok(v1::DataplaneUpdate { update: Some(update) })).await.is_ok()
     };
-    let mut changes = shared.publisher.changes();
+    let mut changes = shared.publisher.subscribe();
     changes.mark_changed();
     loop {
         tokio::select! {
@@ -207,7 +207,7 @@ async fn send_updates(
                 if !shared.controller().fleet().has_document() {
                     continue;
                 }
-                let PendingUpdates { configuration, tables } = shared.publisher.pending(&mut cursor);
+                let PendingUpdates { configuration, tables } = shared.publisher.take_pending_updates(&mut cursor);
                 let configuration = configuration.into_iter().map(|update| match update {
                     ConfigUpdate::Whole(configuration) => Update::Configuration(configuration),
                     ConfigUpdate::Change(change) => Update::Change(change),

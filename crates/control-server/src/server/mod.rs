@@ -39,7 +39,7 @@ use coreward_listener::message_size::SizedControl;
 use coreward_listener::security::{AuthenticatedPeer, Security};
 use coreward_rpc::v1::control_server::Control;
 use coreward_tls::verify::RevocationList;
-use coreward_tls::{Limits, Role};
+use coreward_tls::{AcceptorLimits, Role};
 use coreward_wire::{TERM_HEADER, v1};
 use futures_util::future::BoxFuture;
 use tokio::net::TcpListener;
@@ -75,7 +75,7 @@ const CAMPAIGN_PAUSE: Duration = Duration::from_secs(1);
 const MAX_UNCONFIRMED_TABLES: usize = 4;
 /// Number of tasks after which tokio polls I/O and timers. A rack's message takes up to some hundred microseconds, so
 /// tokio's default of 61 tasks would be 10 ms.
-const EVENT_INTERVAL: u32 = 7;
+const TOKIO_EVENT_INTERVAL: u32 = 7;
 /// Interval of checks for ids of former servers that may be reused.
 const RETIRE_INTERVAL: Duration = Duration::from_secs(60);
 /// Interval of checks for moved buckets and for the next step of a rotation.
@@ -89,7 +89,7 @@ pub fn run(config: &Path) -> anyhow::Result<()> {
     // first, a current-thread runtime the oldest. So a due table does not wait for the reports of a thousand agents.
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(1)
-        .event_interval(EVENT_INTERVAL)
+        .event_interval(TOKIO_EVENT_INTERVAL)
         .enable_all()
         .build()?;
     let config = config.to_owned();
@@ -97,7 +97,7 @@ pub fn run(config: &Path) -> anyhow::Result<()> {
 }
 
 async fn lead_and_serve(config: PathBuf) -> anyhow::Result<()> {
-    let server = Server::bind(&config).await?;
+    let server = ControllerServer::bind(&config).await?;
     tracing::info!(
         event = "listening",
         address = %server.address(),
@@ -110,14 +110,14 @@ async fn lead_and_serve(config: PathBuf) -> anyhow::Result<()> {
     outcome
 }
 
-pub struct Server {
+pub struct ControllerServer {
     path: PathBuf,
     config: ControllerConfig,
     store: OpenedStore,
     election: Arc<LeaderElection>,
     listener: TcpListener,
     address: SocketAddr,
-    api: Listener,
+    api_listener: Listener,
     tokens: Arc<Tokens>,
     hangups: HangupSignals,
 }
@@ -130,11 +130,11 @@ struct HangupSignals {
 
 enum OpenedStore {
     /// The store of the only controller.
-    Own(Box<StateManager>),
+    Embedded(Box<StateManager>),
     Etcd(Arc<Cluster>, EtcdConfig),
 }
 
-impl Server {
+impl ControllerServer {
     /// Reads the file, opens the store and binds the addresses. Boxed: callers need not compile the server.
     pub fn bind(path: &Path) -> BoxFuture<'_, anyhow::Result<Self>> {
         Box::pin(Self::open(path))
@@ -144,9 +144,10 @@ impl Server {
         // Watches before the files are read, so that later changes are not missed.
         let hangups = HangupSignals { files: signal(SignalKind::hangup())?, tokens: signal(SignalKind::hangup())? };
         let file = path.to_owned();
-        let (config, store, security) = tokio::task::spawn_blocking(move || open(&file)).await??;
+        let (config, store, security) =
+            tokio::task::spawn_blocking(move || load_config_and_open_store(&file)).await??;
         let cluster = match &store {
-            OpenedStore::Own(_) => None,
+            OpenedStore::Embedded(_) => None,
             OpenedStore::Etcd(cluster, _) => Some(cluster.clone()),
         };
         let expected = "expected a free port and an address of this host (`listen`)";
@@ -157,7 +158,17 @@ impl Server {
         let api = Listener::bind(config.api)?;
         let tokens = Arc::new(Tokens::open(&config.token_directory)?);
         let election = Arc::new(LeaderElection::new(cluster, security));
-        Ok(Self { path: path.to_owned(), config, store, election, listener, address, api, tokens, hangups })
+        Ok(Self {
+            path: path.to_owned(),
+            config,
+            store,
+            election,
+            listener,
+            address,
+            api_listener: api,
+            tokens,
+            hangups,
+        })
     }
 
     /// Returns the listening address, with the port that the system chose for port 0.
@@ -170,7 +181,7 @@ impl Server {
     }
 
     pub fn api_address(&self) -> SocketAddr {
-        self.api.address()
+        self.api_listener.address()
     }
 
     /// Serves forever. Fails when the listening socket fails.
@@ -184,18 +195,19 @@ impl Server {
         metrics_endpoint::serve(self.config.metrics, || lower_thread_priority("metrics"), move || asked.metrics())?;
         // Before the first request: a script that starts a single controller may query it at once.
         let mode = match self.store {
-            OpenedStore::Own(manager) => {
+            OpenedStore::Embedded(manager) => {
                 LeadershipMode::Permanent(Box::new(Term::start(*manager, &self.election, None)))
             }
             OpenedStore::Etcd(cluster, etcd) => LeadershipMode::Elected(cluster, etcd),
         };
         let api_acceptor = self.election.security.api_acceptor(self.config.api);
         let HangupSignals { mut files, tokens } = self.hangups;
-        let _api = api::serve(self.api, api_acceptor.clone(), self.election.clone(), self.tokens, tokens)?;
+        let _api = api::serve(self.api_listener, api_acceptor.clone(), self.election.clone(), self.tokens, tokens)?;
         let mut load_balancers = LbRuntime::start(self.election.clone())?;
-        let admitted = self.election.security.grpc_acceptor(STREAM_ROLES, Limits::default()).admit(self.listener);
+        let admitted =
+            self.election.security.grpc_acceptor(STREAM_ROLES, AcceptorLimits::default()).admit(self.listener);
         let others = builder()
-            .add_service(service(Service { election: self.election.clone() }))
+            .add_service(sized_control_service(ControlService { election: self.election.clone() }))
             .serve_with_incoming(load_balancers.split_off(admitted));
         let work = async {
             match mode {
@@ -229,15 +241,15 @@ enum LeadershipMode {
 }
 
 /// Reads the file and opens the store. Must not be called from asynchronous code.
-fn open(path: &Path) -> anyhow::Result<(ControllerConfig, OpenedStore, Security)> {
+fn load_config_and_open_store(path: &Path) -> anyhow::Result<(ControllerConfig, OpenedStore, Security)> {
     let config = ControllerConfig::load(path)?;
     let security = Security::of(&config.listener_config())?;
     let store = match &config.store {
         StoreLocation::Embedded(file) => {
             let store = || Ok(Store::Embedded(EmbeddedStore::open(file)?));
-            OpenedStore::Own(Box::new(StateManager::open(path, config.clone(), security.revoked.clone(), store)?))
+            OpenedStore::Embedded(Box::new(StateManager::open(path, config.clone(), security.revoked.clone(), store)?))
         }
-        StoreLocation::Etcd(etcd) => OpenedStore::Etcd(leader_election::cluster(etcd)?, etcd.clone()),
+        StoreLocation::Etcd(etcd) => OpenedStore::Etcd(leader_election::connect_cluster(etcd)?, etcd.clone()),
     };
     Ok((config, store, security))
 }
@@ -317,7 +329,7 @@ async fn update_revocations(hangup: &mut Signal, path: &Path, revoked: &Revocati
 struct Term {
     manager: StateManager,
     shared: Arc<ControllerState>,
-    changes: mpsc::Receiver<ChangeRequest>,
+    change_requests: mpsc::Receiver<ChangeRequest>,
 }
 
 impl Term {
@@ -327,12 +339,12 @@ impl Term {
             ControllerState::new(Controller::new(manager.fleet()), (manager.clock(), manager.counts()), leadership);
         let shared = Arc::new(shared);
         election.become_leader(shared.clone());
-        Self { manager, shared, changes }
+        Self { manager, shared, change_requests: changes }
     }
 
     /// Makes tables, applies changes and answers requests, forever.
     async fn lead(self, hangup: &mut Signal) -> anyhow::Result<()> {
-        let Self { manager, shared, changes } = self;
+        let Self { manager, shared, change_requests: changes } = self;
         tokio::select! {
             () = make_tables(&shared, manager.has_predecessor()) => Ok(()),
             outcome = process_changes(manager, &shared, changes, hangup) => outcome,
@@ -352,7 +364,7 @@ async fn process_changes(
     loop {
         let (change, waiting) = tokio::select! {
             _ = hangup.recv() => (ChangeRequest::without_reply(Change::Reload, Author::signal()), false),
-            _ = retire.tick() => (ChangeRequest::without_reply(Change::Retire, Author::controller()), false),
+            _ = retire.tick() => (ChangeRequest::without_reply(Change::RetireExpiredIds, Author::controller()), false),
             Some(change) = changes.recv() => (change, true),
         };
         let ChangeRequest { change, author, reply: done } = change;
@@ -391,7 +403,7 @@ pub(crate) async fn apply_change(
     {
         return Ok((manager, Err(refused.into())));
     }
-    if let Change::Forget(name) = &change
+    if let Change::ForgetLoadBalancer(name) = &change
         && shared.controller().load_balancers.is_connected(name)
     {
         return Ok((manager, Err(ForgetError::Connected(name.clone()).into())));
@@ -430,7 +442,7 @@ async fn maintenance_loop(shared: &ControllerState) {
         let step = shared.controller().due_key_step(now);
         match step {
             Ok(None) => not_rotated = None,
-            Ok(Some(step)) => take_key_step(shared, step).await,
+            Ok(Some(step)) => request_key_step(shared, step).await,
             Err(reason) => {
                 if not_rotated.as_ref() != Some(&reason) {
                     tracing::warn!(
@@ -451,7 +463,7 @@ async fn store_changed_histories(shared: &ControllerState) {
         return;
     }
     let services = histories.iter().map(|(name, _)| name.as_str()).collect::<Vec<_>>().join(",");
-    if let Err(error) = shared.change(Change::Buckets(histories)).await {
+    if let Err(error) = shared.change(Change::StoreBucketHistories(histories)).await {
         tracing::warn!(
             event = "buckets-not-stored",
             services,
@@ -461,8 +473,8 @@ async fn store_changed_histories(shared: &ControllerState) {
     }
 }
 
-async fn take_key_step(shared: &ControllerState, step: KeyStep) {
-    match shared.change(Change::Keys(step)).await {
+async fn request_key_step(shared: &ControllerState, step: KeyStep) {
+    match shared.change(Change::TakeKeyStep(step)).await {
         Ok(_) => tracing::info!(
             event = "key-step",
             step = step.describe(),
@@ -506,15 +518,15 @@ fn stream_response<T: Send + 'static>(
     response
 }
 
-struct Service {
+struct ControlService {
     election: Arc<LeaderElection>,
 }
 
-fn service(service: Service) -> SizedControl<Service> {
+fn sized_control_service(service: ControlService) -> SizedControl<ControlService> {
     SizedControl::new(service)
 }
 
-impl Service {
+impl ControlService {
     /// Returns the authenticated peer. Fails if it has none of the roles.
     fn peer<T>(&self, request: &Request<T>, roles: &[Role]) -> Result<AuthenticatedPeer, Status> {
         let peer = AuthenticatedPeer::of(request, &self.election.security)?;
@@ -524,7 +536,7 @@ impl Service {
 }
 
 #[tonic::async_trait]
-impl Control for Service {
+impl Control for ControlService {
     async fn agent(
         &self,
         request: Request<Streaming<v1::AgentMessage>>,
@@ -564,6 +576,6 @@ impl Control for Service {
 
     async fn fleet(&self, request: Request<v1::FleetRequest>) -> Result<Response<v1::FleetReply>, Status> {
         self.peer(&request, STREAM_ROLES)?;
-        Ok(Response::new(doctor_rpc::fleet(&*self.election.leader_state()?)))
+        Ok(Response::new(doctor_rpc::fleet_reply(&*self.election.leader_state()?)))
     }
 }

@@ -19,9 +19,9 @@ use coreward_controller::racks::RackRelay;
 use coreward_controller::rejection::Rejection;
 use coreward_listener::security::AuthenticatedPeer;
 
-type Updates = mpsc::Sender<Result<v1::RackUpdate, Status>>;
+type UpdateSender = mpsc::Sender<Result<v1::RackUpdate, Status>>;
 /// Queue of an agent's messages to its task.
-type AgentMessages = mpsc::Sender<Result<v1::AgentMessage, Status>>;
+type AgentMessageSender = mpsc::Sender<Result<v1::AgentMessage, Status>>;
 
 /// Limit of waiting messages of one agent. The rack's stream waits when the queue is full.
 const MAX_QUEUED_MESSAGES: usize = 4;
@@ -32,7 +32,7 @@ pub async fn serve(
     shared: Arc<ControllerState>,
     peer: AuthenticatedPeer,
     mut messages: Streaming<v1::RackMessage>,
-    updates: Updates,
+    updates: UpdateSender,
 ) {
     let (name, session) = match register(&shared, &peer, &mut messages).await {
         Ok(introduced) => introduced,
@@ -63,7 +63,7 @@ pub async fn serve(
             let _ = updates.send(Err(not_leading_status(None))).await;
         }
     }
-    shared.controller().rack_disconnected(session);
+    shared.controller().disconnect_rack(session);
     tracing::info!(event = "rack-disconnected", rack = name, "the rack controller's stream has ended");
 }
 
@@ -90,13 +90,13 @@ async fn receive_messages(
     name: &str,
     session: u64,
     messages: &mut Streaming<v1::RackMessage>,
-    updates: &Updates,
+    updates: &UpdateSender,
 ) {
-    let mut served: HashMap<u64, AgentMessages> = HashMap::new();
+    let mut served: HashMap<u64, AgentMessageSender> = HashMap::new();
     let mut newest_refusal = None;
     while let Ok(Some(message)) = messages.message().await {
         let now = shared.now();
-        shared.controller().rack_message_received(session, now);
+        shared.controller().record_rack_message(session, now);
         for v1::FromAgent { stream, message } in message.agents {
             match message {
                 None => drop(served.remove(&stream)),
@@ -108,7 +108,7 @@ async fn receive_messages(
                         let _ = updates.send(Err(too_many_agents_status(name, stream))).await;
                         return;
                     }
-                    let relay = RackRelay { rack: session, name: name.into(), stream };
+                    let relay = RackRelay { rack_session: session, name: name.into(), stream };
                     let agent = served.entry(stream).or_insert_with(|| start(shared, relay, updates.clone()));
                     // If the agent's task has ended, the rack has the reason already.
                     let _ = agent.send(Ok(message)).await;
@@ -146,7 +146,7 @@ fn too_many_agents_status(rack: &str, stream: u64) -> Status {
     Status::resource_exhausted(error)
 }
 
-fn start(shared: &Arc<ControllerState>, relay: RackRelay, updates: Updates) -> AgentMessages {
+fn start(shared: &Arc<ControllerState>, relay: RackRelay, updates: UpdateSender) -> AgentMessageSender {
     let (printed, messages) = mpsc::channel(MAX_QUEUED_MESSAGES);
     let (answers, mut to_agent) = mpsc::channel(1);
     let stream = relay.stream;
@@ -171,11 +171,11 @@ fn start(shared: &Arc<ControllerState>, relay: RackRelay, updates: Updates) -> A
 
 /// Sends the rack's configuration after changes, checked once per report interval. Ends when the rack disconnects, or
 /// returns the reason to end its stream.
-async fn send_updates(shared: &ControllerState, session: u64, updates: &Updates) -> Option<Rejection> {
+async fn send_updates(shared: &ControllerState, session: u64, updates: &UpdateSender) -> Option<Rejection> {
     let (mut reported, mut considered) = (None, None);
     loop {
         let now = shared.now();
-        let changes = shared.controller().rack_changes(session);
+        let changes = shared.controller().rack_config_version(session);
         if considered.replace(changes) != Some(changes) {
             let configuration = match shared.controller().rack_configuration(session, now) {
                 Ok(configuration) => configuration?,
@@ -183,7 +183,7 @@ async fn send_updates(shared: &ControllerState, session: u64, updates: &Updates)
             };
             if reported.as_ref() != Some(&configuration) {
                 let update = v1::rack_update::Update::Configuration((&configuration).into());
-                if !shared.leads() || updates.send(Ok(v1::RackUpdate { update: Some(update) })).await.is_err() {
+                if !shared.is_leading() || updates.send(Ok(v1::RackUpdate { update: Some(update) })).await.is_err() {
                     return None;
                 }
                 reported = Some(configuration);

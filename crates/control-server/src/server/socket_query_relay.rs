@@ -66,14 +66,14 @@ impl SocketQueryRelay {
     }
 
     /// Relays an answer; returns false if the query is not open.
-    pub fn answer(&self, agent: u64, answer: SocketAnswer) -> bool {
+    pub fn relay_answer(&self, agent: u64, answer: SocketAnswer) -> bool {
         let question = (answer.load_balancer_session, answer.number);
         let was_asked = locked(&self.agents).get_mut(&agent).is_some_and(|asked| {
             let position = asked.open_queries.iter().position(|open| *open == question);
             position.and_then(|position| asked.open_queries.remove(position)).is_some()
         });
         if was_asked {
-            self.reply(answer);
+            self.send_answer(answer);
         } else {
             tracing::debug!(
                 event = "answer-unexpected",
@@ -86,7 +86,7 @@ impl SocketQueryRelay {
     }
 
     /// Sends an answer to the load balancer, if it is connected and reads.
-    pub fn reply(&self, answer: SocketAnswer) {
+    pub fn send_answer(&self, answer: SocketAnswer) {
         if let Some(sender) = locked(&self.load_balancers).get(&answer.load_balancer_session) {
             let _ = sender.try_send(answer);
         }
@@ -113,12 +113,12 @@ mod tests {
         let mut answers = sockets.register_load_balancer_session(7);
         sockets.relay_query(1, query(7, 5));
         let asked = own.try_recv().unwrap();
-        sockets.answer(2, asked.answer(vec![false]));
-        sockets.answer(1, query(7, 6).answer(vec![false]));
+        sockets.relay_answer(2, asked.answer(vec![false]));
+        sockets.relay_answer(1, query(7, 6).answer(vec![false]));
         assert!(answers.try_recv().is_err(), "it was not asked that");
-        sockets.answer(1, asked.answer(vec![true]));
+        sockets.relay_answer(1, asked.answer(vec![true]));
         assert_eq!(answers.try_recv().unwrap().is_open, [true]);
-        sockets.answer(1, asked.answer(vec![false]));
+        sockets.relay_answer(1, asked.answer(vec![false]));
         assert!(answers.try_recv().is_err(), "it has answered");
     }
 
@@ -130,9 +130,9 @@ mod tests {
             sockets.relay_query(1, query(7, number));
             questions.try_recv().unwrap();
         }
-        sockets.answer(1, query(7, 0).answer(vec![false]));
+        sockets.relay_answer(1, query(7, 0).answer(vec![false]));
         assert!(answers.try_recv().is_err());
-        sockets.answer(1, query(7, 1).answer(vec![false]));
+        sockets.relay_answer(1, query(7, 1).answer(vec![false]));
         assert!(answers.try_recv().is_ok());
     }
 }

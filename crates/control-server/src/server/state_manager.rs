@@ -24,7 +24,7 @@ use coreward_fleet::fleet::Fleet;
 use coreward_fleet::key_ring::KeyPhase;
 use coreward_fleet::records::{Document, DrainRecord, Records};
 use coreward_metrics::metrics;
-use coreward_metrics::table::Kind::{Counter, Gauge};
+use coreward_metrics::table::MetricKind::{Counter, Gauge};
 use coreward_metrics::table::{Component, Family, family};
 use coreward_store::{Store, StoreError};
 
@@ -57,12 +57,12 @@ pub struct StateManager {
     clock: RecordClock,
     has_predecessor: bool,
     revoked: RevocationList,
-    counts: Arc<Counts>,
+    state_counters: Arc<StateCounters>,
 }
 
 /// Counters of configuration and store.
 #[derive(Debug)]
-pub struct Counts {
+pub struct StateCounters {
     /// Whether the last write succeeded.
     pub is_writable: AtomicBool,
     pub writes: AtomicU64,
@@ -74,7 +74,7 @@ pub struct Counts {
     pub is_file_refused: AtomicBool,
 }
 
-impl Default for Counts {
+impl Default for StateCounters {
     fn default() -> Self {
         let [writes, failed_writes, reloads, failed_reloads] = Default::default();
         let (is_writable, file_refused) = (AtomicBool::new(true), AtomicBool::new(false));
@@ -82,7 +82,7 @@ impl Default for Counts {
     }
 }
 
-impl Counts {
+impl StateCounters {
     pub fn warnings(&self) -> Vec<String> {
         let mut warnings = Vec::new();
         if !self.is_writable.load(Ordering::Relaxed) {
@@ -115,10 +115,10 @@ impl Counts {
 
 pub enum Change {
     Reload,
-    Apply(Box<DocumentRequest>),
+    ApplyDocument(Box<DocumentRequest>),
     /// Retire ids after time has passed.
-    Retire,
-    Enrol {
+    RetireExpiredIds,
+    RegisterLoadBalancer {
         name: String,
         /// Address for other load balancers.
         address: Option<IpAddr>,
@@ -131,9 +131,9 @@ pub enum Change {
     /// Undrain the server of this name.
     Undrain(String),
     /// Forget the load balancer of this name.
-    Forget(String),
-    Keys(KeyStep),
-    Buckets(Vec<(String, BucketHistory)>),
+    ForgetLoadBalancer(String),
+    TakeKeyStep(KeyStep),
+    StoreBucketHistories(Vec<(String, BucketHistory)>),
 }
 
 pub struct DocumentRequest {
@@ -160,7 +160,7 @@ pub enum ApplyError {
 }
 
 /// Returns the operating system's generator of secrets.
-fn random() -> UnwrapErr<SysRng> {
+fn system_rng() -> UnwrapErr<SysRng> {
     UnwrapErr(SysRng)
 }
 
@@ -181,7 +181,7 @@ impl StateManager {
         let store = open()?;
         let stored = store.load()?;
         let has_predecessor = stored.is_some();
-        let clock = RecordClock::from(stored.as_ref().and_then(|records| records.clock));
+        let clock = RecordClock::from(stored.as_ref().and_then(|records| records.last_write_at));
         let (fleet, records, refused) = match (start(file, stored.as_ref(), clock.now()), &stored) {
             (Ok((fleet, records)), _) => (fleet, records, false),
             // A mistake made in the file while a controller ran does not prevent the next start.
@@ -199,10 +199,19 @@ impl StateManager {
             (Err(error), _) => return Err(error),
         };
         revoked.set(config.revoked_certificates.iter().copied());
-        let counts = Arc::new(Counts::default());
+        let counts = Arc::new(StateCounters::default());
         counts.is_file_refused.store(refused, Ordering::Relaxed);
-        let mut manager =
-            Self { path: path.to_owned(), config, fleet, records, store, clock, has_predecessor, revoked, counts };
+        let mut manager = Self {
+            path: path.to_owned(),
+            config,
+            fleet,
+            records,
+            store,
+            clock,
+            has_predecessor,
+            revoked,
+            state_counters: counts,
+        };
         match (manager.save(&manager.records.clone()), stored) {
             (Ok(()), _) => {}
             // With a full disk a controller continues from the records, without changes.
@@ -227,16 +236,16 @@ impl StateManager {
         &self.path
     }
 
-    pub fn counts(&self) -> Arc<Counts> {
-        self.counts.clone()
+    pub fn counts(&self) -> Arc<StateCounters> {
+        self.state_counters.clone()
     }
 
     fn save(&mut self, records: &Records) -> Result<(), StoreError> {
         let outcome = self.store.save(records);
-        let was_writable = self.counts.is_writable.swap(outcome.is_ok(), Ordering::Relaxed);
+        let was_writable = self.state_counters.is_writable.swap(outcome.is_ok(), Ordering::Relaxed);
         match &outcome {
             Ok(()) => {
-                self.counts.writes.fetch_add(1, Ordering::Relaxed);
+                self.state_counters.writes.fetch_add(1, Ordering::Relaxed);
                 if !was_writable {
                     tracing::info!(
                         event = "store-writable",
@@ -244,7 +253,7 @@ impl StateManager {
                     );
                 }
             }
-            Err(_) => drop(self.counts.failed_writes.fetch_add(1, Ordering::Relaxed)),
+            Err(_) => drop(self.state_counters.failed_writes.fetch_add(1, Ordering::Relaxed)),
         }
         outcome
     }
@@ -275,22 +284,25 @@ impl StateManager {
         match change {
             Change::Reload => {
                 let outcome = self.reload(author);
-                let count = if outcome.is_ok() { &self.counts.reloads } else { &self.counts.failed_reloads };
+                let count =
+                    if outcome.is_ok() { &self.state_counters.reloads } else { &self.state_counters.failed_reloads };
                 count.fetch_add(1, Ordering::Relaxed);
-                self.counts.is_file_refused.store(outcome.is_err(), Ordering::Relaxed);
+                self.state_counters.is_file_refused.store(outcome.is_err(), Ordering::Relaxed);
                 outcome.map(Some)
             }
-            Change::Apply(request) => self.apply(*request, author),
-            Change::Retire => {
+            Change::ApplyDocument(request) => self.apply(*request, author),
+            Change::RetireExpiredIds => {
                 let max_connection_lifetime = self.fleet.max_connection_lifetime;
-                self.change(|records| {
+                self.change_records(|records| {
                     // A crash loses at most the time between two writes of the clock.
-                    records.clock = Some(whole_seconds(now));
-                    records.retire(max_connection_lifetime, now)
+                    records.last_write_at = Some(whole_seconds(now));
+                    records.remove_expired(max_connection_lifetime, now)
                 })
             }
-            Change::Enrol { name, address } => self.change(|records| records.register_load_balancer(&name, address)),
-            Change::RecordDisconnect { name } => self.change(|records| {
+            Change::RegisterLoadBalancer { name, address } => {
+                self.change_records(|records| records.register_load_balancer(&name, address))
+            }
+            Change::RecordDisconnect { name } => self.change_records(|records| {
                 records.record_disconnect(&name, now);
                 false
             }),
@@ -305,23 +317,23 @@ impl StateManager {
                 drains::find_server(&self.fleet(), &server)?;
                 self.apply_audited(author, ("undrain", &server), |records| records.undrain(&server))
             }
-            Change::Forget(name) => {
+            Change::ForgetLoadBalancer(name) => {
                 let known = self.records.load_balancers.contains_key(&name);
                 anyhow::ensure!(known, ForgetError::Unknown(name));
-                self.apply_audited(author, ("forget", &name), |records| records.forget(&name))
+                self.apply_audited(author, ("forget", &name), |records| records.forget_load_balancer(&name))
             }
-            Change::Keys(step) => self.apply_audited(author, ("rotate-keys", ""), |records| {
+            Change::TakeKeyStep(step) => self.apply_audited(author, ("rotate-keys", ""), |records| {
                 let generation = records.generation + 1;
                 match step {
-                    KeyStep::Announce { forced } => records.key_ring.announce(forced, generation, &mut random()),
+                    KeyStep::Announce { forced } => records.key_ring.announce(forced, generation, &mut system_rng()),
                     KeyStep::Switch => records.key_ring.switch(now, generation),
                 }
                 true
             }),
-            Change::Buckets(histories) => self.change(|records| {
+            Change::StoreBucketHistories(histories) => self.change_records(|records| {
                 for (name, history) in histories {
                     if let Some(service) = records.services.get_mut(&name) {
-                        service.buckets = history;
+                        service.bucket_history = history;
                     }
                 }
                 false
@@ -336,7 +348,7 @@ impl StateManager {
         (action, target): (&'static str, &str),
         change: impl FnOnce(&mut Records) -> bool,
     ) -> anyhow::Result<Option<Fleet>> {
-        self.change(|records| {
+        self.change_records(|records| {
             let before = describe_subject(records, action, target);
             let is_new = change(records);
             if is_new {
@@ -349,12 +361,12 @@ impl StateManager {
     }
 
     /// Changes the records. `change` returns whether the configuration changes, too.
-    fn change(&mut self, change: impl FnOnce(&mut Records) -> bool) -> anyhow::Result<Option<Fleet>> {
+    fn change_records(&mut self, change: impl FnOnce(&mut Records) -> bool) -> anyhow::Result<Option<Fleet>> {
         let mut records = self.records.clone();
         let is_new = change(&mut records);
         records.generation += u64::from(is_new);
         if records != self.records {
-            records.clock = Some(whole_seconds(self.clock.now()));
+            records.last_write_at = Some(whole_seconds(self.clock.now()));
             match self.save(&records) {
                 Ok(()) => {}
                 // Connections are not part of the configuration and are written with the next change. A load balancer
@@ -385,12 +397,12 @@ impl StateManager {
         let fleet = request.fleet.map_err(ApplyError::Invalid)?;
         let mut records = self.records.clone();
         let now = self.clock.now();
-        records.apply(&fleet, now, &mut random()).map_err(ApplyError::Invalid)?;
-        records.clock = Some(whole_seconds(now));
+        records.apply(&fleet, now, &mut system_rng()).map_err(ApplyError::Invalid)?;
+        records.last_write_at = Some(whole_seconds(now));
         if request.dry_run {
             return Ok(None);
         }
-        note_document(&mut records, &self.records, ("apply", author), &request.changes);
+        audit_document_change(&mut records, &self.records, ("apply", author), &request.changes);
         self.save(&records).context("the fleet is not on record, and not in force")?;
         (self.fleet, self.records) = (fleet, records);
         Ok(Some(self.fleet()))
@@ -406,15 +418,15 @@ impl StateManager {
         };
         let mut records = self.records.clone();
         let now = self.clock.now();
-        records.apply(&fleet, now, &mut random())?;
-        records.clock = Some(whole_seconds(now));
+        records.apply(&fleet, now, &mut system_rng())?;
+        records.last_write_at = Some(whole_seconds(now));
         if records.document.generation != self.records.document.generation {
             let before = Source::from_text("the fleet in force", &self.records.document.text);
             let changes: Vec<String> = difference(&before, fleet.source()).iter().map(ToString::to_string).collect();
-            note_document(&mut records, &self.records, ("reload", author), &changes);
+            audit_document_change(&mut records, &self.records, ("reload", author), &changes);
         }
         self.save(&records)?;
-        for key in self.config.restart_keys(&config) {
+        for key in self.config.keys_needing_restart(&config) {
             tracing::warn!(
                 event = "restart-required",
                 file = %self.path.display(),
@@ -433,22 +445,22 @@ fn start(
     stored: Option<&Records>,
     now: Duration,
 ) -> anyhow::Result<(FleetConfig, Records)> {
-    let mut records = stored.cloned().unwrap_or_else(|| Records::generate(now, &mut random()));
+    let mut records = stored.cloned().unwrap_or_else(|| Records::generate(now, &mut system_rng()));
     let fleet = match file? {
         Some(fleet) => fleet,
         None => parse_stored_document(&records.document)
             .context("the fleet that was applied last cannot be read any more")?,
     };
-    records.apply(&fleet, now, &mut random())?;
+    records.apply(&fleet, now, &mut system_rng())?;
     // Peers that do not return count as disconnected from now on.
     let names: Vec<String> = records.load_balancers.keys().cloned().collect();
     names.iter().for_each(|name| records.record_disconnect(name, now));
-    records.clock = Some(whole_seconds(now));
+    records.last_write_at = Some(whole_seconds(now));
     Ok((fleet, records))
 }
 
 /// Adds an audit entry for a new fleet document.
-fn note_document(
+fn audit_document_change(
     records: &mut Records,
     before: &Records,
     (action, author): (&'static str, &Author),
@@ -476,7 +488,7 @@ fn describe_subject(records: &Records, action: &str, target: &str) -> String {
             Some(Some(owner)) => format!("number {}", owner.get()),
         };
     }
-    let mut servers = records.servers.values().filter(|server| server.in_file);
+    let mut servers = records.servers.values().filter(|server| server.is_in_document);
     match servers.find(|server| server.name == target).and_then(|server| server.drain.as_ref()) {
         None => "not drained".to_owned(),
         Some(DrainRecord { services: None, .. }) => "drained".to_owned(),

@@ -11,11 +11,11 @@ use tokio::sync::watch;
 
 /// The newest configuration and the newest table of each service.
 pub struct UpdatePublisher {
-    snapshot: Mutex<Snapshot>,
-    changes: watch::Sender<u64>,
+    snapshot: Mutex<PublishedState>,
+    newest_update_sender: watch::Sender<u64>,
 }
 
-struct Snapshot {
+struct PublishedState {
     configuration: PublishedConfiguration,
     newest_update: u64,
     tables: HashMap<ServiceIndex, (u64, Bytes)>,
@@ -25,11 +25,11 @@ struct Snapshot {
 
 struct PublishedConfiguration {
     fleet: FleetConfiguration,
-    number: u64,
+    update_number: u64,
     /// Full configuration, encoded when a session first needs it.
     encoded: OnceLock<Bytes>,
     /// Number of the previous update, and the changes since that update.
-    change: Option<(u64, Bytes)>,
+    change_since_update: Option<(u64, Bytes)>,
 }
 
 /// Updates that a session has not received yet.
@@ -50,21 +50,21 @@ pub enum ConfigUpdate {
 
 /// Position of a session in the updates.
 #[derive(Debug, Default)]
-pub struct Cursor {
+pub struct UpdateCursor {
     newest_update: u64,
-    configuration: u64,
+    configuration_number: u64,
 }
 
 impl PublishedConfiguration {
     fn new(fleet: FleetConfiguration, number: u64, change: Option<(u64, Bytes)>) -> Self {
-        Self { fleet, number, encoded: OnceLock::new(), change }
+        Self { fleet, update_number: number, encoded: OnceLock::new(), change_since_update: change }
     }
 
     /// Returns the configuration update for a session at that cursor.
     fn update_since(&self, cursor: u64) -> ConfigUpdate {
-        match &self.change {
+        match &self.change_since_update {
             Some((base, change)) if *base == cursor => ConfigUpdate::Change(change.clone()),
-            _ => ConfigUpdate::Whole(self.encoded.get_or_init(|| self.fleet.encode(self.number)).clone()),
+            _ => ConfigUpdate::Whole(self.encoded.get_or_init(|| self.fleet.encode(self.update_number)).clone()),
         }
     }
 }
@@ -72,17 +72,21 @@ impl PublishedConfiguration {
 impl UpdatePublisher {
     pub fn new(configuration: FleetConfiguration) -> Self {
         let configuration = PublishedConfiguration::new(configuration, 1, None);
-        let snapshot =
-            Snapshot { configuration, newest_update: 1, tables: HashMap::new(), tables_by_update: BTreeMap::new() };
-        Self { snapshot: Mutex::new(snapshot), changes: watch::Sender::new(1) }
+        let snapshot = PublishedState {
+            configuration,
+            newest_update: 1,
+            tables: HashMap::new(),
+            tables_by_update: BTreeMap::new(),
+        };
+        Self { snapshot: Mutex::new(snapshot), newest_update_sender: watch::Sender::new(1) }
     }
 
-    fn snapshot(&self) -> MutexGuard<'_, Snapshot> {
+    fn snapshot(&self) -> MutexGuard<'_, PublishedState> {
         // Every call leaves a consistent snapshot.
         self.snapshot.lock()
     }
 
-    fn publish(&self, change: impl FnOnce(&mut Snapshot, u64)) {
+    fn publish(&self, change: impl FnOnce(&mut PublishedState, u64)) {
         let newest = {
             let mut snapshot = self.snapshot();
             snapshot.newest_update += 1;
@@ -90,7 +94,7 @@ impl UpdatePublisher {
             change(&mut snapshot, newest);
             newest
         };
-        self.changes.send_replace(newest);
+        self.newest_update_sender.send_replace(newest);
     }
 
     pub fn publish_tables(&self, tables: impl IntoIterator<Item = (ServiceIndex, Bytes)>) {
@@ -108,28 +112,28 @@ impl UpdatePublisher {
     pub fn publish_configuration(&self, configuration: FleetConfiguration, keep: impl Fn(ServiceIndex) -> bool) {
         self.publish(|snapshot, number| {
             let before = &snapshot.configuration;
-            let change = FleetChange::between((before.number, &before.fleet), (number, &configuration));
-            let change = Some((before.number, change.encode()));
+            let change = FleetChange::between((before.update_number, &before.fleet), (number, &configuration));
+            let change = Some((before.update_number, change.encode()));
             snapshot.configuration = PublishedConfiguration::new(configuration, number, change);
             snapshot.tables.retain(|service, _| keep(*service));
             snapshot.tables_by_update.retain(|(_, service), _| keep(*service));
         });
     }
 
-    pub fn pending(&self, cursor: &mut Cursor) -> PendingUpdates {
+    pub fn take_pending_updates(&self, cursor: &mut UpdateCursor) -> PendingUpdates {
         let snapshot = self.snapshot();
-        let number = snapshot.configuration.number;
+        let number = snapshot.configuration.update_number;
         let configuration =
-            (number > cursor.newest_update).then(|| snapshot.configuration.update_since(cursor.configuration));
+            (number > cursor.newest_update).then(|| snapshot.configuration.update_since(cursor.configuration_number));
         let first = (cursor.newest_update + 1, ServiceIndex::FIRST);
         let tables = snapshot.tables_by_update.range(first..).map(|(_, table)| table.clone()).collect();
-        (cursor.newest_update, cursor.configuration) = (snapshot.newest_update, number);
+        (cursor.newest_update, cursor.configuration_number) = (snapshot.newest_update, number);
         PendingUpdates { configuration, tables }
     }
 
     /// Returns a receiver that changes with every update.
-    pub fn changes(&self) -> watch::Receiver<u64> {
-        self.changes.subscribe()
+    pub fn subscribe(&self) -> watch::Receiver<u64> {
+        self.newest_update_sender.subscribe()
     }
 }
 
@@ -158,8 +162,8 @@ mod tests {
     }
 
     /// Returns the generations of a whole configuration or of a change, and tables.
-    fn received(publisher: &UpdatePublisher, cursor: &mut Cursor) -> (Option<u64>, Option<u64>, Vec<Vec<u8>>) {
-        let pending = publisher.pending(cursor);
+    fn received(publisher: &UpdatePublisher, cursor: &mut UpdateCursor) -> (Option<u64>, Option<u64>, Vec<Vec<u8>>) {
+        let pending = publisher.take_pending_updates(cursor);
         let (mut whole, mut change) = (None, None);
         match pending.configuration {
             Some(ConfigUpdate::Whole(bytes)) => whole = Some(FleetConfiguration::decode(bytes).unwrap().1.generation),
@@ -174,7 +178,7 @@ mod tests {
     #[test]
     fn subscriber_gets_the_newest_update_once() {
         let publisher = UpdatePublisher::new(configuration(1));
-        let mut cursor = Cursor::default();
+        let mut cursor = UpdateCursor::default();
         assert_eq!(received(&publisher, &mut cursor), (Some(1), None, vec![]));
         publisher.publish_tables([(service(1), "1".into()), (service(2), "2".into())]);
         publisher.publish_tables([(service(1), "1 again".into())]);
@@ -182,13 +186,13 @@ mod tests {
         assert_eq!(received(&publisher, &mut cursor), (None, None, vec![]));
         publisher.publish_configuration(configuration(2), |index| index == service(2));
         assert_eq!(received(&publisher, &mut cursor), (None, Some(2), vec![]));
-        assert_eq!(received(&publisher, &mut Cursor::default()), (Some(2), None, vec![b"2".to_vec()]));
+        assert_eq!(received(&publisher, &mut UpdateCursor::default()), (Some(2), None, vec![b"2".to_vec()]));
     }
 
     #[test]
     fn change_applies_to_its_base_generation_only() {
         let publisher = UpdatePublisher::new(configuration(1));
-        let (mut quick, mut slow) = (Cursor::default(), Cursor::default());
+        let (mut quick, mut slow) = (UpdateCursor::default(), UpdateCursor::default());
         for cursor in [&mut quick, &mut slow] {
             assert_eq!(received(&publisher, cursor), (Some(1), None, vec![]));
         }

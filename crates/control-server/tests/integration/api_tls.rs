@@ -7,7 +7,7 @@ use coreward_http::client::{Client, ControllerUrl, Credential};
 use coreward_http::tokens::token_file;
 use coreward_http::{Problem, ProblemKind};
 use coreward_tls::authority::{Authority, DAY, Validity};
-use coreward_tls::verify::Host;
+use coreward_tls::verify::ExpectedHost;
 use coreward_tls::{CredentialFiles, Identity, Role};
 
 use crate::support::{RunningController, TestDirectory, with_timeout};
@@ -54,10 +54,10 @@ impl TestEnv {
     }
 
     fn client(&self, proof: Credential) -> Client {
-        self.client_of(&self.url(), proof, Host::Requested)
+        self.client_of(&self.url(), proof, ExpectedHost::Requested)
     }
 
-    fn client_of(&self, url: &str, proof: Credential, host: Host) -> Client {
+    fn client_of(&self, url: &str, proof: Credential, host: ExpectedHost) -> Client {
         Client::with_controllers(vec![url.parse().unwrap()], &proof, host).unwrap()
     }
 
@@ -170,7 +170,7 @@ async fn commands_authenticate_by_token_or_certificate() {
         ("127.0.0.1:7401".to_owned(), Credential::Certificate(viewer), "a certificate proves nothing without TLS"),
     ] {
         let url: ControllerUrl = url.parse().unwrap();
-        let error = Client::with_controllers(vec![url], &proof, Host::Requested).unwrap_err().to_string();
+        let error = Client::with_controllers(vec![url], &proof, ExpectedHost::Requested).unwrap_err().to_string();
         assert!(error.contains(expected), "{error}");
     }
 }
@@ -179,7 +179,7 @@ async fn commands_authenticate_by_token_or_certificate() {
 /// otherwise the role suffices.
 #[tokio::test]
 async fn controller_certificate_must_name_the_requested_host() {
-    let one_of = |names: &[&str]| Host::OneOf(names.iter().map(ToString::to_string).collect());
+    let one_of = |names: &[&str]| ExpectedHost::OneOf(names.iter().map(ToString::to_string).collect());
     let env = TestEnv::start_at(&["c1.example", "192.0.2.7"]).await;
     let viewer = env.certificate(Role::Viewer, "eve");
     let token = Credential::Token { file: env.token_file(coreward_api::Role::Viewer), ca: Some(viewer.ca.clone()) };
@@ -200,7 +200,7 @@ async fn controller_certificate_must_name_the_requested_host() {
     let env = TestEnv::start_at(&["localhost"]).await;
     let proof = Credential::Certificate(env.certificate(Role::Viewer, "eve"));
     let by_name = env.url().replace("127.0.0.1", "localhost");
-    env.client_of(&by_name, proof.clone(), Host::Requested).status(false).await.unwrap();
+    env.client_of(&by_name, proof.clone(), ExpectedHost::Requested).status(false).await.unwrap();
     env.client(proof).status(false).await.unwrap_err();
     env.running.kill().await;
 
@@ -235,6 +235,10 @@ async fn api_beyond_its_host_requires_tls() {
     let home = TestDirectory::new(&["s1"], SERVICE);
     let text = std::fs::read_to_string(home.config()).unwrap();
     std::fs::write(home.config(), text.replace("api = \"127.0.0.1:0\"", "api = \"0.0.0.0:0\"")).unwrap();
-    let error = coreward_control_server::server::Server::bind(&home.config()).await.err().expect("refused").to_string();
+    let error = coreward_control_server::server::ControllerServer::bind(&home.config())
+        .await
+        .err()
+        .expect("refused")
+        .to_string();
     assert!(error.contains("tokens would pass a network in clear to 0.0.0.0:0: expected `[tls]`"), "{error}");
 }

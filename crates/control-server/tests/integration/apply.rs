@@ -103,12 +103,13 @@ async fn applied_fleet_is_shown_and_survives_a_restart() {
 
     let again = controller.proposed(&home, &first).await.unwrap();
     assert!(
-        again.is_in_force() && again.difference(Format::Text).unwrap() == "generation 1 is the same: nothing changes\n"
+        again.is_in_force()
+            && again.format_changes(Format::Text).unwrap() == "generation 1 is the same: nothing changes\n"
     );
     let drained = first.replace("10.2.0.1\"\n", "10.2.0.1\"\nstate = \"draining\"\n");
     let proposed = controller.proposed(&home, &drained).await.unwrap();
     assert_eq!(
-        proposed.difference(Format::Text).unwrap(),
+        proposed.format_changes(Format::Text).unwrap(),
         "against generation 1:\n  ~ server s1: state (default) -> \"draining\"\n"
     );
     assert_eq!(apply(proposed).await, Ok(2));

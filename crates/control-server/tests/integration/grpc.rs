@@ -261,7 +261,7 @@ async fn first_table_after_a_restart_waits_for_the_agents() {
         assert!(early.is_err(), "a table before anybody reported");
         assert_eq!(table.generation, 1);
         assert_eq!(table.members.len(), configuration.services[0].servers.len());
-        let load = coreward_model::load::fixed_point(0.5);
+        let load = coreward_model::load::to_fixed_point(0.5);
         assert!(table.members.iter().all(|member| member.load == load), "{table:?}");
         return;
     }

@@ -187,7 +187,7 @@ async fn followers_name_the_leader_and_terms_increase() {
 #[tokio::test]
 async fn leader_without_etcd_ends_before_the_next_is_elected() {
     let etcd = Etcd::start();
-    let mut way = TcpProxy::start(etcd.member.client).await;
+    let mut way = TcpProxy::start(etcd.member.client_address).await;
     let first = Controller::start_by(&format!("http://{}", way.address), "c1").await;
     let term = first.wait_until_leading().await;
     let text = "report_interval = \"50ms\"\n".to_owned();

@@ -1,14 +1,14 @@
 //! Explanation of packets that do not open a connection, as far as the controller can know the decision.
 
 use coreward_model::ServerId;
-use coreward_model::connection_table::owner_and_slot;
+use coreward_model::connection_table::decode_cookie_index;
 use coreward_model::consistency::{Consistency, Timestamps};
 use coreward_model::cookie::{self, Cookie};
 use coreward_model::lb_stamping;
 use coreward_model::placement::PlacementTable;
 use coreward_model::tuple::Protocol;
 
-use super::{ConnectionCase, Verdict};
+use super::{ConnectionCase, PacketVerdict};
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ExplainedPacket {
@@ -16,7 +16,7 @@ pub enum ExplainedPacket {
     Established {
         /// TSecr of the packet; `None`: no timestamps.
         tsecr: Option<u32>,
-        reset: bool,
+        is_reset: bool,
     },
 }
 
@@ -30,29 +30,29 @@ impl ConnectionCase<'_> {
         table: Option<&PlacementTable>,
         cookie: Option<u32>,
         reset: bool,
-    ) -> Verdict {
+    ) -> PacketVerdict {
         let mode = self.view.service.mode;
         match mode.consistency {
             Consistency::None => self.placement_verdict(table),
             Consistency::HashTable => (None, self.describe_hash_table()),
             Consistency::Beamer => {
-                self.by_bucket(table, "without an entry in the load balancer's flow table it follows")
+                self.verdict_by_bucket(table, "without an entry in the load balancer's flow table it follows")
             }
             Consistency::Stateless | Consistency::Stateful => match cookie {
-                Some(tsecr) if mode.timestamps == Timestamps::LoadBalancer => self.by_lb_stamped_cookie(tsecr),
+                Some(tsecr) if mode.timestamps == Timestamps::LoadBalancer => self.verdict_by_lb_stamped_cookie(tsecr),
                 _ if reset && mode.timestamps == Timestamps::LoadBalancer => (None, LB_STAMPED_RESET.to_owned()),
-                Some(tsecr) if mode.timestamps == Timestamps::Server => self.by_cookie(tsecr),
+                Some(tsecr) if mode.timestamps == Timestamps::Server => self.verdict_by_cookie(tsecr),
                 _ if reset => {
                     let reason = "a reset without timestamps follows the load balancer's flow table; \
                                   without an entry it is broadcast, and the server with the connection accepts it";
                     (None, reason.to_owned())
                 }
-                _ => self.by_bucket(table, "without a cookie it follows the load balancer's flow table, or"),
+                _ => self.verdict_by_bucket(table, "without a cookie it follows the load balancer's flow table, or"),
             },
         }
     }
 
-    fn placement_verdict(&self, table: Option<&PlacementTable>) -> Verdict {
+    fn placement_verdict(&self, table: Option<&PlacementTable>) -> PacketVerdict {
         let Some(table) = table else { return (None, "no table has been made yet".to_owned()) };
         let (chosen, reason) = self.verdict(table);
         (chosen, format!("no state is stored (consistency \"none\"), so it is placed like a new connection: {reason}"))
@@ -66,7 +66,7 @@ impl ConnectionCase<'_> {
         format!("the flow table of the load balancer that it reaches decides; {unknown}")
     }
 
-    fn by_bucket(&self, table: Option<&PlacementTable>, first: &str) -> Verdict {
+    fn verdict_by_bucket(&self, table: Option<&PlacementTable>, first: &str) -> PacketVerdict {
         let Some(table) = table else { return (None, "no table has been made yet".to_owned()) };
         let Some(key) = table.groups.first() else { return (None, "no server takes connections".to_owned()) };
         let bucket = table.bucket_count.bucket(key.toeplitz(&self.tuple.bytes())) as usize;
@@ -86,7 +86,7 @@ impl ConnectionCase<'_> {
         (Some(server), format!("{first} bucket {bucket} of {} to {name}{before}", table.bucket_count.get()))
     }
 
-    fn by_cookie(&self, tsecr: u32) -> Verdict {
+    fn verdict_by_cookie(&self, tsecr: u32) -> PacketVerdict {
         let keys = &self.view.cookie_keys;
         let key = if tsecr & coreward_intf::COOKIE_KEY_BIT == 0 { 0 } else { 1 };
         match cookie::decode_cookie(keys, &self.tuple, tsecr) {
@@ -99,7 +99,7 @@ impl ConnectionCase<'_> {
     }
 
     /// Decides by a cookie of LB-side stamping. A connection without one is in the flow table instead.
-    fn by_lb_stamped_cookie(&self, tsecr: u32) -> Verdict {
+    fn verdict_by_lb_stamped_cookie(&self, tsecr: u32) -> PacketVerdict {
         let id = lb_stamping::decode_server_id(&self.view.cookie_keys, &self.tuple, tsecr);
         let first = "without an entry in the load balancer's flow table its cookie decides:";
         if self.view.service.members.contains_key(&id) {
@@ -124,8 +124,8 @@ impl ConnectionCase<'_> {
                  the packet is broadcast at a limited rate"
             );
         }
-        let (owner, slot) = owner_and_slot(number);
-        let name = self.view.owners.iter().find(|(known, _)| *known == owner);
+        let (owner, slot) = decode_cookie_index(number);
+        let name = self.view.owner_names.iter().find(|(known, _)| *known == owner);
         match name {
             Some((_, name)) => format!(
                 "its cookie, made with key {key}, names slot {slot} in the connection table of load balancer {name} \

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 
-use coreward_metrics::table::{Kind, METRICS, Metric};
+use coreward_metrics::table::{METRICS, Metric, MetricKind};
 use serde_json::Value;
 
 // The daemons that declare metrics.
@@ -28,7 +28,7 @@ fn documented_metrics_equal_the_table() {
         .map(|metric| {
             let parts: Vec<&str> = metric.components.iter().map(|part| part.name()).collect();
             let labels = format!("by {}", metric.labels.join(", "));
-            let kind = matches!(metric.kind, Kind::Histogram).then_some("histogram");
+            let kind = matches!(metric.kind, MetricKind::Histogram).then_some("histogram");
             let notes: Vec<&str> = kind.into_iter().chain((!metric.labels.is_empty()).then_some(&*labels)).collect();
             let notes = if notes.is_empty() { String::new() } else { format!("{}; ", notes.join(", ")) };
             format!("`{}` ({notes}{}): {}", metric.name, parts.join(", "), metric.help)
@@ -47,7 +47,7 @@ fn metric_names_follow_prometheus_conventions() {
         let is_plain =
             |name: &str| name.chars().all(|letter| letter.is_ascii_lowercase() || "_0123456789".contains(letter));
         assert!(is_plain(metric.name) && metric.labels.iter().all(|label| is_plain(label)), "{}", metric.name);
-        assert_eq!(metric.name.ends_with("_total"), metric.kind == Kind::Counter, "{}", metric.name);
+        assert_eq!(metric.name.ends_with("_total"), metric.kind == MetricKind::Counter, "{}", metric.name);
         assert_eq!(METRICS.iter().filter(|other| other.name == metric.name).count(), 1, "{}", metric.name);
         for unit in ["_ms", "_milliseconds", "_ns", "_percent", "_kb"] {
             assert!(!metric.name.contains(unit), "{}: expected base units", metric.name);
@@ -86,7 +86,7 @@ fn every_query_of_the_dashboard_names_a_metric_and_its_labels() {
         for name in names(expression) {
             let metric = METRICS.iter().find(|metric| {
                 let suffix = name.strip_prefix(metric.name);
-                let histogram = metric.kind == Kind::Histogram;
+                let histogram = metric.kind == MetricKind::Histogram;
                 suffix.is_some_and(|suffix| if histogram { suffix == "_bucket" } else { suffix.is_empty() })
             });
             assert!(metric.is_some(), "{name} in {expression}");

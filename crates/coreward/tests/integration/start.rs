@@ -21,7 +21,7 @@ fn write_controller(directory: &Path, more: &str) -> PathBuf {
 }
 
 /// Returns the API's address from the log, which is read on.
-fn api_of(log: ChildStderr) -> String {
+fn read_api_address(log: ChildStderr) -> String {
     let mut lines = BufReader::new(log).lines().map(Result::unwrap);
     let mut seen = Vec::new();
     let address = lines.find_map(|line| {
@@ -33,7 +33,7 @@ fn api_of(log: ChildStderr) -> String {
     address.unwrap_or_else(|| panic!("it has ended: {seen:?}"))
 }
 
-fn block_on(directory: &Path, api: &str, arguments: &[&str]) -> Output {
+fn run_command(directory: &Path, api: &str, arguments: &[&str]) -> Output {
     let token = directory.join("operator.token");
     let mut command = coreward();
     command.args(arguments).args(["--controller", api, "--token-file"]).arg(token);
@@ -108,12 +108,12 @@ fn controller_starts_and_recovers_on_a_full_disk() {
     let mut first = coreward();
     first.arg("controller").arg("--config").arg(&config).stderr(Stdio::piped());
     let mut first = Daemon(first.spawn().unwrap());
-    let api = api_of(first.0.stderr.take().unwrap());
+    let api = read_api_address(first.0.stderr.take().unwrap());
     let fleet = directory.join("fleet.toml");
     let server = |n: u8| format!("[[server]]\nname = \"s{n}\"\naddress = \"10.2.0.{n}\"\n");
     let service = "[[service]]\nname = \"web\"\nvip = \"10.200.0.1:80\"\n";
     std::fs::write(&fleet, format!("{}{}{service}", server(1), server(2))).unwrap();
-    let applied = block_on(directory, &api, &["apply", "--yes", fleet.to_str().unwrap()]);
+    let applied = run_command(directory, &api, &["apply", "--yes", fleet.to_str().unwrap()]);
     assert!(applied.status.success(), "{}", text(&applied));
     drop(first);
 
@@ -121,10 +121,10 @@ fn controller_starts_and_recovers_on_a_full_disk() {
     command.args(["-c", "trap '' XFSZ; ulimit -S -f 0; exec \"$0\" controller --config \"$1\""]);
     command.arg(env!("CARGO_BIN_EXE_coreward")).arg(&config).stderr(Stdio::piped());
     let mut controller = Daemon(command.spawn().unwrap());
-    let api = api_of(controller.0.stderr.take().unwrap());
-    let status = block_on(directory, &api, &["status"]);
+    let api = read_api_address(controller.0.stderr.take().unwrap());
+    let status = run_command(directory, &api, &["status"]);
     assert!(status.status.success() && text(&status).contains("10.200.0.1:80"), "{}", text(&status));
-    let refused = block_on(directory, &api, &["drain", "s1", "--force"]);
+    let refused = run_command(directory, &api, &["drain", "s1", "--force"]);
     assert!(
         !refused.status.success() && text(&refused).contains("not on record, and not in force"),
         "{}",
@@ -133,7 +133,7 @@ fn controller_starts_and_recovers_on_a_full_disk() {
 
     let limit = ["--pid", &controller.0.id().to_string(), "--fsize=unlimited"].map(str::to_owned);
     assert!(Command::new("prlimit").args(limit).status().unwrap().success());
-    let drained = block_on(directory, &api, &["drain", "s1", "--force"]);
+    let drained = run_command(directory, &api, &["drain", "s1", "--force"]);
     assert!(drained.status.success(), "{}", text(&drained));
 }
 

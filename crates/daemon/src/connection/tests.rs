@@ -12,17 +12,17 @@ use tonic::body::Body;
 
 use super::*;
 
-const FIRST: Duration = RETRY_INTERVALS.0;
+const FIRST_RETRY_INTERVAL: Duration = RETRY_INTERVAL_RANGE.0;
 
 #[test]
 fn single_controller_is_retried_at_growing_intervals() {
     let mut turns = AttemptOrder::new(1);
-    let waits: Vec<u128> = (0..7).map(|_| turns.record_end(&End::Lost).as_millis()).collect();
+    let waits: Vec<u128> = (0..7).map(|_| turns.record_end(&StreamEnd::Lost).as_millis()).collect();
     assert_eq!(waits, [100, 200, 400, 800, 1600, 2000, 2000]);
     turns.record_answer();
-    assert_eq!(turns.record_end(&End::Lost), FIRST);
-    assert_eq!(turns.record_end(&End::Lost), FIRST);
-    assert_eq!(turns.record_end(&End::Lost), FIRST * 2);
+    assert_eq!(turns.record_end(&StreamEnd::Lost), FIRST_RETRY_INTERVAL);
+    assert_eq!(turns.record_end(&StreamEnd::Lost), FIRST_RETRY_INTERVAL);
+    assert_eq!(turns.record_end(&StreamEnd::Lost), FIRST_RETRY_INTERVAL * 2);
 }
 
 #[test]
@@ -30,7 +30,7 @@ fn several_controllers_are_tried_in_turn_and_rounds_back_off() {
     let mut turns = AttemptOrder::new(3);
     let mut tries = Vec::new();
     for _ in 0..7 {
-        let wait = turns.record_end(&End::Lost).as_millis();
+        let wait = turns.record_end(&StreamEnd::Lost).as_millis();
         tries.push((turns.current_controller, wait));
     }
     assert_eq!(tries, [(1, 100), (2, 100), (0, 100), (1, 100), (2, 100), (0, 200), (1, 100)]);
@@ -39,20 +39,20 @@ fn several_controllers_are_tried_in_turn_and_rounds_back_off() {
 #[test]
 fn last_reachable_controller_is_tried_first() {
     let mut turns = AttemptOrder::new(3);
-    turns.record_end(&End::Lost);
+    turns.record_end(&StreamEnd::Lost);
     turns.record_answer();
-    assert_eq!((turns.record_end(&End::Lost), turns.current_controller), (FIRST, 1));
-    assert_eq!((turns.record_end(&End::Lost), turns.current_controller), (FIRST, 2));
+    assert_eq!((turns.record_end(&StreamEnd::Lost), turns.current_controller), (FIRST_RETRY_INTERVAL, 1));
+    assert_eq!((turns.record_end(&StreamEnd::Lost), turns.current_controller), (FIRST_RETRY_INTERVAL, 2));
 }
 
 #[test]
 fn named_leader_is_tried_next() {
     let mut turns = AttemptOrder::new(3);
-    assert_eq!((turns.record_end(&End::NotTheLeader(2)), turns.current_controller), (FIRST, 2));
+    assert_eq!((turns.record_end(&StreamEnd::NotTheLeader(2)), turns.current_controller), (FIRST_RETRY_INTERVAL, 2));
     turns.record_answer();
-    assert_eq!((turns.record_end(&End::NotTheLeader(0)), turns.current_controller), (FIRST, 0));
+    assert_eq!((turns.record_end(&StreamEnd::NotTheLeader(0)), turns.current_controller), (FIRST_RETRY_INTERVAL, 0));
     // Two that name each other are asked less and less often.
-    let waits: Vec<u128> = (0..9).map(|n| turns.record_end(&End::NotTheLeader(n % 2)).as_millis()).collect();
+    let waits: Vec<u128> = (0..9).map(|n| turns.record_end(&StreamEnd::NotTheLeader(n % 2)).as_millis()).collect();
     assert_eq!(waits, [100, 100, 100, 100, 100, 200, 100, 100, 400]);
 }
 
@@ -87,14 +87,14 @@ async fn term_is_read_from_the_stream() {
     connection.accept_stream(stream(Some(7))).unwrap();
     let refused = connection.accept_stream(stream(Some(6))).unwrap_err();
     // The others are asked at once: this is no refusal of this daemon.
-    assert_eq!(connection.classify_end(Some(&refused)), End::Lost);
+    assert_eq!(connection.classify_end(Some(&refused)), StreamEnd::Lost);
     connection.accept_stream(stream(Some(7))).unwrap();
 }
 
 #[test]
 fn rejecting_controller_is_retried_later() {
     let mut turns = AttemptOrder::new(2);
-    assert_eq!((turns.record_end(&End::Rejected), turns.current_controller), (REJECTED_RETRY_INTERVAL, 1));
+    assert_eq!((turns.record_end(&StreamEnd::Rejected), turns.current_controller), (REJECTED_RETRY_INTERVAL, 1));
 }
 
 #[test]
@@ -154,7 +154,7 @@ fn not_leader_status(leader: Option<SocketAddr>) -> Status {
 }
 
 /// Asks as a daemon does, without the waiting; who was asked, until one answers.
-async fn try_controllers(connection: &mut Connection, attempts: usize) -> Vec<SocketAddr> {
+async fn try_controllers(connection: &mut ControllerConnection, attempts: usize) -> Vec<SocketAddr> {
     let mut asked = Vec::new();
     for _ in 0..attempts {
         asked.push(connection.controller());
@@ -174,7 +174,7 @@ async fn try_controllers(connection: &mut Connection, attempts: usize) -> Vec<So
     asked
 }
 
-fn connection(addresses: &[SocketAddr]) -> Connection {
+fn connection(addresses: &[SocketAddr]) -> ControllerConnection {
     let text = format!("controller = {:?}\n", addresses.iter().map(ToString::to_string).collect::<Vec<_>>());
     coreward_config::config_struct! {
         struct File {
@@ -182,7 +182,8 @@ fn connection(addresses: &[SocketAddr]) -> Connection {
         }
     }
     let source = coreward_config::Source::from_text("lb.toml", &text);
-    Connection::new(source.read_as(|file: File, _| Some(file.controller)).unwrap(), None, &[Role::Controller]).unwrap()
+    ControllerConnection::new(source.read_as(|file: File, _| Some(file.controller)).unwrap(), None, &[Role::Controller])
+        .unwrap()
 }
 
 #[tokio::test]

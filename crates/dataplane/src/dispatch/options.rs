@@ -62,7 +62,7 @@ impl FromStr for Policy {
 
 /// Position of the number that identifies a request and its response.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct RequestId {
+pub struct RequestIdPosition {
     /// Offset from the start of a request's payload.
     pub offset: u16,
     /// Offset from the start of a response's payload.
@@ -90,7 +90,7 @@ pub struct Options {
     /// Policy that selects a worker.
     pub policy: Policy,
     /// Position of the request's number; `None`: responses are matched by the client's address and port alone.
-    pub request_id: Option<RequestId>,
+    pub request_id: Option<RequestIdPosition>,
     /// Offset of [`RequestType::value`] in the payload.
     pub type_offset: u16,
     /// Types of requests, at most [`MAX_TYPES`]; the first match counts.

@@ -12,7 +12,7 @@ use std::time::{Duration, SystemTime};
 
 use anyhow::Context as _;
 use coreward_intf as intf;
-use coreward_model::dispatch::{Liveness, Weight, expired_requests};
+use coreward_model::dispatch::{RoundedServiceTime, StallDetector, expired_requests};
 use rand::TryRng as _;
 use rand::rngs::SysRng;
 
@@ -20,7 +20,7 @@ use super::options::{Options, POLL_INTERVAL, Timeouts};
 use crate::mmap_array::MmapArray;
 use crate::reuseport::SocketCookie;
 
-type Requests = [u64; intf::DISPATCH_REQUESTS as usize];
+type RequestEntries = [u64; intf::DISPATCH_REQUESTS as usize];
 
 const WORKER_COUNT: usize = intf::MAX_DISPATCH_WORKERS as usize;
 const CLASS_COUNT: usize = intf::MAX_DISPATCH_CLASSES as usize;
@@ -58,8 +58,8 @@ pub struct WorkerCounts {
 #[derive(Debug)]
 pub struct RequestLedger {
     state: MmapArray<intf::dispatch_state>,
-    requests: MmapArray<Requests>,
-    liveness: BTreeMap<u32, Liveness>,
+    requests: MmapArray<RequestEntries>,
+    liveness: BTreeMap<u32, StallDetector>,
 }
 
 /// Returns an address in the layout of `struct client` in bpf/dispatch/request.h; the unspecified address is 0.
@@ -86,9 +86,9 @@ const fn worker_offset(slot: u32) -> usize {
 }
 
 #[derive(Debug, Clone, Copy)]
-struct Entry(u64);
+struct RequestEntry(u64);
 
-impl Entry {
+impl RequestEntry {
     fn slot(self) -> u32 {
         (self.0 >> intf::DISPATCH_WORKER_SHIFT) as u32 & intf::DISPATCH_WORKER_MASK
     }
@@ -99,7 +99,7 @@ impl Entry {
     }
 
     fn work(self) -> u64 {
-        Weight::from_bits(self.0 as u16).as_ns()
+        RoundedServiceTime::from_bits(self.0 as u16).as_ns()
     }
 }
 
@@ -124,7 +124,7 @@ impl RequestLedger {
         (0..intf::MAX_DISPATCH_WORKERS)
             .for_each(|slot| self.disable_worker(slot, intf::DISPATCH_GONE | intf::DISPATCH_DISABLED));
         (0..intf::MAX_DISPATCH_TYPES as usize)
-            .for_each(|number| self.set_weight(number, Weight::new(INITIAL_SERVICE_TIME)));
+            .for_each(|number| self.set_weight(number, RoundedServiceTime::new(INITIAL_SERVICE_TIME)));
         let version = intf::DISPATCH_LAYOUT_VERSION.into();
         self.state.store(offset_of!(intf::dispatch_state, layout_version), version);
         Ok(())
@@ -198,7 +198,7 @@ impl RequestLedger {
         (0..types).map(read).collect()
     }
 
-    pub(super) fn set_weight(&self, number: usize, weight: Weight) {
+    pub(super) fn set_weight(&self, number: usize, weight: RoundedServiceTime) {
         assert!(number < intf::MAX_DISPATCH_TYPES as usize, "type {number}");
         let at = type_entry_offset(number) + offset_of!(intf::dispatch_type, weight);
         self.state.store(at, weight.bits().into());
@@ -247,7 +247,7 @@ impl RequestLedger {
 
     /// Repairs the counts after a read of the queues. `sockets`: those of the array. Returns whether a worker has died.
     pub(super) fn repair(&mut self, sockets: &BTreeMap<u32, SocketCookie>, now: Duration, timeouts: &Timeouts) -> bool {
-        let mut entries: Vec<Vec<(usize, Entry)>> = vec![Vec::new(); WORKER_COUNT];
+        let mut entries: Vec<Vec<(usize, RequestEntry)>> = vec![Vec::new(); WORKER_COUNT];
         self.entries().for_each(|(place, entry)| entries[entry.slot() as usize].push((place, entry)));
         let mut died = false;
         for (slot, entries) in (0..).zip(&entries) {
@@ -277,8 +277,8 @@ impl RequestLedger {
         died
     }
 
-    fn entries(&self) -> impl Iterator<Item = (usize, Entry)> + '_ {
-        let entry = |place| Some((place, Entry(self.requests.load(place * size_of::<u64>()))));
+    fn entries(&self) -> impl Iterator<Item = (usize, RequestEntry)> + '_ {
+        let entry = |place| Some((place, RequestEntry(self.requests.load(place * size_of::<u64>()))));
         (0..intf::DISPATCH_REQUESTS as usize).filter_map(entry).filter(|(_, entry)| entry.0 != 0)
     }
 
@@ -299,7 +299,7 @@ impl RequestLedger {
         let completed = self.state.load(worker_offset(slot) + offset_of!(intf::dispatch_worker, completed));
         let signs = responses.wrapping_add(completed);
         let queued = self.queued_count(slot);
-        let liveness = self.liveness.entry(slot).or_insert_with(|| Liveness::new(now, signs));
+        let liveness = self.liveness.entry(slot).or_insert_with(|| StallDetector::new(now, signs));
         let stalled = liveness.is_stalled(now, signs, queued, timeouts.stall_after);
         let disabled =
             self.state.word32(outstanding_offset(slot)).load(Ordering::Relaxed) & intf::DISPATCH_DISABLED != 0;
@@ -321,7 +321,7 @@ impl RequestLedger {
         }
     }
 
-    fn abandon_expired(&self, slot: u32, entries: &[(usize, Entry)], timeout: Duration) {
+    fn abandon_expired(&self, slot: u32, entries: &[(usize, RequestEntry)], timeout: Duration) {
         let epoch = self.state.load(offset_of!(intf::dispatch_state, epoch));
         let ages: Vec<u32> = entries.iter().map(|(_, entry)| entry.age(epoch)).collect();
         let looks = timeout.div_duration_f64(POLL_INTERVAL).ceil() as u32;
@@ -339,7 +339,7 @@ impl RequestLedger {
         self.subtract_outstanding(slot, surplus.swap(0, Ordering::Relaxed), surplus_work.swap(0, Ordering::Relaxed));
     }
 
-    fn abandon(&self, place: usize, entry: Entry) {
+    fn abandon(&self, place: usize, entry: RequestEntry) {
         // A response may have removed the entry meanwhile.
         if self.requests.compare_exchange(place * size_of::<u64>(), entry.0, 0) {
             self.subtract_outstanding(entry.slot(), 1, entry.work());

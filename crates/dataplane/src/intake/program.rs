@@ -12,7 +12,7 @@ use zerocopy::IntoBytes as _;
 
 pub use coreward_intf::INTAKE_COUNTER_NAMES as COUNTER_NAMES;
 
-use crate::lb::Attachment;
+use crate::lb::AttachedXdpMode;
 use crate::lb::link::XdpLink;
 use crate::mac::MacAddress;
 use crate::per_cpu::per_cpu_sums;
@@ -27,7 +27,7 @@ pub struct IntakeProgram {
     program: OwnedFd,
     sockets: MapHandle,
     counters: MapHandle,
-    attached: Option<(XdpLink, Attachment)>,
+    attached: Option<(XdpLink, AttachedXdpMode)>,
 }
 
 impl IntakeProgram {
@@ -54,7 +54,7 @@ impl IntakeProgram {
     }
 
     /// Attaches the program, in the driver if possible. Fails when the device has another XDP program.
-    pub fn attach(&mut self, interface_index: u32) -> anyhow::Result<Attachment> {
+    pub fn attach(&mut self, interface_index: u32) -> anyhow::Result<AttachedXdpMode> {
         let created = XdpLink::create_in_any_mode(self.program(), interface_index);
         let (link, attachment) = created.context("attaching the XDP program: expected no other one there")?;
         self.attached = Some((link, attachment));

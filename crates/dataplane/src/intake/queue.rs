@@ -14,7 +14,7 @@ use xdp::{RingConfigBuilder, RxRing, Umem, WakableFillRing};
 /// Number of one socket's frames, which are in the fill ring or the receive ring.
 const FRAME_COUNT: u32 = 2048;
 /// Limit of frames of one batch.
-const BATCH: usize = 32;
+const MAX_BATCH_FRAMES: usize = 32;
 
 /// Method by which frames get into the memory of a socket.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -27,7 +27,7 @@ pub enum CopyMode {
 
 /// Numbers of redirected frames that were dropped, by reason.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct Drops {
+pub struct DropCounts {
     /// The receive ring was full.
     pub ring_full: u64,
     /// The fill ring was empty.
@@ -35,15 +35,15 @@ pub struct Drops {
 }
 
 /// Socket, rings and memory. The fields are dropped in order: the memory is the last.
-pub struct Queue {
+pub struct XdpQueue {
     socket: XdpSocket,
-    received: RxRing,
-    fill: WakableFillRing,
+    rx_ring: RxRing,
+    fill_ring: WakableFillRing,
     umem: Umem,
     copy_mode: CopyMode,
 }
 
-impl Queue {
+impl XdpQueue {
     /// Binds a socket to a receive queue. `is_native`: the driver runs the XDP program, and receives into the socket's
     /// memory if it supports zero-copy. Fails without CAP_NET_RAW, or when the queue has a socket.
     pub fn bind(interface_index: u32, queue: u32, is_native: bool) -> anyhow::Result<Self> {
@@ -62,7 +62,7 @@ impl Queue {
         // SAFETY: `Queue` drops the socket before the memory.
         unsafe { fill.enqueue(&mut umem, FRAME_COUNT as usize, true) }.context("the fill ring")?;
         let copy_mode = copy_mode(fd(&socket))?;
-        Ok(Self { socket, received, fill, umem, copy_mode })
+        Ok(Self { socket, rx_ring: received, fill_ring: fill, umem, copy_mode })
     }
 
     /// Returns the method by which frames get into the memory.
@@ -72,9 +72,9 @@ impl Queue {
 
     /// Passes a batch of frames to `accept`. Returns their number.
     pub fn receive(&mut self, accept: &mut impl FnMut(&[u8])) -> io::Result<usize> {
-        let mut batch = StackSlab::<BATCH>::new();
+        let mut batch = StackSlab::<MAX_BATCH_FRAMES>::new();
         // SAFETY: all frames are freed before this returns, and `Queue` drops the memory last.
-        let received = unsafe { self.received.recv(&self.umem, &mut batch) };
+        let received = unsafe { self.rx_ring.recv(&self.umem, &mut batch) };
         if received == 0 {
             return Ok(0);
         }
@@ -83,14 +83,14 @@ impl Queue {
             self.umem.free_packet(frame);
         }
         // SAFETY: as above.
-        unsafe { self.fill.enqueue(&mut self.umem, received, self.copy_mode == CopyMode::ZeroCopy) }?;
+        unsafe { self.fill_ring.enqueue(&mut self.umem, received, self.copy_mode == CopyMode::ZeroCopy) }?;
         Ok(received)
     }
 
     /// Returns the frames that the kernel dropped since the start.
-    pub fn drops(&self) -> anyhow::Result<Drops> {
+    pub fn drops(&self) -> anyhow::Result<DropCounts> {
         let statistics = self.socket.statistics()?;
-        Ok(Drops { ring_full: statistics.rx_ring_full, no_buffer: statistics.rx_dropped })
+        Ok(DropCounts { ring_full: statistics.rx_ring_full, no_buffer: statistics.rx_dropped })
     }
 
     /// Fails when the device is gone.
@@ -102,13 +102,13 @@ impl Queue {
     }
 }
 
-impl AsFd for Queue {
+impl AsFd for XdpQueue {
     fn as_fd(&self) -> BorrowedFd<'_> {
         fd(&self.socket)
     }
 }
 
-impl std::fmt::Debug for Queue {
+impl std::fmt::Debug for XdpQueue {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Queue").field("socket", &self.socket.raw_fd()).field("copy_mode", &self.copy_mode).finish()
     }

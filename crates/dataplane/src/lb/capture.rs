@@ -18,7 +18,7 @@ use zerocopy::FromBytes as _;
 
 use super::link::XdpLink;
 use super::program::{CapturedService, Maps};
-use super::servers::{mac_in, members, server_entry};
+use super::servers::{members, resolved_mac, server_entry};
 use super::services::{read_services, service_names};
 use super::{COUNTER_NAMES, ServiceIndex, program};
 use crate::mac::MacAddress;
@@ -77,7 +77,7 @@ pub struct Capture {
     attached: AttachedCapture,
     last_check: Instant,
     servers: HashMap<MacAddress, Vec<ServerId>>,
-    records: Rc<RefCell<Records>>,
+    records: Rc<RefCell<CaptureRecords>>,
 }
 
 /// The capturing variant at the device, and the program that the variant replaced.
@@ -92,7 +92,7 @@ struct AttachedCapture {
 
 /// Records from the perf buffer.
 #[derive(Default)]
-struct Records {
+struct CaptureRecords {
     /// Arrived packets without a recorded decision, by CPU.
     undecided_by_cpu: HashMap<i32, (intf::captured_packet, Vec<u8>)>,
     complete_records: Vec<(intf::captured_packet, Vec<u8>, intf::captured_packet, Vec<u8>)>,
@@ -119,7 +119,7 @@ impl Capture {
             let known: Vec<String> = services.keys().map(ToString::to_string).collect();
             bail!("no service {}: expected one of {}", options.service, known.join(", "));
         };
-        let records = Rc::new(RefCell::new(Records::default()));
+        let records = Rc::new(RefCell::new(CaptureRecords::default()));
         let attached = AttachedCapture::new(&options, &maps, &link, service, &records)?;
         let mut capture = Self {
             options,
@@ -197,7 +197,7 @@ impl Capture {
     fn read_servers(&mut self) {
         self.servers.clear();
         for server in members(&self.maps, self.service) {
-            if let Some(mac) = mac_in(server_entry(&self.maps, self.service, server)) {
+            if let Some(mac) = resolved_mac(server_entry(&self.maps, self.service, server)) {
                 self.servers.entry(mac).or_default().push(server);
             }
         }
@@ -205,7 +205,7 @@ impl Capture {
 
     fn owner_with(&self, mac: MacAddress) -> Option<u8> {
         let at = |owner: u8| offset_of!(intf::lb_state, owners) + usize::from(owner) * size_of::<intf::server_entry>();
-        (0..intf::MAX_OWNERS as u8).find(|owner| mac_in(self.maps.state.load(at(*owner))) == Some(mac))
+        (0..intf::MAX_OWNERS as u8).find(|owner| resolved_mac(self.maps.state.load(at(*owner))) == Some(mac))
     }
 }
 
@@ -215,7 +215,7 @@ impl AttachedCapture {
         maps: &Maps,
         link: &XdpLink,
         service: ServiceIndex,
-        records: &Rc<RefCell<Records>>,
+        records: &Rc<RefCell<CaptureRecords>>,
     ) -> anyhow::Result<Self> {
         let vip = options.service.socket;
         let replaced = program_descriptor(link.program_id()?)?;
@@ -253,7 +253,7 @@ impl Drop for Capture {
     }
 }
 
-impl Records {
+impl CaptureRecords {
     /// Stores one record: a `struct captured_packet` and the packet's bytes after that header.
     fn read_record(&mut self, cpu: i32, data: &[u8]) {
         let Ok((packet, rest)) = intf::captured_packet::read_from_prefix(data) else { return };

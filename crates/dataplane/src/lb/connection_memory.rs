@@ -19,18 +19,18 @@ pub(super) struct SharedMemory {
 }
 
 /// The connection table, in memory that is shared with the program.
-pub(super) type Table = ConnectionTable<SharedMemory>;
+pub(super) type SharedConnectionTable = ConnectionTable<SharedMemory>;
 
 impl SharedMemory {
     fn offset_of_entry(&self, index: ConnectionIndex) -> usize {
         index.position(self.size) as usize * size_of::<intf::connection>()
     }
 
-    fn stack_top_word(partition: u32) -> usize {
+    fn stack_top_offset(partition: u32) -> usize {
         partition as usize * size_of::<intf::connection_stack>() + offset_of!(intf::connection_stack, top)
     }
 
-    fn clock_hand_word(partition: u32) -> usize {
+    fn clock_hand_offset(partition: u32) -> usize {
         partition as usize * size_of::<intf::connection_stack>() + offset_of!(intf::connection_stack, hand)
     }
 }
@@ -38,16 +38,16 @@ impl SharedMemory {
 impl AtomicStorage for SharedMemory {
     fn load(&self, word: StorageCell) -> u64 {
         match word {
-            StorageCell::StackTop(partition) => self.free_stacks.load(Self::stack_top_word(partition)),
-            StorageCell::StackHand(partition) => self.free_stacks.load(Self::clock_hand_word(partition)),
+            StorageCell::StackTop(partition) => self.free_stacks.load(Self::stack_top_offset(partition)),
+            StorageCell::StackHand(partition) => self.free_stacks.load(Self::clock_hand_offset(partition)),
             StorageCell::Entry(index, field) => self.entries.load(self.offset_of_entry(index) + field),
         }
     }
 
     fn store(&self, word: StorageCell, value: u64) {
         match word {
-            StorageCell::StackTop(partition) => self.free_stacks.store(Self::stack_top_word(partition), value),
-            StorageCell::StackHand(partition) => self.free_stacks.store(Self::clock_hand_word(partition), value),
+            StorageCell::StackTop(partition) => self.free_stacks.store(Self::stack_top_offset(partition), value),
+            StorageCell::StackHand(partition) => self.free_stacks.store(Self::clock_hand_offset(partition), value),
             StorageCell::Entry(index, field) => self.entries.store(self.offset_of_entry(index) + field, value),
         }
     }
@@ -55,10 +55,10 @@ impl AtomicStorage for SharedMemory {
     fn compare_exchange(&self, word: StorageCell, old: u64, new: u64) -> bool {
         match word {
             StorageCell::StackTop(partition) => {
-                self.free_stacks.compare_exchange(Self::stack_top_word(partition), old, new)
+                self.free_stacks.compare_exchange(Self::stack_top_offset(partition), old, new)
             }
             StorageCell::StackHand(partition) => {
-                self.free_stacks.compare_exchange(Self::clock_hand_word(partition), old, new)
+                self.free_stacks.compare_exchange(Self::clock_hand_offset(partition), old, new)
             }
             StorageCell::Entry(index, field) => {
                 self.entries.compare_exchange(self.offset_of_entry(index) + field, old, new)
@@ -72,7 +72,11 @@ impl AtomicStorage for SharedMemory {
 }
 
 /// Maps the memory of both maps and returns the connection table of `size` in them.
-pub(super) fn map(entries: BorrowedFd<'_>, free_stacks: BorrowedFd<'_>, size: TableSize) -> anyhow::Result<Table> {
+pub(super) fn map(
+    entries: BorrowedFd<'_>,
+    free_stacks: BorrowedFd<'_>,
+    size: TableSize,
+) -> anyhow::Result<SharedConnectionTable> {
     let entries = MmapArray::new_slice(entries, size.entry_count() as usize).context("mapping the connection table")?;
     let free_stacks =
         MmapArray::new_slice(free_stacks, size.partition_count() as usize).context("mapping the free slots")?;
@@ -80,6 +84,6 @@ pub(super) fn map(entries: BorrowedFd<'_>, free_stacks: BorrowedFd<'_>, size: Ta
 }
 
 /// Returns the number of entries that are not free.
-pub(super) fn count_used(table: &Table) -> usize {
+pub(super) fn count_used(table: &SharedConnectionTable) -> usize {
     table.size().indexes().filter(|index| !table.is_free(*index)).count()
 }

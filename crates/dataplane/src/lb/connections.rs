@@ -16,7 +16,7 @@ use coreward_model::{ServerId, ServiceAddress};
 use rand::rand_core::UnwrapErr;
 use rand::rngs::SysRng;
 
-use super::connection_memory::{Table, count_used};
+use super::connection_memory::{SharedConnectionTable, count_used};
 use super::program::{self, Maps};
 use super::servers::server_entry;
 use super::services::{read_services, service_names};
@@ -31,14 +31,14 @@ const OWNERS_OFFSET: usize = offset_of!(intf::lb_state, owners);
 pub(super) fn initialise_connections(maps: &Maps, key: Option<CookieKey>) {
     maps.connections.initialise();
     let key = key.unwrap_or_else(|| CookieKey::random(&mut UnwrapErr(SysRng)));
-    maps.state.write(offset_of!(intf::lb_state, connection_key), &key.layout());
+    maps.state.write(offset_of!(intf::lb_state, connection_key), &key.to_bpf_key());
     set_timers(maps, &Timeouts::default(), ClockTicks(0));
     set_owner_word(maps, None);
 }
 
 /// Stores the timers by which packets may reuse entries, and the time `swept` of user space's last sweep.
 fn set_timers(maps: &Maps, timers: &Timeouts, swept: ClockTicks) {
-    maps.state.write(offset_of!(intf::lb_state, timers), &timers.layout(swept));
+    maps.state.write(offset_of!(intf::lb_state, timers), &timers.to_bpf_timers(swept));
 }
 
 fn connection_key(maps: &Maps) -> CookieKey {
@@ -73,7 +73,7 @@ fn recount(maps: &Maps) -> u64 {
 }
 
 /// Pushes the slots that an earlier process released but could not push. Fails without a grace period.
-pub(super) fn recover_lost_slots(table: &Table) -> anyhow::Result<()> {
+pub(super) fn recover_lost_slots(table: &SharedConnectionTable) -> anyhow::Result<()> {
     let mut missing = Vec::new();
     for partition in 0..table.size().partition_count() {
         let mut on_stack = [false; intf::CONNECTIONS_PER_PARTITION as usize];
@@ -155,7 +155,10 @@ impl Occupancy {
     }
 }
 
-pub(super) fn service_connections(table: &Table, service: ServiceIndex) -> impl Iterator<Item = Connection> + '_ {
+pub(super) fn service_connections(
+    table: &SharedConnectionTable,
+    service: ServiceIndex,
+) -> impl Iterator<Item = Connection> + '_ {
     let all = table.size().indexes().filter_map(|index| table.connection(index));
     all.filter(move |connection| connection.identity.service == service.0)
 }
@@ -208,12 +211,12 @@ impl LoadBalancer {
     /// Sets this load balancer's number among all load balancers with a connection table. With `None` (the default) new
     /// connections of stateful services get stateless cookies. After a change of the number, cookies that carry the
     /// former number no longer lead to entries of this table.
-    pub fn set_owner(&mut self, owner: Option<OwnerNumber>) {
+    pub fn set_owner_number(&mut self, owner: Option<OwnerNumber>) {
         set_owner_word(&self.maps, owner);
     }
 
     /// Returns this load balancer's number.
-    pub fn owner(&self) -> Option<OwnerNumber> {
+    pub fn owner_number(&self) -> Option<OwnerNumber> {
         OwnerNumber::try_from(self.maps.state.load(CLOCK_OFFSET) >> 32).ok()
     }
 

@@ -9,7 +9,7 @@ use coreward_intf as intf;
 
 use super::link::{self, XdpLink};
 use super::variant::Variant;
-use super::{Attachment, LoadBalancer, XdpMode, pinned_program};
+use super::{AttachedXdpMode, LoadBalancer, XdpMode, pinned_program_id};
 use crate::device;
 use crate::mac::MacAddress;
 use crate::neighbour;
@@ -21,7 +21,7 @@ impl LoadBalancer {
     /// Attaches the program to the device `interface`, in place of a pinned program. Fails when the interface does not
     /// exist or has another XDP program, or the state taken over is for another interface. Also fails when the driver
     /// cannot run XDP and `mode` is [`XdpMode::Native`].
-    pub fn attach(&mut self, interface: &str, mode: XdpMode) -> anyhow::Result<Attachment> {
+    pub fn attach(&mut self, interface: &str, mode: XdpMode) -> anyhow::Result<AttachedXdpMode> {
         let index =
             nix::net::if_::if_nametoindex(interface).map_err(|_| anyhow::anyhow!(no_such_interface(interface)))?;
         self.interface = Some(interface.to_string());
@@ -34,7 +34,7 @@ impl LoadBalancer {
                  {index}): \
                  detach it first, or use another pin directory"
             );
-            return Ok(if self.variant.counters_by_cpu { Attachment::Generic } else { Attachment::Native });
+            return Ok(if self.variant.counters_by_cpu { AttachedXdpMode::Generic } else { AttachedXdpMode::Native });
         }
         if let Some(link) = &self.link {
             match link.interface_index()? {
@@ -60,11 +60,11 @@ impl LoadBalancer {
         Ok(attachment)
     }
 
-    fn replace_pinned(&mut self, mode: XdpMode) -> anyhow::Result<Attachment> {
+    fn replace_pinned(&mut self, mode: XdpMode) -> anyhow::Result<AttachedXdpMode> {
         let link = self.link.as_ref().expect("a pinned link");
         link.replace(self.program.as_fd()).context("replacing the program at the device")?;
-        let attachment = if self.variant.counters_by_cpu { Attachment::Generic } else { Attachment::Native };
-        if mode != XdpMode::Auto && (mode == XdpMode::Generic) != (attachment == Attachment::Generic) {
+        let attachment = if self.variant.counters_by_cpu { AttachedXdpMode::Generic } else { AttachedXdpMode::Native };
+        if mode != XdpMode::Auto && (mode == XdpMode::Generic) != (attachment == AttachedXdpMode::Generic) {
             tracing::warn!(
                 event = "xdp-mode-kept",
                 interface = self.interface,
@@ -75,7 +75,7 @@ impl LoadBalancer {
         Ok(attachment)
     }
 
-    fn attach_new(&mut self, interface: &str, index: u32, mode: XdpMode) -> anyhow::Result<Attachment> {
+    fn attach_new(&mut self, interface: &str, index: u32, mode: XdpMode) -> anyhow::Result<AttachedXdpMode> {
         // The other end of the veth would not receive the frames that native XDP sends.
         let is_cut_off = mode == XdpMode::Auto && veth::peer_has_xdp(index) == Some(false);
         if is_cut_off {
@@ -85,7 +85,7 @@ impl LoadBalancer {
                 "the other end of the veth has no XDP program: the load balancer uses generic XDP, which is slower"
             );
         } else if mode != XdpMode::Generic {
-            match self.attach_in(Attachment::Native, interface, index) {
+            match self.attach_in(AttachedXdpMode::Native, interface, index) {
                 Err(error) if mode == XdpMode::Auto => {
                     tracing::warn!(
                         event = "generic-xdp",
@@ -97,11 +97,16 @@ impl LoadBalancer {
                 other => return other,
             }
         }
-        self.attach_in(Attachment::Generic, interface, index)
+        self.attach_in(AttachedXdpMode::Generic, interface, index)
     }
 
-    fn attach_in(&mut self, attachment: Attachment, interface: &str, index: u32) -> anyhow::Result<Attachment> {
-        let counters_by_cpu = attachment == Attachment::Generic;
+    fn attach_in(
+        &mut self,
+        attachment: AttachedXdpMode,
+        interface: &str,
+        index: u32,
+    ) -> anyhow::Result<AttachedXdpMode> {
+        let counters_by_cpu = attachment == AttachedXdpMode::Generic;
         self.change_variant(Variant { counters_by_cpu, ..self.variant })?;
         let link =
             XdpLink::create(self.program.as_fd(), index, attachment).map_err(|error| match error.raw_os_error() {
@@ -119,7 +124,7 @@ impl LoadBalancer {
         // Program ids are compared because an interface index may be one of another network namespace.
         let xdp = device::query_xdp_state(index).unwrap_or_default();
         let at_device = |directory: &&PathBuf| {
-            let program = pinned_program(directory).ok().flatten();
+            let program = pinned_program_id(directory).ok().flatten();
             program.is_some() && (program == xdp.native_program_id || program == xdp.generic_program_id)
         };
         match others.iter().find(at_device) {
@@ -150,7 +155,7 @@ impl LoadBalancer {
         // Without a device for the VIPs' VLAN, the interface itself has this host's address.
         let sources = neighbour::outer_sources(devices.get(&vip_vlan).map_or(interface, String::as_str));
         self.set_own_mac(mac);
-        self.set_outer(sources, mtu);
+        self.set_outer_header(sources, mtu);
         Ok(())
     }
 

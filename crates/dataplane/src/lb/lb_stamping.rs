@@ -8,7 +8,7 @@ use anyhow::{Context as _, ensure};
 use coreward_intf as intf;
 use coreward_model::consistency::Timestamps;
 use coreward_model::cookie::{CookieKey, FleetKeys, KeyIndex};
-use coreward_model::lb_stamping::{AGREEING, SERVER_ID_COUNT, can_name};
+use coreward_model::lb_stamping::{MIN_AGREEING_SYN_ACKS, SERVER_ID_COUNT, can_name};
 use coreward_model::{ServerId, key_activation};
 use libbpf_rs::{MapCore as _, MapFlags, MapHandle};
 use zerocopy::{FromBytes as _, IntoBytes as _};
@@ -21,7 +21,7 @@ use crate::mac::MacAddress;
 /// Measurements of a server's timestamp clock, from the server's replies.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct ServerClock {
-    /// Number of latest connections in a row whose SYN-ACKs showed one clock; at most [`AGREEING`].
+    /// Number of latest connections in a row whose SYN-ACKs showed one clock; at most [`MIN_AGREEING_SYN_ACKS`].
     pub agreeing_connections: u16,
     /// Number of sampled connections whose TSval grew by 1 per ms; a sample with another rate halves the number.
     pub steady_samples: u16,
@@ -74,15 +74,15 @@ const MAX_UNMEASURED_ANSWERS: u64 = 100;
 impl ServerClock {
     /// Returns the state that follows from the counts.
     pub fn state(&self) -> ClockState {
-        if self.agreeing_connections >= AGREEING {
+        if self.agreeing_connections >= MIN_AGREEING_SYN_ACKS {
             ClockState::Known
-        } else if self.steady_samples >= AGREEING {
+        } else if self.steady_samples >= MIN_AGREEING_SYN_ACKS {
             ClockState::PerConnection
         } else if self.syn_acks == 0 {
             ClockState::Unseen
         } else if self.is_unsteady || (self.steady_samples == 0 && self.disagreeing_replies >= MAX_UNMEASURED_ANSWERS) {
             ClockState::Differs
-        } else if self.with_timestamps == 0 && self.syn_acks >= u64::from(AGREEING) {
+        } else if self.with_timestamps == 0 && self.syn_acks >= u64::from(MIN_AGREEING_SYN_ACKS) {
             ClockState::NoTimestamps
         } else {
             ClockState::Learning
@@ -95,7 +95,7 @@ impl ServerClock {
         const FALLBACK: &str = "its connections use the flow table";
         match self.state() {
             ClockState::Known | ClockState::PerConnection | ClockState::Learning => None,
-            ClockState::Unseen => (self.opened_connections >= u64::from(AGREEING)).then(|| {
+            ClockState::Unseen => (self.opened_connections >= u64::from(MIN_AGREEING_SYN_ACKS)).then(|| {
                 format!(
                     "{} new connections went to it, but none of its replies passes here: expected its route to the \
                      clients \
@@ -136,13 +136,13 @@ pub struct StampedPackets {
 /// A server id that is too large for LB-side stamping.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("server id {0}: timestamps by the load balancer need ids from 0 to {max}", max = SERVER_ID_COUNT - 1)]
-pub struct IdTooLarge(ServerId);
+pub struct ServerIdTooLarge(ServerId);
 
 impl LoadBalancer {
     /// Sets the key that masks the time part of a service's cookies. All load balancers need the same key, and it must
     /// not change while the service has connections.
     pub fn set_time_key(&mut self, service: ServiceIndex, key: CookieKey) {
-        let key = key.layout();
+        let key = key.to_bpf_key();
         self.maps.state.write(service_state_offset(service) + offset_of!(intf::service_state, time_key), &key);
     }
 
@@ -205,7 +205,7 @@ impl LoadBalancer {
         let Some(mac) = mac.filter(|_| self.is_lb_stamped(service)) else { return Ok(()) };
         if !can_name(id) {
             // A service may have such ids from the time before it got LB-side stamping.
-            ensure!(!eligible, IdTooLarge(id));
+            ensure!(!eligible, ServerIdTooLarge(id));
             return Ok(());
         }
         let left = self.lb_stamped_macs.insert((service, id), mac).filter(|left| *left != mac);
@@ -270,11 +270,11 @@ pub(super) fn lb_stamped_addresses(maps: &Maps) -> anyhow::Result<BTreeMap<(Serv
     entries.map(|((service, mac), known)| Ok(((service, u64::from(known.server_id).try_into()?), mac))).collect()
 }
 
-type Entry = ((ServiceIndex, MacAddress), intf::lb_stamped_server);
+type StampedServerEntry = ((ServiceIndex, MacAddress), intf::lb_stamped_server);
 
-fn lb_stamped_servers(maps: &Maps) -> anyhow::Result<Vec<Entry>> {
+fn lb_stamped_servers(maps: &Maps) -> anyhow::Result<Vec<StampedServerEntry>> {
     let map = maps.lb_stamped_servers();
-    let entry = |key: Vec<u8>| -> anyhow::Result<Option<Entry>> {
+    let entry = |key: Vec<u8>| -> anyhow::Result<Option<StampedServerEntry>> {
         let word = u64::from_ne_bytes(key.as_slice().try_into().context("a server's key")?);
         let service = ServiceIndex((word >> intf::LB_STAMPED_SERVICE_SHIFT) as u16);
         let mac = MacAddress::from_word(word);

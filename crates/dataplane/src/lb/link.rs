@@ -10,7 +10,7 @@ use anyhow::Context as _;
 use libbpf_rs::libbpf_sys;
 use libbpf_rs::query::{LinkInfo, LinkTypeInfo};
 
-use super::Attachment;
+use super::AttachedXdpMode;
 
 fn c_path(path: &Path) -> io::Result<CString> {
     Ok(CString::new(path.as_os_str().as_bytes())?)
@@ -50,10 +50,10 @@ pub(crate) struct XdpLink(OwnedFd);
 
 impl XdpLink {
     /// Attaches the program. Fails when the driver has no native XDP, or the device has an XDP program (`EBUSY`).
-    pub fn create(program: BorrowedFd<'_>, interface_index: u32, attachment: Attachment) -> io::Result<Self> {
+    pub fn create(program: BorrowedFd<'_>, interface_index: u32, attachment: AttachedXdpMode) -> io::Result<Self> {
         let flags = match attachment {
-            Attachment::Native => libbpf_sys::XDP_FLAGS_DRV_MODE,
-            Attachment::Generic => libbpf_sys::XDP_FLAGS_SKB_MODE,
+            AttachedXdpMode::Native => libbpf_sys::XDP_FLAGS_DRV_MODE,
+            AttachedXdpMode::Generic => libbpf_sys::XDP_FLAGS_SKB_MODE,
         };
         let options = libbpf_sys::bpf_link_create_opts {
             sz: size_of::<libbpf_sys::bpf_link_create_opts>() as libbpf_sys::size_t,
@@ -69,11 +69,11 @@ impl XdpLink {
 
     /// Attaches the program in native mode if the driver supports it, else in generic mode. Fails when the device has
     /// another XDP program (`EBUSY`).
-    pub fn create_in_any_mode(program: BorrowedFd<'_>, interface_index: u32) -> io::Result<(Self, Attachment)> {
+    pub fn create_in_any_mode(program: BorrowedFd<'_>, interface_index: u32) -> io::Result<(Self, AttachedXdpMode)> {
         let create = |attachment| Ok((Self::create(program, interface_index, attachment)?, attachment));
-        create(Attachment::Native).or_else(|error: io::Error| match error.raw_os_error() {
+        create(AttachedXdpMode::Native).or_else(|error: io::Error| match error.raw_os_error() {
             Some(libc::EBUSY | libc::EEXIST) => Err(error),
-            _ => create(Attachment::Generic),
+            _ => create(AttachedXdpMode::Generic),
         })
     }
 

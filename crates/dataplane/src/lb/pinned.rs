@@ -7,7 +7,7 @@ use coreward_model::{ServerId, ServiceAddress};
 
 use super::link::XdpLink;
 use super::program::{self, Maps};
-use super::servers::{mac_in, server_entry};
+use super::servers::{resolved_mac, server_entry};
 use super::services::read_services;
 use super::{SERVER_FLAGS_SHIFT, Server, ServiceIndex};
 
@@ -23,7 +23,7 @@ pub fn pinned_problem(pin_directory: &Path) -> Option<String> {
 
 /// Returns the id of the program that the link pinned below `pin_directory` attaches; `None`: no link is pinned. Fails
 /// when the link cannot be read.
-pub fn pinned_program(pin_directory: &Path) -> anyhow::Result<Option<u32>> {
+pub fn pinned_program_id(pin_directory: &Path) -> anyhow::Result<Option<u32>> {
     XdpLink::open_pinned(&pin_directory.join("lb").join("link"))?.map(|link| link.program_id()).transpose()
 }
 
@@ -48,7 +48,7 @@ impl PinnedServers {
     pub fn server(&self, service: ServiceIndex, id: ServerId) -> Option<Server> {
         let word = server_entry(&self.maps, service, id);
         let flags = (word >> SERVER_FLAGS_SHIFT) as u32;
-        let server = Server { mac: mac_in(word), is_eligible: flags & intf::SERVER_ELIGIBLE != 0 };
+        let server = Server { mac: resolved_mac(word), is_eligible: flags & intf::SERVER_ELIGIBLE != 0 };
         (flags & intf::SERVER_KNOWN != 0).then_some(server)
     }
 }

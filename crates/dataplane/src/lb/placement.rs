@@ -10,7 +10,7 @@ use coreward_model::placement::PlacementTable;
 
 use super::program::Maps;
 use super::services::{Service, features_in_use};
-use super::tables::{Family, Hashing, MemoryFull, StoredTable};
+use super::tables::{Family, MemoryFull, StoredTable, ToeplitzSource};
 use super::variant::{EnabledFeatures, Variant};
 use super::{LoadBalancer, ServiceIndex, service_state_offset, tables};
 
@@ -22,7 +22,7 @@ impl LoadBalancer {
     ///
     /// [`TableError`]: super::TableError
     pub fn install_table(&mut self, service: ServiceIndex, table: &PlacementTable) -> anyhow::Result<()> {
-        self.install(service, Hashing::Keys(self.address_of(service).socket), table)?;
+        self.install(service, ToeplitzSource::Keys(self.address_of(service).socket), table)?;
         self.set_down(service, &table.down_servers);
         Ok(())
     }
@@ -61,22 +61,27 @@ impl LoadBalancer {
             previous_consistent_servers: previous_consistent,
             ..chosen
         };
-        self.install(service, Hashing::UnchangedMembers, &table)
+        self.install(service, ToeplitzSource::UnchangedMembers, &table)
     }
 
     /// Returns whether the rule of `table` differs from the rule in force: then `install_table` may load a program.
     pub fn changes_rule(&self, service: ServiceIndex, table: &PlacementTable) -> bool {
-        self.service(service).rule() != table_rule_bit(table)
+        self.service(service).rule_bit() != table_rule_bit(table)
     }
 
-    fn install(&mut self, service: ServiceIndex, hashing: Hashing, table: &PlacementTable) -> anyhow::Result<()> {
+    fn install(
+        &mut self,
+        service: ServiceIndex,
+        hashing: ToeplitzSource,
+        table: &PlacementTable,
+    ) -> anyhow::Result<()> {
         tables::check(table)?;
         let rule = table_rule_bit(table);
-        let with_rule = EnabledFeatures { rules: rule.unwrap_or(0), ..self.variant.features };
+        let with_rule = EnabledFeatures { rule_bits: rule.unwrap_or(0), ..self.variant.features };
         self.change_variant(Variant { features: self.variant.features.union(with_rule), ..self.variant })?;
         let written = self.write_table(service, hashing, table)?;
         self.maps.state.store(table_word_offset(service), written.offset().into());
-        let was_in_use = self.service(service).rule();
+        let was_in_use = self.service(service).rule_bit();
         if let Some(before) = self.service_mut(service).table.replace(written) {
             self.maps.tables.retire(before, &self.grace_periods);
         }
@@ -92,7 +97,7 @@ impl LoadBalancer {
     fn write_table(
         &mut self,
         service: ServiceIndex,
-        hashing: Hashing,
+        hashing: ToeplitzSource,
         table: &PlacementTable,
     ) -> anyhow::Result<StoredTable> {
         loop {

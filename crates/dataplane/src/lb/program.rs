@@ -14,8 +14,8 @@ use libbpf_rs::query::{ProgInfoIter, ProgInfoQueryOptions};
 use libbpf_rs::skel::{OpenSkel as _, SkelBuilder as _};
 use libbpf_rs::{MapCore as _, MapFlags, MapHandle, MapType, OpenMapMut, libbpf_sys};
 
-use super::connection_memory::{self, Table};
-use super::tables::Tables;
+use super::connection_memory::{self, SharedConnectionTable};
+use super::tables::TableMemory;
 use super::variant::Variant;
 use super::{LbStampingClock, PacketRate, ServiceIndex};
 use crate::lru;
@@ -72,7 +72,7 @@ impl MapSizes {
     }
 }
 
-pub(super) type Servers = [intf::server_entry; intf::SERVER_ID_COUNT as usize];
+pub(super) type ServerEntries = [intf::server_entry; intf::SERVER_ID_COUNT as usize];
 /// Flags of each service's servers: `intf::SERVER_MEMBERS_PER_WORD` servers per word.
 pub(super) type Membership = [u64; intf::MAX_SERVICES as usize * intf::MEMBERSHIP_WORDS as usize];
 
@@ -81,14 +81,14 @@ pub(super) type Membership = [u64; intf::MAX_SERVICES as usize * intf::MEMBERSHI
 pub(super) struct Maps {
     handles: [MapHandle; MAP_NAMES.len()],
     pub state: MmapArray<intf::lb_state>,
-    pub servers: MmapArray<Servers>,
+    pub servers: MmapArray<ServerEntries>,
     pub membership: MmapArray<Membership>,
     pub counters: MmapArray<[intf::lb_counters]>,
-    pub tables: Tables,
+    pub tables: TableMemory,
     sizes: MapSizes,
     /// Traffic to servers, by row and server id.
     pub traffic: MmapArray<[intf::server_traffic]>,
-    pub connections: Table,
+    pub connections: SharedConnectionTable,
     pub flows: MmapArray<[intf::flow_set]>,
     /// Counts of connection table entries that packets have allocated.
     pub connection_takes: MmapArray<intf::connection_takes>,
@@ -158,7 +158,7 @@ impl Maps {
             membership: MmapArray::new(membership).context("mapping the services' servers")?,
             counters: MmapArray::new_slice(counters, rows * intf::LB_COUNTERS_PER_ROW as usize)
                 .context("mapping the counters")?,
-            tables: Tables::new(map_memory(tables, sizes.placement_memory_bytes)?, sizes.placement_memory_bytes),
+            tables: TableMemory::new(map_memory(tables, sizes.placement_memory_bytes)?, sizes.placement_memory_bytes),
             traffic: MmapArray::new_slice(traffic, rows * intf::SERVER_ID_COUNT as usize)
                 .context("mapping the servers' traffic")?,
             connections: connection_memory::map(connections.as_fd(), stacks.as_fd(), sizes.connection_table_size)?,
@@ -229,7 +229,7 @@ impl Maps {
         skeleton.maps.rodata.set_initial_value(&constants).context(same)?;
         let constants = skeleton.maps.rodata_data.as_deref_mut().context("lb.bpf.o has no constants")?;
         constants.capture_in_use = true;
-        constants.steps_in_use = true;
+        constants.vlans_or_capture_in_use = true;
         match watched.vip.ip() {
             IpAddr::V4(vip) => {
                 constants.capture_of.family = intf::ADDRESS_FAMILY_IPV4 as u8;
@@ -521,25 +521,25 @@ fn open<'obj>(
 ) -> anyhow::Result<OpenLbSkel<'obj>> {
     let mut skeleton = LbSkelBuilder::default().open(storage).context("opening lb.bpf.o")?;
     let constants = skeleton.maps.rodata_data.as_deref_mut().context("lb.bpf.o has no constants")?;
-    constants.rules_in_use = bits_or_default(variant.features.rules, DEFAULT_RULES);
-    constants.modes_in_use = bits_or_default(variant.features.modes, DEFAULT_MODES);
-    constants.timestamps_off_in_use = variant.features.timestamps_off;
-    constants.timestamps_lb_in_use = variant.features.timestamps_lb;
-    constants.other_balancer_in_use = variant.features.other_balancer;
+    constants.rules_in_use = bits_or_default(variant.features.rule_bits, DEFAULT_RULES);
+    constants.modes_in_use = bits_or_default(variant.features.mode_bits, DEFAULT_MODES);
+    constants.timestamps_off_in_use = variant.features.has_timestamps_off;
+    constants.timestamps_lb_in_use = variant.features.has_lb_stamping;
+    constants.other_balancer_in_use = variant.features.has_transfer;
     constants.lb_stamping_by_ticks = variant.lb_stamping_clock == LbStampingClock::Ticks;
     constants.packets_read_clock = variant.packets_read_clock;
-    constants.udp_in_use = variant.features.udp;
-    constants.ipv6_in_use = variant.features.ipv6;
-    constants.forwarding_in_use = bits_or_default(variant.features.forwarding, DEFAULT_FORWARDING);
+    constants.udp_in_use = variant.features.has_udp;
+    constants.ipv6_in_use = variant.features.has_ipv6;
+    constants.forwarding_in_use = bits_or_default(variant.features.forwarding_bits, DEFAULT_FORWARDING);
     constants.traffic_in_use = variant.counts_traffic;
     constants.vlans_in_use = variant.vlans.is_used();
-    constants.steps_in_use = constants.vlans_in_use;
+    constants.vlans_or_capture_in_use = constants.vlans_in_use;
     constants.vip_vlan = variant.vlans.vip.get();
     constants.counters_by_cpu = variant.counters_by_cpu;
     constants.connection_partition_mask = sizes.connection_table_size.partition_count() - 1;
     constants.placement_memory_mask = sizes.placement_memory_bytes - 1;
     constants.counter_row_mask = sizes.counter_rows - 1;
-    constants.flow_sets = sizes.flow_set_count;
+    constants.flow_set_count = sizes.flow_set_count;
     for (reason, rates) in variant.broadcast_limits.into_iter().enumerate() {
         let source = &mut constants.broadcast_per_source[reason];
         (source.interval_ns, source.burst_ns) = token_bucket_times(rates.per_source);

@@ -17,7 +17,7 @@ use crate::mac::MacAddress;
 const CONFIGURED_FLAGS: u32 = intf::SERVER_KNOWN | intf::SERVER_ELIGIBLE;
 
 /// Returns the MAC address in a `struct server_entry`; `None`: the address is not resolved.
-pub(super) fn mac_in(entry: u64) -> Option<MacAddress> {
+pub(super) fn resolved_mac(entry: u64) -> Option<MacAddress> {
     let flags = (entry >> SERVER_FLAGS_SHIFT) as u32;
     (flags & intf::SERVER_RESOLVED != 0).then(|| MacAddress::from_word(entry))
 }
@@ -126,7 +126,7 @@ impl LoadBalancer {
     pub fn server(&self, service: ServiceIndex, id: ServerId) -> Option<Server> {
         let word = server_entry(&self.maps, service, id);
         let flags = (word >> SERVER_FLAGS_SHIFT) as u32;
-        let server = Server { mac: mac_in(word), is_eligible: flags & intf::SERVER_ELIGIBLE != 0 };
+        let server = Server { mac: resolved_mac(word), is_eligible: flags & intf::SERVER_ELIGIBLE != 0 };
         (flags & intf::SERVER_KNOWN != 0).then_some(server)
     }
 

@@ -31,8 +31,8 @@ impl Service {
     }
 
     /// Returns the bit of the rule of the service's table; `None`: no table, or a table without members.
-    pub fn rule(&self) -> Option<u32> {
-        self.table.as_ref()?.rule
+    pub fn rule_bit(&self) -> Option<u32> {
+        self.table.as_ref()?.rule_bit
     }
 }
 
@@ -69,7 +69,7 @@ fn check_mode(address: &ServiceAddress, mode: &ServiceMode) -> Result<(), ModeEr
     if mode.timestamps == Timestamps::LoadBalancer && mode.forwarding.encapsulates() {
         return Err(ModeError::NeedsL2(*address));
     }
-    if mode.transfer.is_some() && (address.protocol == Protocol::Udp || !mode.can_transfer()) {
+    if mode.migration.is_some() && (address.protocol == Protocol::Udp || !mode.can_migrate()) {
         return Err(ModeError::CannotTransfer(*address));
     }
     Ok(())
@@ -90,14 +90,14 @@ fn parse_slot_number(number: u32) -> Option<(ServiceIndex, ServiceMode)> {
 /// Returns the features that these services and their tables need.
 pub(super) fn features_in_use(services: &BTreeMap<ServiceAddress, Service>) -> EnabledFeatures {
     let of = |(address, service): (&ServiceAddress, &Service)| EnabledFeatures {
-        rules: service.rule().unwrap_or(0),
-        modes: 1 << service.mode.consistency.number(),
-        timestamps_off: service.mode.timestamps == Timestamps::Off && address.protocol == Protocol::Tcp,
-        timestamps_lb: service.mode.timestamps == Timestamps::LoadBalancer,
-        other_balancer: service.mode.transfer.is_some(),
-        udp: address.protocol == Protocol::Udp,
-        forwarding: 1 << service.mode.forwarding.number(),
-        ipv6: address.socket.is_ipv6(),
+        rule_bits: service.rule_bit().unwrap_or(0),
+        mode_bits: 1 << service.mode.consistency.number(),
+        has_timestamps_off: service.mode.timestamps == Timestamps::Off && address.protocol == Protocol::Tcp,
+        has_lb_stamping: service.mode.timestamps == Timestamps::LoadBalancer,
+        has_transfer: service.mode.migration.is_some(),
+        has_udp: address.protocol == Protocol::Udp,
+        forwarding_bits: 1 << service.mode.forwarding.number(),
+        has_ipv6: address.socket.is_ipv6(),
     };
     services.iter().map(of).fold(EnabledFeatures::default(), EnabledFeatures::union)
 }

@@ -10,7 +10,7 @@ use std::sync::atomic::Ordering;
 
 use coreward_intf as intf;
 use coreward_model::ServerId;
-use coreward_model::placement::{BucketCount, CoreSlotIndex, Member, PlacementTable, Rule};
+use coreward_model::placement::{BucketCount, CoreSlotIndex, Member, PlacementRule, PlacementTable};
 use coreward_model::rss::{InputTransform, RssKey};
 
 use super::buddy_allocator::{Block, BuddyAllocator};
@@ -77,7 +77,7 @@ pub(super) fn check(table: &PlacementTable) -> Result<(), TableError> {
     if table.candidates.len() != expected || expected > intf::MAX_TABLE_CANDIDATES as usize {
         return Err(TableError::WrongCandidateCount { found: table.candidates.len(), expected });
     }
-    let looks_at_candidates = matches!(table.rule, Rule::Table | Rule::LeastAssigned);
+    let looks_at_candidates = matches!(table.rule, PlacementRule::Table | PlacementRule::LeastAssigned);
     if looks_at_candidates && expected == 0 && !table.members.is_empty() {
         return Err(TableError::NoCandidates(table.rule.name()));
     }
@@ -114,7 +114,7 @@ pub(super) struct StoredTable {
     toeplitz_blocks: Vec<Block>,
     core_slot_index: CoreSlotIndex,
     /// Bit of the table's rule; `None`: the table has no members.
-    pub rule: Option<u32>,
+    pub rule_bit: Option<u32>,
 }
 
 impl StoredTable {
@@ -126,7 +126,7 @@ impl StoredTable {
 
 /// Source of a new table's Toeplitz tables.
 #[derive(Debug, Clone, Copy)]
-pub(super) enum Hashing {
+pub(super) enum ToeplitzSource {
     /// The RSS keys of the new table's groups, with this VIP as destination.
     Keys(SocketAddr),
     /// The first group of the service's present table.
@@ -169,7 +169,7 @@ struct SharedToeplitzTables {
 
 /// Memory of the placement tables of all services.
 #[derive(Debug)]
-pub(super) struct Tables {
+pub(super) struct TableMemory {
     memory: MmapArray<[u64]>,
     blocks: BuddyAllocator,
     sources: HashMap<Block, SharedToeplitzTables>,
@@ -204,11 +204,11 @@ pub(super) fn rule_bit(memory: &MmapArray<[u64]>, at: u32) -> Option<u32> {
 }
 
 /// Layout of a table's block, which grows with each reserved list.
-struct Layout {
+struct BlockLayout {
     bytes: u32,
 }
 
-impl Layout {
+impl BlockLayout {
     /// Reserves space for `count` values of a type, and returns their offset from the table's start.
     fn reserve<T>(&mut self, count: usize) -> u32 {
         let at = self.bytes;
@@ -217,7 +217,7 @@ impl Layout {
     }
 }
 
-impl Tables {
+impl TableMemory {
     /// Returns a memory of `bytes` bytes without tables.
     pub fn new(memory: MmapArray<[u64]>, bytes: u32) -> Self {
         let blocks = BuddyAllocator::new(bytes, []);
@@ -244,7 +244,7 @@ impl Tables {
             block: Block::aligned(*at, *bytes),
             toeplitz_blocks: sources.clone(),
             core_slot_index: CoreSlotIndex::default(),
-            rule: rule_bit(&self.memory, *at),
+            rule_bit: rule_bit(&self.memory, *at),
         });
         let written = written.collect();
         self.sources = sources
@@ -308,12 +308,12 @@ impl Tables {
     pub fn write(
         &mut self,
         before: Option<&StoredTable>,
-        hashing: Hashing,
+        hashing: ToeplitzSource,
         table: &PlacementTable,
         grace_periods: &GracePeriods,
     ) -> Result<StoredTable, MemoryFull> {
         self.reclaim(grace_periods);
-        let mut layout = Layout { bytes: HEADER_BYTES.next_multiple_of(8) };
+        let mut layout = BlockLayout { bytes: HEADER_BYTES.next_multiple_of(8) };
         let consistent = layout.reserve::<u16>(table.consistent_servers.len());
         let previous_consistent = layout.reserve::<u16>(table.consistent_servers.len());
         let candidates = layout.reserve::<intf::candidate>(table.candidates.len());
@@ -350,7 +350,7 @@ impl Tables {
         self.write_lists(&header, table, counts);
         let rule = (!table.members.is_empty()).then(|| 1 << table.rule.number());
         let sources = hashes.into_iter().map(|(source, _)| source).collect();
-        Ok(StoredTable { block, toeplitz_blocks: sources, core_slot_index: CoreSlotIndex::of(table), rule })
+        Ok(StoredTable { block, toeplitz_blocks: sources, core_slot_index: CoreSlotIndex::of(table), rule_bit: rule })
     }
 
     fn write_lists(&self, header: &intf::placement_table, table: &PlacementTable, mut counts: Vec<u32>) {
@@ -388,13 +388,13 @@ impl Tables {
     fn acquire_group_hashes(
         &mut self,
         before: Option<&StoredTable>,
-        hashing: Hashing,
+        hashing: ToeplitzSource,
         table: &PlacementTable,
     ) -> Result<Vec<(Block, u32)>, MemoryFull> {
         let vip = match (hashing, before) {
-            (Hashing::Keys(vip), _) => vip,
-            (Hashing::UnchangedMembers, None) => return Ok(Vec::new()),
-            (Hashing::UnchangedMembers, Some(before)) => {
+            (ToeplitzSource::Keys(vip), _) => vip,
+            (ToeplitzSource::UnchangedMembers, None) => return Ok(Vec::new()),
+            (ToeplitzSource::UnchangedMembers, Some(before)) => {
                 let header = self.memory.read::<intf::placement_table>(before.offset() as usize);
                 let first = before.toeplitz_blocks.first().map(|source| (*source, header.toeplitz_destination[0]));
                 first.iter().for_each(|(source, _)| self.sources.entry(*source).or_default().reference_count += 1);
@@ -407,7 +407,7 @@ impl Tables {
                 self.release_sources(&hashes.into_iter().map(|(source, _)| source).collect::<Vec<_>>());
                 return Err(MemoryFull);
             };
-            hashes.push((source, key.destination_part(vip)));
+            hashes.push((source, key.destination_hash(vip)));
         }
         Ok(hashes)
     }

@@ -61,7 +61,7 @@ impl LoadBalancer {
     }
 
     /// Sets the source addresses of outer headers, and the device's MTU in bytes.
-    pub fn set_outer(&mut self, sources: OuterSources, mtu: u32) {
+    pub fn set_outer_header(&mut self, sources: OuterSources, mtu: u32) {
         // The IPv4 address and the MTU share one word: own_address, then mtu.
         let word = u64::from(u32::from_ne_bytes(sources.ipv4.octets())) | u64::from(mtu) << 32;
         self.maps.state.store(offset_of!(intf::lb_state, own_address), word);

@@ -8,35 +8,35 @@ use super::{BroadcastLimits, LbStampingClock};
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(super) struct EnabledFeatures {
     /// Placement rules of the tables: bits 1 << `enum placement_rule`.
-    pub rules: u32,
+    pub rule_bits: u32,
     /// Consistency modes of the services: bits 1 << `enum consistency`.
-    pub modes: u32,
+    pub mode_bits: u32,
     /// Whether a TCP service has packets without a cookie.
-    pub timestamps_off: bool,
+    pub has_timestamps_off: bool,
     /// Whether a service uses LB-side stamping.
-    pub timestamps_lb: bool,
+    pub has_lb_stamping: bool,
     /// Whether a service is in migration from or to another load balancer.
-    pub other_balancer: bool,
+    pub has_transfer: bool,
     /// Whether a service uses UDP.
-    pub udp: bool,
+    pub has_udp: bool,
     /// Forwarding modes of the services: bits 1 << `enum forwarding`.
-    pub forwarding: u32,
+    pub forwarding_bits: u32,
     /// Whether a service has an IPv6 VIP.
-    pub ipv6: bool,
+    pub has_ipv6: bool,
 }
 
 impl EnabledFeatures {
     /// Returns the features that are enabled in `self` or `other`.
     pub fn union(self, other: Self) -> Self {
         Self {
-            rules: self.rules | other.rules,
-            modes: self.modes | other.modes,
-            timestamps_off: self.timestamps_off || other.timestamps_off,
-            timestamps_lb: self.timestamps_lb || other.timestamps_lb,
-            other_balancer: self.other_balancer || other.other_balancer,
-            udp: self.udp || other.udp,
-            forwarding: self.forwarding | other.forwarding,
-            ipv6: self.ipv6 || other.ipv6,
+            rule_bits: self.rule_bits | other.rule_bits,
+            mode_bits: self.mode_bits | other.mode_bits,
+            has_timestamps_off: self.has_timestamps_off || other.has_timestamps_off,
+            has_lb_stamping: self.has_lb_stamping || other.has_lb_stamping,
+            has_transfer: self.has_transfer || other.has_transfer,
+            has_udp: self.has_udp || other.has_udp,
+            forwarding_bits: self.forwarding_bits | other.forwarding_bits,
+            has_ipv6: self.has_ipv6 || other.has_ipv6,
         }
     }
 }

@@ -12,7 +12,7 @@ const AND: u32 = libc::BPF_ALU | libc::BPF_AND | libc::BPF_K;
 /// Offset of the VLAN tag, which the kernel has removed from the frame: SKF_AD_VLAN_TAG (and SKF_AD_VLAN_TAG_PRESENT
 /// below) of linux/filter.h.
 const VLAN_TAG_OFFSET: u32 = (libc::SKF_AD_OFF as u32).wrapping_add(44);
-const TAG_PRESENT: u32 = (libc::SKF_AD_OFF as u32).wrapping_add(48);
+const TAG_PRESENT_OFFSET: u32 = (libc::SKF_AD_OFF as u32).wrapping_add(48);
 const ID_MASK: u32 = 0xfff;
 
 pub const fn instruction(code: u32, jt: u8, jf: u8, k: u32) -> sock_filter {
@@ -33,7 +33,7 @@ pub fn in_vlan(vlan: Vlan, filter: &[sock_filter]) -> Vec<sock_filter> {
         return filter.to_vec();
     }
     let of_vlan = [
-        instruction(LOAD_BYTE, 0, 0, TAG_PRESENT),
+        instruction(LOAD_BYTE, 0, 0, TAG_PRESENT_OFFSET),
         instruction(EQUALS, 1, 0, 1),
         instruction(RETURN, 0, 0, 0),
         instruction(LOAD_HALF, 0, 0, VLAN_TAG_OFFSET),

@@ -7,12 +7,12 @@ use crate::mac::MacAddress;
 
 pub const ETHERTYPE_IPV6: u16 = 0x86dd;
 
-const IP: usize = 14;
-const ICMP: usize = IP + 40;
-const TARGET: usize = ICMP + 8;
-const OPTIONS: usize = TARGET + 16;
+const IP_OFFSET: usize = 14;
+const ICMP_OFFSET: usize = IP_OFFSET + 40;
+const TARGET_OFFSET: usize = ICMP_OFFSET + 8;
+const OPTIONS_OFFSET: usize = TARGET_OFFSET + 16;
 /// Length of a solicitation's frame with one option, in bytes.
-const FRAME_BYTES: usize = OPTIONS + 8;
+const FRAME_BYTES: usize = OPTIONS_OFFSET + 8;
 
 const NEXT_HEADER_ICMPV6: u8 = 58;
 /// Hop limit that proves that the sender is on the link, because routers decrease it (RFC 4861, Sect. 7.1.1).
@@ -26,9 +26,9 @@ const OPTION_TARGET_ADDRESS: u8 = 2;
 pub const SOCKET_FILTER: [libc::sock_filter; 9] = [
     instruction(LOAD_HALF, 0, 0, 12),
     instruction(EQUALS, 0, 6, ETHERTYPE_IPV6 as u32),
-    instruction(LOAD_BYTE, 0, 0, IP as u32 + 6),
+    instruction(LOAD_BYTE, 0, 0, IP_OFFSET as u32 + 6),
     instruction(EQUALS, 0, 4, NEXT_HEADER_ICMPV6 as u32),
-    instruction(LOAD_BYTE, 0, 0, ICMP as u32),
+    instruction(LOAD_BYTE, 0, 0, ICMP_OFFSET as u32),
     instruction(EQUALS, 1, 0, SOLICITATION as u32),
     instruction(EQUALS, 0, 1, ADVERTISEMENT as u32),
     instruction(RETURN, 0, 0, u32::MAX),
@@ -47,33 +47,34 @@ pub fn solicitation(target: Ipv6Addr, mac: Option<MacAddress>, own_mac: MacAddre
             (MacAddress([0x33, 0x33, 0xff, a, b, c]), group)
         }
     };
-    let length = if own_address.is_unspecified() { OPTIONS } else { FRAME_BYTES };
+    let length = if own_address.is_unspecified() { OPTIONS_OFFSET } else { FRAME_BYTES };
     let mut frame = vec![0; length];
     frame[..6].copy_from_slice(&destination_mac.0);
     frame[6..12].copy_from_slice(&own_mac.0);
     frame[12..14].copy_from_slice(&ETHERTYPE_IPV6.to_be_bytes());
-    frame[IP] = 6 << 4;
-    frame[IP + 4..IP + 6].copy_from_slice(&((length - ICMP) as u16).to_be_bytes());
-    frame[IP + 6] = NEXT_HEADER_ICMPV6;
-    frame[IP + 7] = HOP_LIMIT;
-    frame[IP + 8..IP + 24].copy_from_slice(&own_address.octets());
-    frame[IP + 24..ICMP].copy_from_slice(&destination.octets());
-    frame[ICMP] = SOLICITATION;
-    frame[TARGET..OPTIONS].copy_from_slice(&target.octets());
-    if let Some(option) = frame.get_mut(OPTIONS..FRAME_BYTES) {
+    frame[IP_OFFSET] = 6 << 4;
+    frame[IP_OFFSET + 4..IP_OFFSET + 6].copy_from_slice(&((length - ICMP_OFFSET) as u16).to_be_bytes());
+    frame[IP_OFFSET + 6] = NEXT_HEADER_ICMPV6;
+    frame[IP_OFFSET + 7] = HOP_LIMIT;
+    frame[IP_OFFSET + 8..IP_OFFSET + 24].copy_from_slice(&own_address.octets());
+    frame[IP_OFFSET + 24..ICMP_OFFSET].copy_from_slice(&destination.octets());
+    frame[ICMP_OFFSET] = SOLICITATION;
+    frame[TARGET_OFFSET..OPTIONS_OFFSET].copy_from_slice(&target.octets());
+    if let Some(option) = frame.get_mut(OPTIONS_OFFSET..FRAME_BYTES) {
         option[..2].copy_from_slice(&[OPTION_SOURCE_ADDRESS, 1]);
         option[2..].copy_from_slice(&own_mac.0);
     }
     let sum = checksum(&frame);
-    frame[ICMP + 2..ICMP + 4].copy_from_slice(&sum.to_be_bytes());
+    frame[ICMP_OFFSET + 2..ICMP_OFFSET + 4].copy_from_slice(&sum.to_be_bytes());
     frame
 }
 
 /// Returns the ICMPv6 checksum of a frame; 0 if the frame contains the correct checksum (RFC 4443, Sect. 2.3).
 fn checksum(frame: &[u8]) -> u16 {
-    let words =
-        frame[IP + 8..].chunks(2).map(|pair| u32::from(pair[0]) << 8 | pair.get(1).map_or(0, |low| (*low).into()));
-    let mut sum = words.sum::<u32>() + (frame.len() - ICMP) as u32 + u32::from(NEXT_HEADER_ICMPV6);
+    let words = frame[IP_OFFSET + 8..]
+        .chunks(2)
+        .map(|pair| u32::from(pair[0]) << 8 | pair.get(1).map_or(0, |low| (*low).into()));
+    let mut sum = words.sum::<u32>() + (frame.len() - ICMP_OFFSET) as u32 + u32::from(NEXT_HEADER_ICMPV6);
     while sum > 0xffff {
         sum = (sum & 0xffff) + (sum >> 16);
     }
@@ -83,29 +84,30 @@ fn checksum(frame: &[u8]) -> u16 {
 /// Returns the sender of a solicitation, or the target of an advertisement, with its MAC address. `None`: the frame is
 /// neither, is invalid, or has no MAC address.
 pub fn parse_sender(frame: &[u8]) -> Option<(Ipv6Addr, MacAddress)> {
-    if frame.len() < OPTIONS || frame[12..14] != ETHERTYPE_IPV6.to_be_bytes() {
+    if frame.len() < OPTIONS_OFFSET || frame[12..14] != ETHERTYPE_IPV6.to_be_bytes() {
         return None;
     }
-    let payload = usize::from(u16::from_be_bytes([frame[IP + 4], frame[IP + 5]]));
+    let payload = usize::from(u16::from_be_bytes([frame[IP_OFFSET + 4], frame[IP_OFFSET + 5]]));
     // Ethernet pads short frames: only the payload counts.
-    let frame = frame.get(..ICMP + payload).filter(|frame| frame.len() >= OPTIONS)?;
-    let is_discovery = frame[IP] >> 4 == 6 && frame[IP + 6] == NEXT_HEADER_ICMPV6 && frame[IP + 7] == HOP_LIMIT;
-    if !is_discovery || frame[ICMP + 1] != 0 || checksum(frame) != 0 {
+    let frame = frame.get(..ICMP_OFFSET + payload).filter(|frame| frame.len() >= OPTIONS_OFFSET)?;
+    let is_discovery =
+        frame[IP_OFFSET] >> 4 == 6 && frame[IP_OFFSET + 6] == NEXT_HEADER_ICMPV6 && frame[IP_OFFSET + 7] == HOP_LIMIT;
+    if !is_discovery || frame[ICMP_OFFSET + 1] != 0 || checksum(frame) != 0 {
         return None;
     }
-    let (at, option_type) = match frame[ICMP] {
-        SOLICITATION => (IP + 8, OPTION_SOURCE_ADDRESS),
-        ADVERTISEMENT => (TARGET, OPTION_TARGET_ADDRESS),
+    let (at, option_type) = match frame[ICMP_OFFSET] {
+        SOLICITATION => (IP_OFFSET + 8, OPTION_SOURCE_ADDRESS),
+        ADVERTISEMENT => (TARGET_OFFSET, OPTION_TARGET_ADDRESS),
         _ => return None,
     };
     let address = Ipv6Addr::from(<[u8; 16]>::try_from(&frame[at..at + 16]).ok()?);
-    let mac = option(&frame[OPTIONS..], option_type)?;
+    let mac = find_mac_option(&frame[OPTIONS_OFFSET..], option_type)?;
     let usable = !address.is_unspecified() && !address.is_multicast();
     (usable && !mac.is_group() && mac != MacAddress([0; 6])).then_some((address, mac))
 }
 
 /// Returns the MAC address of the first option of this kind.
-fn option(mut options: &[u8], option_type: u8) -> Option<MacAddress> {
+fn find_mac_option(mut options: &[u8], option_type: u8) -> Option<MacAddress> {
     while let [kind, length, ..] = *options {
         let bytes = usize::from(length) * 8;
         let option = options.get(..bytes).filter(|option| !option.is_empty())?;
@@ -126,9 +128,9 @@ mod tests {
     const MAC: MacAddress = MacAddress([2, 0, 0, 0, 0, 1]);
 
     fn with_checksum(mut frame: Vec<u8>) -> Vec<u8> {
-        frame[ICMP + 2..ICMP + 4].fill(0);
+        frame[ICMP_OFFSET + 2..ICMP_OFFSET + 4].fill(0);
         let sum = checksum(&frame);
-        frame[ICMP + 2..ICMP + 4].copy_from_slice(&sum.to_be_bytes());
+        frame[ICMP_OFFSET + 2..ICMP_OFFSET + 4].copy_from_slice(&sum.to_be_bytes());
         frame
     }
 
@@ -136,11 +138,14 @@ mod tests {
     fn solicitation_names_its_sender_and_goes_to_the_group_of_the_target() {
         let frame = solicitation(TARGET_ADDRESS, None, MAC, OWN_ADDRESS);
         assert_eq!(frame[..6], [0x33, 0x33, 0xff, 1, 2, 3]);
-        assert_eq!(frame[IP + 24..ICMP], "ff02::1:ff01:203".parse::<Ipv6Addr>().unwrap().octets());
+        assert_eq!(frame[IP_OFFSET + 24..ICMP_OFFSET], "ff02::1:ff01:203".parse::<Ipv6Addr>().unwrap().octets());
         assert_eq!(parse_sender(&frame), Some((OWN_ADDRESS, MAC)));
         let other = MacAddress([2, 0, 0, 0, 0, 9]);
         let unicast = solicitation(TARGET_ADDRESS, Some(other), MAC, OWN_ADDRESS);
-        assert_eq!((&unicast[..6], &unicast[IP + 24..ICMP]), (&other.0[..], &TARGET_ADDRESS.octets()[..]));
+        assert_eq!(
+            (&unicast[..6], &unicast[IP_OFFSET + 24..ICMP_OFFSET]),
+            (&other.0[..], &TARGET_ADDRESS.octets()[..])
+        );
         for length in 0..FRAME_BYTES {
             assert_eq!(parse_sender(&frame[..length]), None, "{length} bytes");
         }
@@ -149,29 +154,31 @@ mod tests {
     #[test]
     fn solicitation_without_an_own_address_is_as_in_duplicate_address_detection() {
         let frame = solicitation(TARGET_ADDRESS, Some(MAC), MAC, Ipv6Addr::UNSPECIFIED);
-        assert_eq!(frame.len(), OPTIONS, "RFC 4861, Sect. 4.3: no source link-layer address option");
+        assert_eq!(frame.len(), OPTIONS_OFFSET, "RFC 4861, Sect. 4.3: no source link-layer address option");
         assert_eq!(frame[..6], [0x33, 0x33, 0xff, 1, 2, 3]);
-        assert_eq!(frame[IP + 24..ICMP], "ff02::1:ff01:203".parse::<Ipv6Addr>().unwrap().octets());
+        assert_eq!(frame[IP_OFFSET + 24..ICMP_OFFSET], "ff02::1:ff01:203".parse::<Ipv6Addr>().unwrap().octets());
         assert_eq!((checksum(&frame), parse_sender(&frame)), (0, None));
     }
 
     #[test]
     fn advertisement_names_its_target() {
         let mut frame = solicitation(TARGET_ADDRESS, None, MAC, OWN_ADDRESS);
-        frame[ICMP] = ADVERTISEMENT;
+        frame[ICMP_OFFSET] = ADVERTISEMENT;
         assert_eq!(parse_sender(&with_checksum(frame.clone())), None, "the option is of a solicitation");
-        frame[OPTIONS] = OPTION_TARGET_ADDRESS;
+        frame[OPTIONS_OFFSET] = OPTION_TARGET_ADDRESS;
         let frame = with_checksum(frame);
         assert_eq!(parse_sender(&frame), Some((TARGET_ADDRESS, MAC)));
         // Ethernet pads short frames.
         assert_eq!(parse_sender(&[&frame[..], &[7; 9]].concat()), Some((TARGET_ADDRESS, MAC)));
-        for (at, value) in [(IP + 7, 254), (ICMP + 1, 1), (OPTIONS + 1, 0), (OPTIONS + 2, 1)] {
+        for (at, value) in
+            [(IP_OFFSET + 7, 254), (ICMP_OFFSET + 1, 1), (OPTIONS_OFFSET + 1, 0), (OPTIONS_OFFSET + 2, 1)]
+        {
             let mut invalid = frame.clone();
             invalid[at] = value;
             assert_eq!(parse_sender(&with_checksum(invalid)), None, "byte {at}");
         }
         let mut damaged = frame;
-        damaged[TARGET] ^= 1;
+        damaged[TARGET_OFFSET] ^= 1;
         assert_eq!(parse_sender(&damaged), None);
     }
 }

@@ -8,13 +8,13 @@ use anyhow::{Context as _, bail};
 use nix::errno::Errno;
 use zerocopy::{FromBytes, Immutable, IntoBytes as _, KnownLayout};
 
-use super::{Inode, MessageHeader, Request, SOCK_DIAG_BY_FAMILY, SocketId, open};
+use super::{InetDiagRequest, Inode, NetlinkHeader, SOCK_DIAG_BY_FAMILY, SocketId, open};
 
 /// struct nlmsghdr and the start of struct inet_diag_msg, up to the inode.
 #[derive(Debug, Clone, Copy, FromBytes, Immutable, KnownLayout)]
 #[repr(C)]
 struct InetDiagReply {
-    header: MessageHeader,
+    header: NetlinkHeader,
     family: u8,
     state: u8,
     timer: u8,
@@ -28,12 +28,12 @@ struct InetDiagReply {
 }
 
 const NO_STATES: u32 = 0;
-const LISTENING: u32 = 1 << 10;
+const LISTENING_STATES: u32 = 1 << 10;
 /// Bits of include/net/tcp_states.h: ESTABLISHED, SYN-RECEIVED (for half-open connections), FIN-WAIT-1 and 2,
 /// CLOSE-WAIT, LAST-ACK, CLOSING.
-const CONNECTED: u32 = 1 << 1 | 1 << 3 | 1 << 4 | 1 << 5 | 1 << 8 | 1 << 9 | 1 << 11;
+const CONNECTED_STATES: u32 = 1 << 1 | 1 << 3 | 1 << 4 | 1 << 5 | 1 << 8 | 1 << 9 | 1 << 11;
 /// Size of the receive buffer: the kernel fills at most 32 KiB per read.
-const BUFFER: usize = 32 << 10;
+const BUFFER_BYTES: usize = 32 << 10;
 
 /// Returns the number of TCP connections at each of `services`, in the same order. Connections count from half-open to
 /// the last FIN, without TIME-WAIT. A call takes about 1 us of CPU for every socket at these ports, and less for each
@@ -45,8 +45,8 @@ pub fn connection_counts(services: &[SocketAddr]) -> anyhow::Result<Vec<u32>> {
     }
     let places: HashMap<SocketAddr, usize> = services.iter().copied().zip(0..).collect();
     for family in [libc::AF_INET, libc::AF_INET6] {
-        let request = list(family as u8, CONNECTED, only_port(services).unwrap_or(0));
-        for_each(&request, |listed| {
+        let request = list_request(family as u8, CONNECTED_STATES, common_port(services).unwrap_or(0));
+        for_each_socket(&request, |listed| {
             if let Some(place) = places.get(&local_address(listed)) {
                 counts[*place] += 1;
             }
@@ -58,18 +58,18 @@ pub fn connection_counts(services: &[SocketAddr]) -> anyhow::Result<Vec<u32>> {
 /// Returns address and inode of the listening TCP sockets. The cost does not depend on other sockets, unlike that of
 /// /proc/net/tcp, which walks the kernel's connection table of all network namespaces. Fails when the kernel has no
 /// sock_diag(7) for TCP, or does not answer.
-pub fn listening() -> anyhow::Result<Vec<(SocketAddr, Inode)>> {
+pub fn listening_sockets() -> anyhow::Result<Vec<(SocketAddr, Inode)>> {
     let mut found = Vec::new();
     for family in [libc::AF_INET, libc::AF_INET6] {
-        for_each(&list(family as u8, LISTENING, 0), |listed| {
+        for_each_socket(&list_request(family as u8, LISTENING_STATES, 0), |listed| {
             found.push((local_address(listed), listed.inode.into()));
         })?;
     }
     Ok(found)
 }
 
-fn for_each(request: &Request, mut found: impl FnMut(&InetDiagReply)) -> anyhow::Result<()> {
-    let (socket, mut buffer) = (open()?, vec![0; BUFFER]);
+fn for_each_socket(request: &InetDiagRequest, mut found: impl FnMut(&InetDiagReply)) -> anyhow::Result<()> {
+    let (socket, mut buffer) = (open()?, vec![0; BUFFER_BYTES]);
     nix::unistd::write(&socket, request.as_bytes()).context("asking sock_diag")?;
     // A kernel without IPv6 answers ENOENT.
     let may_lack = i32::from(request.family) == libc::AF_INET6;
@@ -80,20 +80,20 @@ fn for_each(request: &Request, mut found: impl FnMut(&InetDiagReply)) -> anyhow:
 /// Fails when the kernel has no sock_diag(7) for TCP. A query for one socket would not show that: such a kernel answers
 /// that the socket does not exist.
 pub(super) fn ensure_supported() -> anyhow::Result<()> {
-    for_each(&list(libc::AF_INET as u8, NO_STATES, 0), |_| ())
+    for_each_socket(&list_request(libc::AF_INET as u8, NO_STATES, 0), |_| ())
 }
 
 /// Returns the common port of all services, if they have one: the kernel then skips sockets at other ports.
-fn only_port(services: &[SocketAddr]) -> Option<u16> {
+fn common_port(services: &[SocketAddr]) -> Option<u16> {
     let port = services.first()?.port();
     services.iter().all(|service| service.port() == port).then_some(port)
 }
 
 /// Returns the request for a list of sockets. `port` 0: sockets at all ports.
-fn list(family: u8, states: u32, port: u16) -> Request {
-    Request {
-        header: MessageHeader {
-            length: size_of::<Request>() as u32,
+fn list_request(family: u8, states: u32, port: u16) -> InetDiagRequest {
+    InetDiagRequest {
+        header: NetlinkHeader {
+            length: size_of::<InetDiagRequest>() as u32,
             kind: SOCK_DIAG_BY_FAMILY,
             flags: (libc::NLM_F_REQUEST | libc::NLM_F_DUMP) as u16,
             sequence: 0,
@@ -125,7 +125,7 @@ fn read_list(
 ) -> anyhow::Result<bool> {
     let length = nix::unistd::read(socket, buffer).context("no list from sock_diag")?;
     let mut bytes = &buffer[..length];
-    while let Ok((header, _)) = MessageHeader::read_from_prefix(bytes) {
+    while let Ok((header, _)) = NetlinkHeader::read_from_prefix(bytes) {
         let message = bytes.get(..header.length as usize).context("sock_diag: a message cut short")?;
         match header.kind {
             SOCK_DIAG_BY_FAMILY => {
@@ -134,7 +134,7 @@ fn read_list(
                 found(&listed);
             }
             kind if [libc::NLMSG_DONE, libc::NLMSG_ERROR].contains(&kind.into()) => {
-                let code = message.get(size_of::<MessageHeader>()..).and_then(|rest| i32::read_from_prefix(rest).ok());
+                let code = message.get(size_of::<NetlinkHeader>()..).and_then(|rest| i32::read_from_prefix(rest).ok());
                 return match code.map(|(code, _)| Errno::from_raw(-code)) {
                     None => bail!("sock_diag: an end without a number"),
                     Some(Errno::ENOENT) if !may_lack => {
@@ -174,8 +174,8 @@ mod tests {
     /// Returns the result of [`read_list`] for a list that ends with `error`.
     fn read_end(kind: i32, error: i32, may_lack: bool) -> anyhow::Result<bool> {
         let (ours, mut theirs) = std::os::unix::net::UnixStream::pair().unwrap();
-        let length = (size_of::<MessageHeader>() + size_of::<i32>()) as u32;
-        let header = MessageHeader { length, kind: kind as u16, flags: 0, sequence: 0, port: 0 };
+        let length = (size_of::<NetlinkHeader>() + size_of::<i32>()) as u32;
+        let header = NetlinkHeader { length, kind: kind as u16, flags: 0, sequence: 0, port: 0 };
         theirs.write_all(&[header.as_bytes(), (-error).as_bytes()].concat()).unwrap();
         read_list(&ours.into(), &mut [0; 64], may_lack, &mut |_| panic!("no socket is in the list"))
     }

@@ -8,7 +8,7 @@ use coreward_dataplane::test_run;
 use coreward_intf as intf;
 use coreward_model::consistency::ServiceMode;
 use coreward_model::forwarding::Forwarding;
-use coreward_model::placement::Rule;
+use coreward_model::placement::PlacementRule;
 use coreward_model::rss::seeded_rng;
 
 use crate::support::balancer::{Balancer, XDP_DROP, XDP_PASS, XDP_TX, id, random_table, service};
@@ -268,11 +268,11 @@ fn encapsulated_packet_arrives_unchanged() {
     for form in TunnelForm::all() {
         let mode = ServiceMode { forwarding: form.forwarding, ..ServiceMode::default() };
         let mut balancer = Balancer::with(&[(service(vip(form.inner)), mode)], Options::default(), &mut rng);
-        balancer.lb.set_outer(OWN_ADDRESSES, 1500);
+        balancer.lb.set_outer_header(OWN_ADDRESSES, 1500);
         let servers = balancer.replace_servers(0, 1, &mut rng);
         let address = server_address(form.outer, servers[0]);
         balancer.lb.set_tunnel(servers[0], Tunnel { address, source_port: None }).unwrap();
-        balancer.install(0, &random_table(Rule::Table, 1, 1, &servers, &mut rng));
+        balancer.install(0, &random_table(PlacementRule::Table, 1, 1, &servers, &mut rng));
         let options = aligned_timestamp(7, 0);
         let syn = Tcp { flags: SYN, options, ..Tcp::between(client(form.inner), vip(form.inner)) }.frame();
         let (verdict, packet) = balancer.run(&syn);

@@ -5,7 +5,7 @@ use std::net::{SocketAddr, UdpSocket};
 use std::os::fd::AsFd as _;
 use std::time::{Duration, Instant};
 
-use coreward_dataplane::dispatch::{self, Dispatch, Policy, RequestId, Timeouts};
+use coreward_dataplane::dispatch::{self, DispatchPrograms, Policy, RequestIdPosition, Timeouts};
 use coreward_dataplane::reuseport;
 use coreward_intf as intf;
 use socket2::SockRef;
@@ -59,7 +59,7 @@ fn request_ids_distinguish_requests_of_one_client() {
     in_namespace(|| {
         let mut options = options(Policy::ShortestQueue);
         // Responses have one more byte before the request id than requests.
-        options.request_id = Some(RequestId { offset: 1, response_offset: 2, bytes: 2 });
+        options.request_id = Some(RequestIdPosition { offset: 1, response_offset: 2, bytes: 2 });
         let env = TestEnv::new(1, &options);
         let client = client();
         (0..3u8).for_each(|id| env.send(&client, &[9, id, 7]));
@@ -255,7 +255,8 @@ fn upgrade_takes_over_sockets_and_requests_in_flight() {
         let sockets = env.dispatch.sockets();
         // A second instance with another policy takes over while the first instance still runs.
         env.dispatch =
-            Dispatch::load(&env.pins.0, &dispatch::cgroup_root().unwrap(), &options(Policy::RoundRobin)).unwrap();
+            DispatchPrograms::load(&env.pins.0, &dispatch::cgroup_root().unwrap(), &options(Policy::RoundRobin))
+                .unwrap();
         assert!(env.dispatch.is_taken_over());
         assert_eq!((env.dispatch.sockets(), env.outstanding()), (sockets, vec![2, 2]));
         env.read(4).iter().for_each(|read| env.answer(read));
@@ -274,7 +275,7 @@ fn detach_returns_sockets_to_the_kernels_choice() {
         let mut env = TestEnv::new(2, &options(Policy::ShortestQueue));
         let pins = Pins::new();
         let options = options(Policy::ShortestQueue);
-        let again = Dispatch::load(&pins.0, &dispatch::cgroup_root().unwrap(), &options).unwrap();
+        let again = DispatchPrograms::load(&pins.0, &dispatch::cgroup_root().unwrap(), &options).unwrap();
         let socket = env.workers[&0].try_clone().unwrap();
         let error = again.add_worker(socket.as_fd(), 1).unwrap_err().to_string();
         assert!(error.contains("is it in another one"), "{error}");

@@ -3,11 +3,11 @@
 use std::net::UdpSocket;
 use std::time::Duration;
 
-use coreward_dataplane::dispatch::{Policy, RequestId, RequestType};
+use coreward_dataplane::dispatch::{Policy, RequestIdPosition, RequestType};
 use coreward_intf as intf;
 use coreward_model::dispatch::{
     ClassBoundedShortestQueue, ClassBounds, DispatchHeader, Dispatcher, JoinLightestQueue, JoinShortestQueue,
-    RoundRobinCore, Weight,
+    RoundRobinCore, RoundedServiceTime,
 };
 use coreward_model::rss::seeded_rng;
 use rand::Rng as _;
@@ -25,7 +25,7 @@ fn assert_equals_model(env: &TestEnv, model: &mut impl Dispatcher, clients: &[Ud
     let mut under_way: Vec<(ReceivedDatagram, DispatchHeader)> = Vec::new();
     for id in 0..REQUEST_COUNT {
         let class = rng.next_u32() as u8 % 3;
-        let expected = Weight::new(TIMES[usize::from(class)]).as_ns();
+        let expected = RoundedServiceTime::new(TIMES[usize::from(class)]).as_ns();
         let header = DispatchHeader { service: class.min(1), expected_service_time: expected, hash: 0, flow_hash: 0 };
         let from = &clients[rng.next_u32() as usize % clients.len()];
         env.send(from, &[&id.to_le_bytes()[..], b"type", &[class]].concat());
@@ -53,7 +53,7 @@ fn assert_equals_model(env: &TestEnv, model: &mut impl Dispatcher, clients: &[Ud
 
 fn start_env(workers: usize, policy: Policy) -> TestEnv {
     let mut options = options(policy);
-    options.request_id = Some(RequestId { offset: 0, response_offset: 0, bytes: 4 });
+    options.request_id = Some(RequestIdPosition { offset: 0, response_offset: 0, bytes: 4 });
     options.type_offset = 4;
     let kind = |number: u8, class| RequestType {
         value: [b't', b'y', b'p', b'e', number, 0, 0, 0],
@@ -64,7 +64,7 @@ fn start_env(workers: usize, policy: Policy) -> TestEnv {
     options.types = vec![kind(0, 0), kind(1, 1)];
     options.other_class = 1;
     let env = TestEnv::new(workers, &options);
-    env.dispatch.set_expected(&TIMES);
+    env.dispatch.set_expected_times(&TIMES);
     env
 }
 

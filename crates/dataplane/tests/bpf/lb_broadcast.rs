@@ -8,7 +8,7 @@ use coreward_dataplane::lb::{BroadcastRates, Options, PacketRate};
 use coreward_dataplane::mac::MacAddress;
 use coreward_intf as intf;
 use coreward_model::consistency::ServiceMode;
-use coreward_model::placement::Rule;
+use coreward_model::placement::PlacementRule;
 use coreward_model::rss::seeded_rng;
 use rand::Rng as _;
 
@@ -23,7 +23,7 @@ fn balancer(services: u16, options: Options) -> Balancer {
     let services: Vec<_> = (0..services).map(|n| (service((VIP.0, VIP.1 + n)), ServiceMode::default())).collect();
     let mut balancer = Balancer::with_limits(&services, options, &mut rng);
     let ids = balancer.replace_servers(0, 5, &mut rng);
-    balancer.install(0, &random_table(Rule::Table, 1, 1, &ids, &mut rng));
+    balancer.install(0, &random_table(PlacementRule::Table, 1, 1, &ids, &mut rng));
     balancer
 }
 

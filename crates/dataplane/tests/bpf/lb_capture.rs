@@ -9,7 +9,7 @@ use coreward_dataplane::lb::{LoadBalancer, Options, Server, XdpMode};
 use coreward_dataplane::mac::MacAddress;
 use coreward_model::consistency::{Consistency, ServiceMode};
 use coreward_model::cookie::{self, Cookie, CookieKey, FleetKeys, KeyIndex};
-use coreward_model::placement::Rule;
+use coreward_model::placement::PlacementRule;
 use coreward_model::rss::seeded_rng;
 use coreward_model::{FourTuple, ServiceAddress};
 
@@ -79,7 +79,7 @@ fn capture_has_every_unchanged_packet_and_its_decision() {
     lb.set_keys(&keys());
     for index in &indexes {
         lb.set_server(*index, id(7), Server { mac: Some(SERVER_MAC), is_eligible: true });
-        lb.install_table(*index, &random_table(Rule::Table, 1, 1, &[id(7)], &mut seeded_rng(1, 0))).unwrap();
+        lb.install_table(*index, &random_table(PlacementRule::Table, 1, 1, &[id(7)], &mut seeded_rng(1, 0))).unwrap();
     }
     let named: Vec<(ServiceAddress, String)> = capture::services(&pins.path()).unwrap();
     assert_eq!(named, [(service(VIP), "web".to_owned()), (service(OTHER), String::new())]);
@@ -87,7 +87,7 @@ fn capture_has_every_unchanged_packet_and_its_decision() {
     let options = capture::Options { pin_directory: pins.path(), service: service(VIP), capture_length: 200 };
     let mut capture = Capture::start(options.clone()).unwrap();
     let tsecr =
-        cookie::stamp(&keys(), &support::TIME_KEY, &FourTuple::ipv4(CLIENT, VIP), Cookie::Server(id(7)), 12_345);
+        cookie::stamp_tsval(&keys(), &support::TIME_KEY, &FourTuple::ipv4(CLIENT, VIP), Cookie::Server(id(7)), 12_345);
     let established = Tcp { destination_mac: mac, options: aligned_timestamp(1, tsecr), ..Tcp::new(CLIENT, VIP) };
     let mut malformed = established.frame();
     malformed[14] = 0x41;
@@ -157,7 +157,7 @@ fn ipv6_packets_of_the_service_are_captured() {
     let services = [watched, other].map(|vip| (service(vip), ServiceMode::default()));
     for index in lb.set_services(&services).unwrap() {
         lb.set_server(index, id(7), Server { mac: Some(SERVER_MAC), is_eligible: true });
-        lb.install_table(index, &random_table(Rule::Table, 1, 1, &[id(7)], &mut seeded_rng(1, 0))).unwrap();
+        lb.install_table(index, &random_table(PlacementRule::Table, 1, 1, &[id(7)], &mut seeded_rng(1, 0))).unwrap();
     }
     let options = capture::Options { pin_directory: pins.path(), service: service(watched), capture_length: 200 };
     let mut capture = Capture::start(options).unwrap();

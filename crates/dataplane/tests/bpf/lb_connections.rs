@@ -9,11 +9,11 @@ use coreward_dataplane::lb::{BroadcastRates, Options, PacketRate, Server};
 use coreward_dataplane::mac::MacAddress;
 use coreward_intf as intf;
 use coreward_model::connection_table::{
-    ClockTicks, ExpiryReason, TableSize, Timeouts, cookie_number, owner_and_slot, syn_tsecr,
+    ClockTicks, ExpiryReason, TableSize, Timeouts, decode_cookie_index, encode_cookie_index, encode_syn_tsecr,
 };
 use coreward_model::consistency::ServiceMode;
 use coreward_model::cookie::{self, Cookie};
-use coreward_model::placement::Rule;
+use coreward_model::placement::PlacementRule;
 use coreward_model::rss::{seeded_rng, uniform_below};
 use rand::Rng as _;
 
@@ -38,7 +38,7 @@ fn new_connection_takes_an_entry_that_later_packets_find() {
     for opened in &opened {
         let entry = balancer.entry(opened.client).unwrap();
         assert_eq!(entry.identity.server, opened.server);
-        assert_eq!(owner_and_slot(opened.number), (own_number(), entry.index.slot()));
+        assert_eq!(decode_cookie_index(opened.number), (own_number(), entry.index.slot()));
         let hash = balancer.hash(opened.client);
         let size = TableSize::try_from(4096).unwrap();
         assert_eq!((entry.index.partition(), entry.identity.tag), (hash.partition(size), hash.tag()));
@@ -50,14 +50,14 @@ fn new_connection_takes_an_entry_that_later_packets_find() {
 
     // The result does not depend on table, keys and path (fast or slow).
     balancer.lb.tick(Duration::from_secs(20));
-    let table = random_table(Rule::Table, 2, 1, &ids, &mut rng);
+    let table = random_table(PlacementRule::Table, 2, 1, &ids, &mut rng);
     balancer.install(0, &table);
     balancer.new_keys(&mut rng);
     let odd = [&[1][..], &timestamp(1, 0), &[0]].concat();
     for opened in &opened {
         balancer.expect_by_index(opened);
         let mut slow_path = packet(&balancer.keys, opened.client, opened.number, ACK);
-        let tsecr = cookie::stamp(
+        let tsecr = cookie::stamp_tsval(
             &balancer.keys,
             &support::TIME_KEY,
             &tuple(opened.client),
@@ -112,7 +112,7 @@ fn server_learns_the_index_at_any_option_offset() {
         };
         let (verdict, forwarded) = balancer.run_expecting_counter(&with(tsecr), Some(0), "new_connection");
         let entry = balancer.entry(client).expect("it got an entry");
-        let mut expected = with(syn_tsecr(own_number(), entry.index.slot()));
+        let mut expected = with(encode_syn_tsecr(own_number(), entry.index.slot()));
         expected[..6].copy_from_slice(&balancer.macs[&(0, entry.identity.server)].0);
         expected[6..12].copy_from_slice(&OWN_MAC.0);
         assert_eq!(verdict, XDP_TX);
@@ -182,9 +182,9 @@ fn cookie_of_another_connection_is_unknown() {
     let services = [(service(VIP), STATEFUL), (service(other_vip), STATEFUL)];
     let mut balancer = Balancer::with_limits(&services, options, &mut rng);
     let ids = balancer.replace_servers(0, 4, &mut rng);
-    let table = random_table(Rule::RoundRobin, 1, 1, &ids, &mut rng);
+    let table = random_table(PlacementRule::RoundRobin, 1, 1, &ids, &mut rng);
     balancer.install(0, &table);
-    balancer.lb.set_owner(Some(own_number()));
+    balancer.lb.set_owner_number(Some(own_number()));
     let opened = balancer.open_with_entry(client(&mut rng));
     let mut unknown = 0;
     let mut expect_unknown = |balancer: &Balancer, frame: &[u8]| {
@@ -197,15 +197,20 @@ fn cookie_of_another_connection_is_unknown() {
         expect_unknown(&balancer, &established(&balancer, client(&mut rng), opened.number));
     }
     for slot in (0..1024).filter(|slot| *slot != u32::from(opened.number) % 1024).step_by(7) {
-        let number = cookie_number(own_number(), slot);
+        let number = encode_cookie_index(own_number(), slot);
         expect_unknown(&balancer, &established(&balancer, opened.client, number));
         expect_unknown(&balancer, &packet(&balancer.keys, opened.client, number, ACK | FIN).frame());
     }
     let entry = balancer.entry(opened.client).unwrap();
     assert_eq!((entry.packets, entry.is_closing), (1, false), "nothing of that was counted for it");
     // The same client at the other service is another connection.
-    let tsecr =
-        cookie::stamp(&balancer.keys, &support::TIME_KEY, &tuple(opened.client), Cookie::TableIndex(opened.number), 5);
+    let tsecr = cookie::stamp_tsval(
+        &balancer.keys,
+        &support::TIME_KEY,
+        &tuple(opened.client),
+        Cookie::TableIndex(opened.number),
+        5,
+    );
     let mut elsewhere = Tcp { options: aligned_timestamp(1, tsecr), ..Tcp::new(opened.client, VIP) };
     elsewhere.destination.set_port(other_vip.1);
     let (_, _) = balancer.run(&elsewhere.frame());
@@ -231,15 +236,15 @@ fn index_of_another_table_goes_to_its_owner_or_is_broadcast() {
     broadcast[intf::LIMITED_OWNER_LOST as usize] = BroadcastRates::uniform(PacketRate { per_second: 1, burst: 40 });
     let options = Options { broadcast_limits: broadcast, ..Options::default() };
     let mut balancer = Balancer::with_limits(&[(service(VIP), STATEFUL)], options, &mut rng);
-    balancer.lb.set_owner(Some(own_number()));
+    balancer.lb.set_owner_number(Some(own_number()));
     let (alive, lost, never) = (owner(9), owner(0), owner(15));
     let mac = MacAddress([2, 0, 0, 0, 9, 9]);
     balancer.lb.set_owner_mac(alive, Some(mac));
     balancer.lb.set_owner_mac(lost, None);
-    let frame = |balancer: &Balancer, of, rng: &mut _| established(balancer, client(rng), cookie_number(of, 77));
+    let frame = |balancer: &Balancer, of, rng: &mut _| established(balancer, client(rng), encode_cookie_index(of, 77));
     for flags in [ACK, ACK | FIN] {
         for _ in 0..50 {
-            let number = cookie_number(alive, uniform_below(&mut rng, 1024));
+            let number = encode_cookie_index(alive, uniform_below(&mut rng, 1024));
             let frame = packet(&balancer.keys, client(&mut rng), number, flags).frame();
             balancer.expect_to(&frame, mac, "to_owner");
         }
@@ -274,24 +279,24 @@ fn connections_without_an_owner_number_are_stateless() {
     let mut rng = seeded_rng(106, 0);
     let (mut balancer, ids) = balancer(1024, &mut rng);
     balancer.lb.tick(Duration::from_secs(9));
-    assert_eq!(balancer.lb.owner(), Some(own_number()));
-    balancer.lb.set_owner(None);
-    assert_eq!((balancer.lb.owner(), balancer.lb.clock()), (None, ClockTicks(90)));
+    assert_eq!(balancer.lb.owner_number(), Some(own_number()));
+    balancer.lb.set_owner_number(None);
+    assert_eq!((balancer.lb.owner_number(), balancer.lb.clock()), (None, ClockTicks(90)));
     for _ in 0..20 {
         let client = client(&mut rng);
         let (server, number) = balancer.open(client);
         assert_eq!(number, None);
         // A TSecr that only a load balancer may write is not accepted from a client.
-        let forged = syn_with_tsecr(client, syn_tsecr(own_number(), 3)).frame();
+        let forged = syn_with_tsecr(client, encode_syn_tsecr(own_number(), 3)).frame();
         let (_, forwarded) = balancer.run_expecting_counter(&forged, Some(0), "new_connection");
         assert_eq!((tsecr_of(&forwarded), tcp_sum(&forwarded)), (0, 0xffff));
-        let tsecr = cookie::stamp(&balancer.keys, &support::TIME_KEY, &tuple(client), Cookie::Server(server), 5);
+        let tsecr = cookie::stamp_tsval(&balancer.keys, &support::TIME_KEY, &tuple(client), Cookie::Server(server), 5);
         let frame = Tcp { options: aligned_timestamp(1, tsecr), ..Tcp::new(client, VIP) }.frame();
         balancer.expect_sent_to(0, &frame, server, "established");
     }
     assert_eq!(balancer.lb.connections_in_use(), 0);
     // A connection without timestamps gets no entry either.
-    balancer.lb.set_owner(Some(own_number()));
+    balancer.lb.set_owner_number(Some(own_number()));
     let plain = Tcp { flags: SYN, ..Tcp::new(client(&mut rng), VIP) }.frame();
     balancer.run_expecting_counter(&plain, Some(0), "bucket_hash");
     assert_eq!(balancer.lb.connections_in_use(), 0);
@@ -325,7 +330,7 @@ fn syn_flood_fills_the_table_and_keeps_established_connections() {
     let late = client(&mut rng);
     let (server, number) = balancer.open(late);
     assert_eq!(number, None);
-    let tsecr = cookie::stamp(&balancer.keys, &support::TIME_KEY, &tuple(late), Cookie::Server(server), 5);
+    let tsecr = cookie::stamp_tsval(&balancer.keys, &support::TIME_KEY, &tuple(late), Cookie::Server(server), 5);
     let frame = Tcp { options: aligned_timestamp(1, tsecr), ..Tcp::new(late, VIP) }.frame();
     balancer.expect_sent_to(0, &frame, server, "established");
 

@@ -14,7 +14,7 @@ use coreward_intf as intf;
 use coreward_model::ServerId;
 use coreward_model::connection_table::{ClockTicks, Connection, TableSize};
 use coreward_model::cookie::CookieKey;
-use coreward_model::placement::Rule;
+use coreward_model::placement::PlacementRule;
 use coreward_model::rss::{seeded_rng, uniform_below};
 use libbpf_rs::{MapCore as _, MapFlags, MapHandle};
 use rand::Rng;
@@ -150,9 +150,9 @@ fn next_process_recovers_slots_and_resizes_an_empty_table() {
     for server in servers {
         lb.set_server(index, server, Server { mac: Some(MacAddress([2, 0, 0, 0, 0, 9])), is_eligible: true });
     }
-    let table = support::balancer::random_table(Rule::Table, 1, 1, &servers, &mut rng);
+    let table = support::balancer::random_table(PlacementRule::Table, 1, 1, &servers, &mut rng);
     lb.install_table(index, &table).unwrap();
-    lb.set_owner(Some(own_number()));
+    lb.set_owner_number(Some(own_number()));
     lb.tick(Duration::from_secs(60));
     let key = lb.connection_key();
     let clients: Vec<_> = (0..100).map(|_| client(&mut rng)).collect();
@@ -171,7 +171,10 @@ fn next_process_recovers_slots_and_resizes_an_empty_table() {
     }
     let mut lb = start(2048).unwrap();
     assert!(lb.is_taken_over());
-    assert_eq!((lb.owner(), lb.clock(), lb.connection_key() == key), (Some(own_number()), ClockTicks(600), true));
+    assert_eq!(
+        (lb.owner_number(), lb.clock(), lb.connection_key() == key),
+        (Some(own_number()), ClockTicks(600), true)
+    );
     assert_eq!(lb.connections(index).collect::<Vec<_>>(), before[10..]);
     // A reader of the pins gets the same connections.
     let pinned = PinnedConnections::open(&pins.path()).unwrap();
@@ -217,7 +220,7 @@ fn rebooted(before: &Balancer, ids: &[ServerId], rng: &mut impl Rng) -> Balancer
         after.lb.set_server(after.services[0], *server, Server { mac: Some(mac), is_eligible: true });
         after.macs.insert((0, *server), mac);
     }
-    let table = support::balancer::random_table(Rule::RoundRobin, 2, 1, ids, rng);
+    let table = support::balancer::random_table(PlacementRule::RoundRobin, 2, 1, ids, rng);
     after.install(0, &table);
     after
 }
@@ -249,7 +252,7 @@ fn connections_from_before_a_reboot_are_broadcast_and_reach_no_wrong_server() {
     expect_broadcast(&after, None);
     assert_eq!(after.events(0, "connection_unknown"), 0);
     // The balancer has its former owner number, and every former index names an entry of another connection.
-    after.lb.set_owner(Some(own_number()));
+    after.lb.set_owner_number(Some(own_number()));
     while after.lb.connections_in_use() < ENTRY_COUNT as usize {
         after.open(client(&mut rng));
     }
@@ -258,7 +261,7 @@ fn connections_from_before_a_reboot_are_broadcast_and_reach_no_wrong_server() {
 
     // A peer sends packets with such an index to the owner. The owner broadcasts the packets and does not return them.
     let (mut peer, owner_mac, peer_mac) = (rebooted(&before, &ids, &mut rng), MacAddress([2, 0, 0, 0, 5, 5]), OWN_MAC);
-    peer.lb.set_owner(Some(owner(9)));
+    peer.lb.set_owner_number(Some(owner(9)));
     peer.lb.set_owner_mac(own_number(), Some(owner_mac));
     for opened in &old {
         peer.expect_to(&established(&peer, opened.client, opened.number), owner_mac, "to_owner");

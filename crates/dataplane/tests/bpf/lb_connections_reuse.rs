@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use coreward_dataplane::lb::Options;
 use coreward_model::connection_table::{ClockTicks, Connection, TableSize, Timeouts};
-use coreward_model::placement::Rule;
+use coreward_model::placement::PlacementRule;
 use coreward_model::rss::seeded_rng;
 use rand::Rng;
 
@@ -143,8 +143,8 @@ fn packets_read_the_clock_without_a_daemon() {
     };
     let mut balancer = Balancer::with(&[(service(VIP), STATEFUL)], options, &mut rng);
     let ids = balancer.replace_servers(0, 3, &mut rng);
-    balancer.install(0, &random_table(Rule::RoundRobin, 1, 1, &ids, &mut rng));
-    balancer.lb.set_owner(Some(own_number()));
+    balancer.install(0, &random_table(PlacementRule::RoundRobin, 1, 1, &ids, &mut rng));
+    balancer.lb.set_owner_number(Some(own_number()));
     let (opened, began) = (balancer.open_with_entry(client(&mut rng)), Instant::now());
     let first = balancer.lb.clock();
     assert_ne!(first, ClockTicks(0), "the SYN read the clock");

@@ -7,7 +7,7 @@ use coreward_dataplane::lb::{Counters, Options};
 use coreward_dataplane::test_run;
 use coreward_intf as intf;
 use coreward_model::consistency::{Consistency, ServiceMode};
-use coreward_model::placement::Rule;
+use coreward_model::placement::PlacementRule;
 use coreward_model::rss::seeded_rng;
 use coreward_model::tuple::Protocol;
 use coreward_model::{ServerId, ServiceAddress};
@@ -25,7 +25,7 @@ fn counters_of_a_reused_service_slot_start_at_zero() {
     let mut rng = seeded_rng(140, 0);
     let mut balancer = Balancer::new(&[VIP], &mut rng);
     let servers = balancer.replace_servers(0, 4, &mut rng);
-    balancer.install(0, &random_table(Rule::Table, 1, 1, &servers, &mut rng));
+    balancer.install(0, &random_table(PlacementRule::Table, 1, 1, &servers, &mut rng));
     for port in 1024..1034 {
         let syn =
             Tcp { flags: SYN, options: aligned_timestamp(1, 0), ..Tcp::new((Ipv4Addr::new(192, 0, 2, 1), port), VIP) };
@@ -75,7 +75,7 @@ fn no_count_of_connections_is_lost_between_two_cpus() {
     let services = [(service(VIP), ServiceMode::default()), (datagrams, per_packet)];
     let mut balancer = Balancer::with(&services, Options::default(), &mut rng);
     let servers = balancer.replace_servers(0, 1, &mut rng);
-    balancer.install(0, &random_table(Rule::Table, 1, 1, &servers, &mut rng));
+    balancer.install(0, &random_table(PlacementRule::Table, 1, 1, &servers, &mut rng));
     let client = (Ipv4Addr::new(192, 0, 2, 1), 1024);
     let syn = Tcp { flags: SYN, options: aligned_timestamp(1, 0), ..Tcp::new(client, VIP) }.frame();
     run_on_two_cpus(&mut balancer, servers[0], syn, TIMES);
@@ -83,7 +83,7 @@ fn no_count_of_connections_is_lost_between_two_cpus() {
     let (opened, traffic) = (balancer.lb.opened_connections(balancer.services[0]), balancer.lb.traffic(servers[0]));
 
     let others = balancer.replace_servers(1, 1, &mut rng);
-    let table = random_table(Rule::LeastAssigned, 1, 1, &others, &mut rng);
+    let table = random_table(PlacementRule::LeastAssigned, 1, 1, &others, &mut rng);
     balancer.install(1, &table);
     // Each datagram is placed by the rule, also further datagrams of the same flow.
     run_on_two_cpus(&mut balancer, others[0], Udp::new(client, VIP).frame(), TIMES);

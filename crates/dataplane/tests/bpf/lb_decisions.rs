@@ -9,7 +9,7 @@ use coreward_dataplane::mac::MacAddress;
 use coreward_intf as intf;
 use coreward_model::consistency::ServiceMode;
 use coreward_model::cookie::{self, Cookie, FleetKeys, KeyIndex};
-use coreward_model::placement::{PlacementState, PlacementTable, Rule};
+use coreward_model::placement::{PlacementRule, PlacementState, PlacementTable};
 use coreward_model::rss::{seeded_rng, uniform_below};
 use coreward_model::{FourTuple, ServerId};
 use rand::Rng as _;
@@ -30,7 +30,7 @@ fn new_connections_go_to_the_models_server() {
     let mut clients = HashSet::new();
     let mut generation = 0;
     // Rules in the outer loop, because another rule needs another variant of the program.
-    for rule in Rule::ALL {
+    for rule in PlacementRule::ALL {
         for round in 0..8 {
             let servers = 1 + uniform_below(&mut rng, 40) as usize;
             let ids = balancer.replace_servers(0, servers, &mut rng);
@@ -60,7 +60,7 @@ fn connection_without_timestamps_stays_at_the_consistent_choice() {
     let mut rng = seeded_rng(2, 0);
     let mut balancer = Balancer::new(&[VIP], &mut rng);
     let ids = balancer.replace_servers(0, 7, &mut rng);
-    for (generation, rule) in Rule::ALL.into_iter().enumerate() {
+    for (generation, rule) in PlacementRule::ALL.into_iter().enumerate() {
         let table = random_table(rule, generation as u64, 2, &ids, &mut rng);
         balancer.install(0, &table);
         for _ in 0..200 {
@@ -104,7 +104,7 @@ fn established_packets_follow_the_cookie_not_the_table() {
     for round in 0..3000 {
         if round % 500 == 0 {
             balancer.new_keys(&mut rng);
-            let rule = Rule::ALL[round / 500 % 4];
+            let rule = PlacementRule::ALL[round / 500 % 4];
             let table = random_table(rule, round as u64 + 1, 1, &ids, &mut rng);
             balancer.install(0, &table);
         }
@@ -112,7 +112,8 @@ fn established_packets_follow_the_cookie_not_the_table() {
         let server = ids[uniform_below(&mut rng, ids.len() as u32) as usize];
         let current = if rng.next_u32() & 1 == 0 { KeyIndex::First } else { KeyIndex::Second };
         let keys = FleetKeys { current, ..balancer.keys };
-        let tsecr = cookie::stamp(&keys, &support::TIME_KEY, &tuple(client), Cookie::Server(server), rng.next_u32());
+        let tsecr =
+            cookie::stamp_tsval(&keys, &support::TIME_KEY, &tuple(client), Cookie::Server(server), rng.next_u32());
         // Aligned and other offsets of the timestamp, IP options, packets with and without payload.
         let usual = aligned_timestamp(rng.next_u32(), tsecr);
         let bare = timestamp(rng.next_u32(), tsecr);
@@ -171,7 +172,7 @@ fn retransmitted_syn_reaches_the_same_server_until_the_next_table() {
     let mut rng = seeded_rng(5, 0);
     let mut balancer = Balancer::new(&[VIP], &mut rng);
     let ids = balancer.replace_servers(0, 8, &mut rng);
-    for (generation, rule) in Rule::ALL.into_iter().enumerate() {
+    for (generation, rule) in PlacementRule::ALL.into_iter().enumerate() {
         let table = random_table(rule, generation as u64 + 10, 1, &ids, &mut rng);
         balancer.install(0, &table);
         let mut elsewhere = 0;
@@ -189,7 +190,7 @@ fn retransmitted_syn_reaches_the_same_server_until_the_next_table() {
     }
     // Under a new table the retransmission is placed again: the counter of round robin has grown.
     let client = client(&mut rng);
-    let table = random_table(Rule::RoundRobin, 20, 1, &ids, &mut rng);
+    let table = random_table(PlacementRule::RoundRobin, 20, 1, &ids, &mut rng);
     balancer.install(0, &table);
     let first = balancer.destination(&syn(client));
     balancer.install(0, &PlacementTable { generation: 21, ..table });
@@ -216,7 +217,7 @@ fn ineligible_server_is_replaced_for_new_connections() {
         }
     }
     let able_macs = able.map(|server| balancer.macs[&(0, server)]);
-    for (generation, rule) in Rule::ALL.into_iter().enumerate() {
+    for (generation, rule) in PlacementRule::ALL.into_iter().enumerate() {
         let table = random_table(rule, generation as u64 + 1, 1, &ids, &mut rng);
         balancer.install(0, &table);
         let mut reached = HashSet::new();
@@ -242,7 +243,7 @@ fn new_connection_without_table_or_members_is_dropped() {
     balancer.expect(&syn(from), XDP_DROP, 0, "drop_no_eligible_server");
     balancer.expect(&Tcp::new(from, VIP).frame(), XDP_DROP, 0, "drop_no_eligible_server");
     let ids = balancer.replace_servers(0, 4, &mut rng);
-    let mut table = random_table(Rule::LeastAssigned, 1, 1, &ids, &mut rng);
+    let mut table = random_table(PlacementRule::LeastAssigned, 1, 1, &ids, &mut rng);
     table.members.clear();
     table.consistent_servers.clear();
     table.previous_consistent_servers.clear();
@@ -259,7 +260,7 @@ fn services_have_separate_servers_and_tables() {
     let mut balancer = Balancer::new(&[VIP, other], &mut rng);
     let first = balancer.replace_servers(0, 3, &mut rng);
     let second = balancer.replace_servers(1, 3, &mut rng);
-    let tables = [(0, Rule::Table, &first), (1, Rule::PowerOfTwo, &second)]
+    let tables = [(0, PlacementRule::Table, &first), (1, PlacementRule::PowerOfTwo, &second)]
         .map(|(service, rule, ids)| (service, random_table(rule, 1, 1, ids, &mut rng)));
     for (service, table) in &tables {
         balancer.install(*service, table);
@@ -319,7 +320,7 @@ fn changed_mac_address_is_used_for_the_next_packet() {
     let mut balancer = Balancer::new(&[VIP], &mut rng);
     let server = balancer.replace_servers(0, 1, &mut rng)[0];
     let client = client(&mut rng);
-    let tsecr = cookie::stamp(&balancer.keys, &support::TIME_KEY, &tuple(client), Cookie::Server(server), 5);
+    let tsecr = cookie::stamp_tsval(&balancer.keys, &support::TIME_KEY, &tuple(client), Cookie::Server(server), 5);
     let frame = Tcp { options: aligned_timestamp(1, tsecr), ..Tcp::new(client, VIP) }.frame();
     balancer.expect_sent_to(0, &frame, server, "established");
     let mac = MacAddress([0x02, 1, 2, 3, 4, 5]);

@@ -11,7 +11,7 @@ use coreward_dataplane::test_run;
 use coreward_intf as intf;
 use coreward_model::connection_table::ConnectionHash;
 use coreward_model::consistency::{Consistency, ServiceMode, Timestamps};
-use coreward_model::placement::{PlacementTable, Rule};
+use coreward_model::placement::{PlacementRule, PlacementTable};
 use coreward_model::rss::seeded_rng;
 use coreward_model::tuple::Protocol;
 use coreward_model::{FourTuple, ServerId, ServiceAddress};
@@ -56,7 +56,7 @@ fn syn_leaves_a_server_that_takes_no_new_connections() {
         let mut balancer = Balancer::with(&[(service(WEB), mode)], Options::default(), &mut rng);
         let ids = balancer.replace_servers(0, 6, &mut rng);
         // Random tables are drawn until every server has a bucket.
-        let table = std::iter::repeat_with(|| random_table(Rule::Table, 1, 1, &ids, &mut rng))
+        let table = std::iter::repeat_with(|| random_table(PlacementRule::Table, 1, 1, &ids, &mut rng))
             .find(|table| ids.iter().all(|id| table.consistent_servers.contains(id)))
             .unwrap();
         balancer.install(0, &table);
@@ -75,7 +75,7 @@ fn syn_leaves_a_server_that_takes_no_new_connections() {
         drain(&mut balancer, ids[0]);
         let mut refusing = vec![balancer.macs[&(0, ids[0])]];
         if new_table {
-            let table = random_table(Rule::Table, 2, 1, &ids[2..], &mut rng);
+            let table = random_table(PlacementRule::Table, 2, 1, &ids[2..], &mut rng);
             balancer.install(0, &PlacementTable { down_servers: vec![ids[1]], ..table });
             refusing.push(balancer.macs[&(0, ids[1])]);
         }
@@ -105,7 +105,7 @@ fn with_lb_stamping(rng: &mut impl Rng) -> Balancer {
         balancer.macs.insert((0, *id), mac);
         balancer.lb.set_server(balancer.services[0], *id, Server { mac: Some(mac), is_eligible: true });
     }
-    balancer.install(0, &random_table(Rule::RoundRobin, 1, 1, &ids, rng));
+    balancer.install(0, &random_table(PlacementRule::RoundRobin, 1, 1, &ids, rng));
     balancer
 }
 
@@ -156,13 +156,13 @@ fn forged_syn_does_not_move_an_open_connection() {
     let by_hash_table = ServiceMode { consistency: Consistency::HashTable, ..ServiceMode::default() };
     let mut balancer = Balancer::with(&[(service(WEB), by_hash_table)], Options::default(), &mut rng);
     let ids = balancer.replace_servers(0, 6, &mut rng);
-    balancer.install(0, &random_table(Rule::Table, 1, 1, &ids, &mut rng));
+    balancer.install(0, &random_table(PlacementRule::Table, 1, 1, &ids, &mut rng));
     let clients: Vec<_> = (0..50).map(|_| client(&mut rng)).collect();
     let sent =
         |balancer: &Balancer, client, flags| balancer.destination(&Tcp { flags, ..Tcp::new(client, WEB) }.frame());
     let opened: Vec<_> = clients.iter().map(|client| sent(&balancer, *client, SYN)).collect();
     // A new table, as after changed loads, would place most of these clients at other servers.
-    balancer.install(0, &random_table(Rule::Table, 2, 1, &ids, &mut rng));
+    balancer.install(0, &random_table(PlacementRule::Table, 2, 1, &ids, &mut rng));
     let moved = |balancer: &Balancer, flags| {
         clients.iter().zip(&opened).filter(|(client, opened)| sent(balancer, **client, flags) != **opened).count()
     };
@@ -183,7 +183,7 @@ fn syn_that_leaves_a_draining_server_names_it_as_previous() {
     let mut rng = seeded_rng(112, 0);
     let mut balancer = Balancer::new(&[WEB], &mut rng);
     let ids = balancer.replace_servers(0, 6, &mut rng);
-    let table = random_table(Rule::Table, 1, 1, &ids, &mut rng);
+    let table = random_table(PlacementRule::Table, 1, 1, &ids, &mut rng);
     balancer.install(0, &table);
     let tuple = |client| FourTuple::ipv4(client, WEB);
     let from = std::iter::repeat_with(|| client(&mut rng))
@@ -207,7 +207,7 @@ fn flood_evicts_no_connection_that_only_the_flow_table_has() {
     let options = Options { flow_table_entries: ENTRY_COUNT, ..Options::default() };
     let mut balancer = Balancer::with(&[(service(WEB), ServiceMode::default())], options, &mut rng);
     let ids = balancer.replace_servers(0, 6, &mut rng);
-    let table = random_table(Rule::Table, 1, 1, &ids, &mut rng);
+    let table = random_table(PlacementRule::Table, 1, 1, &ids, &mut rng);
     balancer.install(0, &table);
     drain(&mut balancer, ids[0]);
     let drains = |client: &(Ipv4Addr, u16)| table.choose_consistent(&FourTuple::ipv4(*client, WEB)) == Some(ids[0]);
@@ -228,12 +228,12 @@ fn udp_flow_leaves_a_down_server_and_stays_at_a_draining_one() {
     let mut rng = seeded_rng(113, 0);
     let mut balancer = Balancer::with(&[udp(DNS)], Options::default(), &mut rng);
     let ids = balancer.replace_servers(0, 5, &mut rng);
-    balancer.install(0, &random_table(Rule::RoundRobin, 1, 1, &ids, &mut rng));
+    balancer.install(0, &random_table(PlacementRule::RoundRobin, 1, 1, &ids, &mut rng));
     let frames: Vec<_> = (0..200).map(|_| Udp::new(client(&mut rng), DNS).frame()).collect();
     let before: Vec<_> = frames.iter().map(|frame| balancer.destination(frame)).collect();
     let (draining, down) = (balancer.macs[&(0, ids[0])], balancer.macs[&(0, ids[1])]);
     drain(&mut balancer, ids[0]);
-    let table = random_table(Rule::RoundRobin, 2, 1, &ids[2..], &mut rng);
+    let table = random_table(PlacementRule::RoundRobin, 2, 1, &ids[2..], &mut rng);
     balancer.install(0, &PlacementTable { down_servers: vec![ids[1]], ..table });
     let after: Vec<_> = frames.iter().map(|frame| balancer.destination(frame)).collect();
     for (before, after) in before.iter().zip(&after) {
@@ -249,10 +249,10 @@ fn udp_flow_leaves_a_down_server_and_stays_at_a_draining_one() {
     assert_eq!(frames.iter().map(|frame| balancer.destination(frame)).collect::<Vec<_>>(), after);
     drain(&mut balancer, ids[0]);
     // Flows that left the down server do not return when the server is up again.
-    balancer.install(0, &random_table(Rule::RoundRobin, 3, 1, &ids[1..], &mut rng));
+    balancer.install(0, &random_table(PlacementRule::RoundRobin, 3, 1, &ids[1..], &mut rng));
     assert_eq!(frames.iter().map(|frame| balancer.destination(frame)).collect::<Vec<_>>(), after);
     // When all servers count as down, flows stay at their servers.
-    let mut nobody = random_table(Rule::RoundRobin, 4, 1, &ids[1..], &mut rng);
+    let mut nobody = random_table(PlacementRule::RoundRobin, 4, 1, &ids[1..], &mut rng);
     nobody.members.clear();
     nobody.consistent_servers.clear();
     nobody.previous_consistent_servers.clear();
@@ -267,7 +267,7 @@ fn udp_flow_expires() {
     let mut rng = seeded_rng(114, 0);
     let mut balancer = Balancer::with(&[udp(DNS)], Options::default(), &mut rng);
     let ids = balancer.replace_servers(0, 5, &mut rng);
-    balancer.install(0, &random_table(Rule::RoundRobin, 1, 1, &ids, &mut rng));
+    balancer.install(0, &random_table(PlacementRule::RoundRobin, 1, 1, &ids, &mut rng));
     let frame = Udp::new(client(&mut rng), DNS).frame();
     let idle = Duration::from_millis(100 * u64::from(intf::FLOW_IDLE_UDP_TICKS));
     let mut now = Duration::from_secs(1000);
@@ -303,7 +303,7 @@ fn flood_on_one_service_moves_no_udp_flow_of_another() {
     let mut balancer = Balancer::with(&services, options, &mut rng);
     for position in 0..services.len() {
         let ids = balancer.replace_servers(position, 5, &mut rng);
-        balancer.install(position, &random_table(Rule::RoundRobin, 1, 1, &ids, &mut rng));
+        balancer.install(position, &random_table(PlacementRule::RoundRobin, 1, 1, &ids, &mut rng));
     }
     // Each service keeps two entries of a set of eight whatever other services send: at most two flows per set are
     // used.

@@ -5,7 +5,7 @@ use coreward_intf as intf;
 use coreward_model::consistency::{Consistency, ServiceMode};
 use coreward_model::cookie::{self, Cookie};
 use coreward_model::forwarding::{Forwarding, flow_port};
-use coreward_model::placement::{PlacementTable, Rule};
+use coreward_model::placement::{PlacementRule, PlacementTable};
 use coreward_model::rss::seeded_rng;
 use coreward_model::{FourTuple, ServerId};
 use rand::Rng;
@@ -35,12 +35,12 @@ fn balancer_with(form: TunnelForm, mode: ServiceMode, mtu: usize) -> (Balancer, 
 }
 
 fn set_up(mut balancer: Balancer, form: TunnelForm, mtu: usize, rng: &mut impl Rng) -> (Balancer, PlacementTable) {
-    balancer.lb.set_outer(OWN_ADDRESSES, mtu as u32);
+    balancer.lb.set_outer_header(OWN_ADDRESSES, mtu as u32);
     let ids = balancer.replace_servers(0, 9, rng);
     for id in &ids {
         set_tunnel(&mut balancer, form.outer, *id, None);
     }
-    let table = random_table(Rule::Table, 1, 1, &ids, rng);
+    let table = random_table(PlacementRule::Table, 1, 1, &ids, rng);
     balancer.install(0, &table);
     (balancer, table)
 }
@@ -131,7 +131,7 @@ fn established_packets_of_the_fast_path_get_the_same_outer_header() {
         let (balancer, table) = balancer(form);
         let server = chosen(form.inner, &table);
         let tuple = FourTuple::new(client(form.inner), vip(form.inner)).unwrap();
-        let cookie = cookie::stamp(&balancer.keys, &TIME_KEY, &tuple, Cookie::Server(server), 9);
+        let cookie = cookie::stamp_tsval(&balancer.keys, &TIME_KEY, &tuple, Cookie::Server(server), 9);
         let frame =
             Tcp { options: aligned_timestamp(7, cookie), ..Tcp::between(client(form.inner), vip(form.inner)) }.frame();
         let (verdict, packet) = balancer.run_expecting_counter(&frame, Some(0), "established");
@@ -294,13 +294,13 @@ fn services_of_all_kinds_share_a_program_and_servers() {
         })
         .collect();
     let mut balancer = Balancer::with(&services, Options::default(), &mut rng);
-    balancer.lb.set_outer(OWN_ADDRESSES, MTU as u32);
+    balancer.lb.set_outer_header(OWN_ADDRESSES, MTU as u32);
     let server = id(7);
     let known = coreward_dataplane::lb::Server { mac: Some(OWN_MAC), is_eligible: true };
     set_tunnel(&mut balancer, Family::Ipv6, server, None);
     for (place, kind) in kinds.into_iter().enumerate() {
         balancer.lb.set_server(balancer.services[place], server, known);
-        balancer.install(place, &random_table(Rule::Table, 1, 1, &[server], &mut rng));
+        balancer.install(place, &random_table(PlacementRule::Table, 1, 1, &[server], &mut rng));
         for flags in [SYN, ACK] {
             let frame = Tcp { flags, options: vec![], ..Tcp::between(client(kind.1), vip_of(kind)) }.frame();
             let (verdict, packet) = balancer.run(&frame);

@@ -6,7 +6,7 @@ use std::net::Ipv4Addr;
 use coreward_dataplane::lb::{Options, Server};
 use coreward_model::consistency::{Consistency, ServiceMode, Timestamps};
 use coreward_model::cookie::{self, Cookie};
-use coreward_model::placement::Rule;
+use coreward_model::placement::PlacementRule;
 use coreward_model::rss::{seeded_rng, uniform_below};
 use coreward_model::tuple::Protocol;
 use coreward_model::{FourTuple, ServerId, ServiceAddress};
@@ -45,7 +45,7 @@ fn balancer(mode: ServiceMode) -> (Balancer, Vec<ServerId>) {
     let mut rng = seeded_rng(71, 0);
     let mut balancer = Balancer::with(&[(service(VIP), mode)], Options::default(), &mut rng);
     let ids = balancer.replace_servers(0, 5, &mut rng);
-    balancer.install(0, &random_table(Rule::Table, 1, 1, &ids, &mut rng));
+    balancer.install(0, &random_table(PlacementRule::Table, 1, 1, &ids, &mut rng));
     (balancer, ids)
 }
 
@@ -54,7 +54,7 @@ fn tuple() -> FourTuple {
 }
 
 fn stamped(balancer: &Balancer, server: ServerId) -> u32 {
-    cookie::stamp(&balancer.keys, &support::TIME_KEY, &tuple(), Cookie::Server(server), 12_345)
+    cookie::stamp_tsval(&balancer.keys, &support::TIME_KEY, &tuple(), Cookie::Server(server), 12_345)
 }
 
 #[test]
@@ -168,7 +168,7 @@ fn errors_about_datagrams_follow_their_flow() {
         let mode = ServiceMode { consistency, ..ServiceMode::default_for(Protocol::Udp) };
         let mut balancer = Balancer::with(&[(udp, mode)], Options::default(), &mut rng);
         let ids = balancer.replace_servers(0, 5, &mut rng);
-        balancer.install(0, &random_table(Rule::Table, 1, 1, &ids, &mut rng));
+        balancer.install(0, &random_table(PlacementRule::Table, 1, 1, &ids, &mut rng));
         let frame = error(3, &packet_of(&Udp::new(VIP, CLIENT).frame()));
         balancer.expect_broadcast_or(0, &frame, UNCHANGED, "drop_broadcast_rate_limited");
         let destination = balancer.destination(&Udp::new(CLIENT, VIP).frame());

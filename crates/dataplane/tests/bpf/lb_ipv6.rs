@@ -6,9 +6,9 @@ use coreward_dataplane::lb::{Options, Server};
 use coreward_dataplane::mac::MacAddress;
 use coreward_intf as intf;
 use coreward_model::connection_table::TableSize;
-use coreward_model::consistency::{Consistency, ServiceMode, Transfer};
+use coreward_model::consistency::{Consistency, ServiceMigration, ServiceMode};
 use coreward_model::cookie::{self, Cookie, FleetKeys, KeyIndex};
-use coreward_model::placement::{PlacementState, Rule};
+use coreward_model::placement::{PlacementRule, PlacementState};
 use coreward_model::rss::{seeded_rng, uniform_below};
 use coreward_model::tuple::Protocol;
 use coreward_model::{FourTuple, ServerId, ServiceAddress};
@@ -66,7 +66,7 @@ fn ipv6_new_connections_go_to_the_models_server() {
     let mut rng = seeded_rng(61, 0);
     let mut balancer = balancer(&mut rng);
     // Rules in the outer loop, because another rule needs another variant of the program.
-    for rule in Rule::ALL {
+    for rule in PlacementRule::ALL {
         for (generation, groups) in [1, 2, 4].into_iter().enumerate() {
             let ids = balancer.replace_servers(0, 30, &mut rng);
             let table = random_table(rule, generation as u64 + 1, groups, &ids, &mut rng);
@@ -97,7 +97,8 @@ fn ipv6_established_packets_follow_the_cookie() {
         let server = ids[uniform_below(&mut rng, ids.len() as u32) as usize];
         let current = if rng.next_u32() & 1 == 0 { KeyIndex::First } else { KeyIndex::Second };
         let keys = FleetKeys { current, ..balancer.keys };
-        let tsecr = cookie::stamp(&keys, &support::TIME_KEY, &tuple(client), Cookie::Server(server), rng.next_u32());
+        let tsecr =
+            cookie::stamp_tsval(&keys, &support::TIME_KEY, &tuple(client), Cookie::Server(server), rng.next_u32());
         let odd = [&[1][..], &timestamp(1, tsecr), &[0]].concat();
         let flags = [ACK, ACK | FIN, ACK | RST, RST][uniform_below(&mut rng, 4) as usize];
         for options in [aligned_timestamp(1, tsecr), odd] {
@@ -116,7 +117,7 @@ fn ipv6_without_timestamps_stays_and_names_the_previous_server() {
     let mut rng = seeded_rng(63, 0);
     let mut balancer = balancer(&mut rng);
     let ids = balancer.replace_servers(0, 7, &mut rng);
-    let table = random_table(Rule::Table, 1, 2, &ids, &mut rng);
+    let table = random_table(PlacementRule::Table, 1, 2, &ids, &mut rng);
     balancer.install(0, &table);
     for _ in 0..300 {
         let client = client(&mut rng);
@@ -134,8 +135,8 @@ fn dual_stack_balancer_separates_families() {
     let mut rng = seeded_rng(64, 0);
     let mut balancer = balancer(&mut rng);
     let (ipv6, ipv4) = (balancer.replace_servers(0, 1, &mut rng), balancer.replace_servers(1, 1, &mut rng));
-    balancer.install(0, &random_table(Rule::Table, 1, 1, &ipv6, &mut rng));
-    balancer.install(1, &random_table(Rule::Table, 1, 1, &ipv4, &mut rng));
+    balancer.install(0, &random_table(PlacementRule::Table, 1, 1, &ipv6, &mut rng));
+    balancer.install(1, &random_table(PlacementRule::Table, 1, 1, &ipv4, &mut rng));
     balancer.expect_sent_to(0, &syn(client(&mut rng)), ipv6[0], "new_connection");
     let of_ipv4 = Tcp { flags: SYN, options: timestamp(1, 0), ..Tcp::new((Ipv4Addr::new(10, 1, 0, 7), 1), IPV4_VIP) };
     balancer.expect_sent_to(1, &of_ipv4.frame(), ipv4[0], "new_connection");
@@ -147,7 +148,7 @@ fn malformed_ipv6_is_counted_and_foreign_packets_pass() {
     let mut rng = seeded_rng(65, 0);
     let mut balancer = balancer(&mut rng);
     let ids = balancer.replace_servers(0, 3, &mut rng);
-    balancer.install(0, &random_table(Rule::Table, 1, 1, &ids, &mut rng));
+    balancer.install(0, &random_table(PlacementRule::Table, 1, 1, &ids, &mut rng));
     let client = client(&mut rng);
     let whole = syn(client);
     let with = |at: usize, bytes: &[u8]| {
@@ -199,8 +200,13 @@ fn icmpv6_errors_reach_the_server_that_the_quoted_timestamp_names() {
     for kind in 1..=4 {
         let client = client(&mut rng);
         let server = ids[uniform_below(&mut rng, 300) as usize];
-        let value =
-            cookie::stamp(&balancer.keys, &support::TIME_KEY, &tuple(client), Cookie::Server(server), rng.next_u32());
+        let value = cookie::stamp_tsval(
+            &balancer.keys,
+            &support::TIME_KEY,
+            &tuple(client),
+            Cookie::Server(server),
+            rng.next_u32(),
+        );
         let whole = error(kind, router, client, aligned_timestamp(value, 7), usize::MAX);
         balancer.expect_sent_to(0, &whole, server, "icmp_error");
         // An error whose quote lacks the timestamp is broadcast.
@@ -229,8 +235,8 @@ fn ipv6_stateful_connections_find_their_entry() {
     let options = Options { connection_table_size: TableSize::try_from(4096).unwrap(), ..Options::default() };
     let mut balancer = Balancer::with(&[(service(VIP), STATEFUL)], options, &mut rng);
     let ids = balancer.replace_servers(0, 9, &mut rng);
-    balancer.install(0, &random_table(Rule::RoundRobin, 1, 1, &ids, &mut rng));
-    balancer.lb.set_owner(Some(own_number()));
+    balancer.install(0, &random_table(PlacementRule::RoundRobin, 1, 1, &ids, &mut rng));
+    balancer.lb.set_owner_number(Some(own_number()));
     for _ in 0..300 {
         let client = client(&mut rng);
         let (_, sent) = balancer.run_expecting_counter(&syn(client), Some(0), "new_connection");
@@ -242,7 +248,7 @@ fn ipv6_stateful_connections_find_their_entry() {
         let (_, again) = balancer.run_expecting_counter(&syn(client), Some(0), "new_connection");
         assert_eq!((&sent[..6], number_of(&again)), (&balancer.macs[&(0, server)].0[..], Some(number)));
         let stamped = Cookie::TableIndex(number);
-        let tsecr = cookie::stamp(&balancer.keys, &support::TIME_KEY, &tuple(client), stamped, 4711);
+        let tsecr = cookie::stamp_tsval(&balancer.keys, &support::TIME_KEY, &tuple(client), stamped, 4711);
         for flags in [ACK, ACK | FIN] {
             let packet = frame(client, flags, aligned_timestamp(1, tsecr));
             balancer.expect_sent_to(0, &packet, server, "connection_table");
@@ -259,8 +265,8 @@ fn ipv6_prefix_holds_a_quarter_of_the_table_at_most() {
     let options = Options { connection_table_size: TableSize::try_from(4096).unwrap(), ..Options::default() };
     let mut balancer = Balancer::with(&[(service(VIP), STATEFUL)], options, &mut rng);
     let ids = balancer.replace_servers(0, 9, &mut rng);
-    balancer.install(0, &random_table(Rule::RoundRobin, 1, 1, &ids, &mut rng));
-    balancer.lb.set_owner(Some(own_number()));
+    balancer.install(0, &random_table(PlacementRule::RoundRobin, 1, 1, &ids, &mut rng));
+    balancer.lb.set_owner_number(Some(own_number()));
     balancer.lb.guard_connection_table();
     for number in 0..2000u128 {
         balancer.run(&syn((Ipv6Addr::from(0x2001_0db8 << 96 | number), 1024)));
@@ -279,14 +285,14 @@ fn migrating_ipv6_service_forwards_unknown_packets() {
     let mut rng = seeded_rng(66, 0);
     let other = id(intf::SERVER_ID_COUNT as u64 - 1);
     let nobody = Identification::Before(None);
-    for transfer in [Transfer::AdoptedFrom(other), Transfer::HandedOverTo(other)] {
-        let mode = ServiceMode { transfer: Some(transfer), ..ServiceMode::default() };
+    for transfer in [ServiceMigration::AdoptedFrom(other), ServiceMigration::HandedOverTo(other)] {
+        let mode = ServiceMode { migration: Some(transfer), ..ServiceMode::default() };
         let mut balancer = Balancer::with(&[(service(VIP), mode)], Options::default(), &mut rng);
         let ids = balancer.replace_servers(0, 5, &mut rng);
         let mac = MacAddress([2, 0, 0, 0, 0, 0x77]);
         balancer.lb.set_server(balancer.services[0], other, Server { mac: Some(mac), is_eligible: false });
         balancer.macs.insert((0, other), mac);
-        let table = random_table(Rule::Table, 1, 1, &ids, &mut rng);
+        let table = random_table(PlacementRule::Table, 1, 1, &ids, &mut rng);
         let mut state = PlacementState::for_table(&table);
         balancer.install(0, &table);
         for _ in 0..50 {
@@ -294,9 +300,9 @@ fn migrating_ipv6_service_forwards_unknown_packets() {
             let chosen = table.choose(&mut state, &tuple(client)).expect("there are members");
             let stamped = |server| {
                 let cookie = Cookie::Server(server);
-                aligned_timestamp(1, cookie::stamp(&balancer.keys, &support::TIME_KEY, &tuple(client), cookie, 5))
+                aligned_timestamp(1, cookie::stamp_tsval(&balancer.keys, &support::TIME_KEY, &tuple(client), cookie, 5))
             };
-            if transfer == Transfer::AdoptedFrom(other) {
+            if transfer == ServiceMigration::AdoptedFrom(other) {
                 balancer.expect_sent_to(0, &syn(client), chosen, "new_connection");
             } else {
                 balancer.expect_sent(0, &syn(client), other, nobody, "to_other_balancer");
@@ -323,7 +329,7 @@ fn ipv6_datagrams_keep_their_server() {
     };
     let mut placed: Vec<((Ipv6Addr, u16), ServerId)> = Vec::new();
     for generation in 1..3 {
-        let table = random_table(Rule::Table, generation, 1, &ids, &mut rng);
+        let table = random_table(PlacementRule::Table, generation, 1, &ids, &mut rng);
         let mut state = PlacementState::for_table(&table);
         balancer.install(0, &table);
         for (client, server) in &placed {
@@ -347,7 +353,7 @@ fn ipv6_fragments_follow_the_first_one() {
     let mode = ServiceMode { consistency: Consistency::HashTable, ..ServiceMode::default() };
     let mut balancer = Balancer::with(&[(service, mode)], Options::default(), &mut rng);
     let ids = balancer.replace_servers(0, 20, &mut rng);
-    let table = random_table(Rule::Table, 1, 1, &ids, &mut rng);
+    let table = random_table(PlacementRule::Table, 1, 1, &ids, &mut rng);
     let mut state = PlacementState::for_table(&table);
     balancer.install(0, &table);
     let fragment = |client: (Ipv6Addr, u16), identification: u32, field: u16, payload: &[u8]| {

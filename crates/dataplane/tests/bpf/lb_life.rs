@@ -6,13 +6,13 @@ use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use coreward_dataplane::lb::{Attachment, COUNTER_COUNT, LoadBalancer, Options, Server, ServiceIndex, XdpMode};
+use coreward_dataplane::lb::{AttachedXdpMode, COUNTER_COUNT, LoadBalancer, Options, Server, ServiceIndex, XdpMode};
 use coreward_dataplane::mac::MacAddress;
 use coreward_dataplane::test_run;
 use coreward_intf as intf;
 use coreward_model::consistency::{ServiceMode, Timestamps};
 use coreward_model::cookie::{self, Cookie, CookieKey, FleetKeys, KeyIndex};
-use coreward_model::placement::{PlacementTable, Rule};
+use coreward_model::placement::{PlacementRule, PlacementTable};
 use coreward_model::rss::seeded_rng;
 use coreward_model::tuple::Protocol;
 use coreward_model::{FourTuple, ServerId, ServiceAddress};
@@ -36,7 +36,7 @@ fn keys() -> FleetKeys {
     FleetKeys { keys: [CookieKey { k0: 1, k1: 2 }, CookieKey { k0: 3, k1: 4 }], current: KeyIndex::First }
 }
 
-fn one_server_table(generation: u64, rule: Rule) -> PlacementTable {
+fn one_server_table(generation: u64, rule: PlacementRule) -> PlacementTable {
     random_table(rule, generation, 1, &[server()], &mut seeded_rng(generation, 0))
 }
 
@@ -44,13 +44,14 @@ fn fill(lb: &mut LoadBalancer) -> ServiceIndex {
     let index = lb.set_services(&[(service(VIP), ServiceMode::default())]).unwrap()[0];
     lb.set_keys(&keys());
     lb.set_server(index, server(), Server { mac: Some(SERVER_MAC), is_eligible: true });
-    lb.install_table(index, &one_server_table(1, Rule::Table)).unwrap();
+    lb.install_table(index, &one_server_table(1, PlacementRule::Table)).unwrap();
     index
 }
 
 /// Returns a packet of an established connection, to the MAC address of the load balancer's device.
 fn established(destination_mac: [u8; 6]) -> Vec<u8> {
-    let tsecr = cookie::stamp(&keys(), &support::TIME_KEY, &FourTuple::ipv4(CLIENT, VIP), Cookie::Server(server()), 5);
+    let tsecr =
+        cookie::stamp_tsval(&keys(), &support::TIME_KEY, &FourTuple::ipv4(CLIENT, VIP), Cookie::Server(server()), 5);
     Tcp { destination_mac, options: aligned_timestamp(1, tsecr), ..Tcp::new(CLIENT, VIP) }.frame()
 }
 
@@ -82,7 +83,7 @@ fn new_process_takes_over_while_packets_pass() {
     let start = || {
         let mut lb = LoadBalancer::load(options(&pins)).unwrap();
         let attachment = pair.server.run_inside(|| lb.attach("eth0", XdpMode::Native)).unwrap();
-        assert_eq!(attachment, Attachment::Native);
+        assert_eq!(attachment, AttachedXdpMode::Native);
         lb
     };
     let mut lb = start();
@@ -132,7 +133,7 @@ fn new_process_takes_over_while_packets_pass() {
             assert_eq!(lb.servers(index), [(server(), kept)]);
             assert_eq!(lb.table_generation(index), Some(round + 1));
             // Another rule than the one taken over replaces the program at the device once more.
-            let rule = Rule::ALL[(round + 1) as usize % Rule::ALL.len()];
+            let rule = PlacementRule::ALL[(round + 1) as usize % PlacementRule::ALL.len()];
             index = lb.set_services(&[(service(VIP), ServiceMode::default())]).unwrap()[0];
             lb.install_table(index, &one_server_table(round + 2, rule)).unwrap();
         }
@@ -185,7 +186,7 @@ fn modes_and_flows_are_taken_over() {
     let indexes = lb.set_services(&services).unwrap();
     for index in &indexes {
         lb.set_server(*index, server(), Server { mac: Some(SERVER_MAC), is_eligible: true });
-        lb.install_table(*index, &one_server_table(1, Rule::Table)).unwrap();
+        lb.install_table(*index, &one_server_table(1, PlacementRule::Table)).unwrap();
     }
     assert_eq!(outcomes(&lb, &indexes), ["bucket_hash", "new_connection"]);
     drop(lb);
@@ -211,13 +212,13 @@ fn failed_attachment_returns_a_reason() {
     assert_eq!(refused(&mut lb, "eth7", XdpMode::Auto), "interface \"eth7\" does not exist");
     // Loopback has no native XDP.
     assert!(refused(&mut lb, "lo", XdpMode::Native).starts_with("Native XDP at interface \"lo\": "));
-    assert_eq!(within(&mut lb, "lo", XdpMode::Auto).unwrap(), Attachment::Generic);
+    assert_eq!(within(&mut lb, "lo", XdpMode::Auto).unwrap(), AttachedXdpMode::Generic);
     drop(lb);
     let mut lb = LoadBalancer::load(options(&pins)).unwrap();
     assert!(lb.is_taken_over());
     let elsewhere = refused(&mut lb, "eth0", XdpMode::Auto);
     assert!(elsewhere.contains("is at the interface of index 1, not at \"eth0\""), "{elsewhere}");
-    assert_eq!(within(&mut lb, "lo", XdpMode::Auto).unwrap(), Attachment::Generic);
+    assert_eq!(within(&mut lb, "lo", XdpMode::Auto).unwrap(), AttachedXdpMode::Generic);
 
     let other = PinDirectory::new();
     let mut second = LoadBalancer::load(options(&other)).unwrap();
@@ -244,7 +245,7 @@ fn program_of_another_version_forwards_until_this_one_is_ready() {
     attach(&mut lb);
     drop(lb);
     let state = pins.path().join("lb").join("state");
-    let program = || coreward_dataplane::lb::pinned_program(&pins.path()).unwrap().unwrap();
+    let program = || coreward_dataplane::lb::pinned_program_id(&pins.path()).unwrap().unwrap();
     let problem = || coreward_dataplane::lb::pinned_problem(&pins.path());
 
     write_layout_version(&state, 99);

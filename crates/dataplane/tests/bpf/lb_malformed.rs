@@ -2,7 +2,7 @@
 //! the counted reason are those in its comments, and the frame is unchanged.
 
 use coreward_model::cookie::{self, Cookie};
-use coreward_model::placement::Rule;
+use coreward_model::placement::PlacementRule;
 use coreward_model::rss::{seeded_rng, uniform_below};
 use coreward_model::{FourTuple, ServerId};
 use rand::Rng as _;
@@ -25,8 +25,8 @@ fn balancer() -> (Balancer, ServerId, Tcp) {
     let mut rng = seeded_rng(21, 0);
     let mut balancer = Balancer::new(&[VIP], &mut rng);
     let ids = balancer.replace_servers(0, 5, &mut rng);
-    balancer.install(0, &random_table(Rule::Table, 1, 1, &ids, &mut rng));
-    let tsecr = cookie::stamp(
+    balancer.install(0, &random_table(PlacementRule::Table, 1, 1, &ids, &mut rng));
+    let tsecr = cookie::stamp_tsval(
         &balancer.keys,
         &support::TIME_KEY,
         &FourTuple::ipv4(CLIENT, VIP),

@@ -8,7 +8,7 @@ use coreward_intf as intf;
 use coreward_model::consistency::{Consistency, ServiceMode, Timestamps};
 use coreward_model::cookie::{self, Cookie};
 use coreward_model::lb::ServerTraffic;
-use coreward_model::placement::{PlacementState, PlacementTable, Rule};
+use coreward_model::placement::{PlacementRule, PlacementState, PlacementTable};
 use coreward_model::rss::{seeded_rng, uniform_below};
 use coreward_model::tuple::Protocol;
 use coreward_model::{FourTuple, ServerId, ServiceAddress};
@@ -22,7 +22,11 @@ fn mode(consistency: Consistency) -> ServiceMode {
     ServiceMode { consistency, ..ServiceMode::default() }
 }
 
-fn balancer(mode: ServiceMode, rule: Rule, rng: &mut impl rand::Rng) -> (Balancer, Vec<ServerId>, PlacementTable) {
+fn balancer(
+    mode: ServiceMode,
+    rule: PlacementRule,
+    rng: &mut impl rand::Rng,
+) -> (Balancer, Vec<ServerId>, PlacementTable) {
     let mut balancer = Balancer::with(&[(service(VIP), mode)], Options::default(), rng);
     let ids = balancer.replace_servers(0, 9, rng);
     let table = random_table(rule, 1, 2, &ids, rng);
@@ -44,7 +48,7 @@ fn packet(client: (Ipv4Addr, u16), flags: u8, options: u32) -> Vec<u8> {
 fn without_consistency_every_packet_follows_the_rule() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(41, 0);
-    let (mut balancer, ids, mut table) = balancer(mode(Consistency::None), Rule::Table, &mut rng);
+    let (mut balancer, ids, mut table) = balancer(mode(Consistency::None), PlacementRule::Table, &mut rng);
     for generation in 2..8 {
         let mut state = PlacementState::for_table(&table);
         for _ in 0..100 {
@@ -57,7 +61,7 @@ fn without_consistency_every_packet_follows_the_rule() {
                 balancer.expect_sent_to(0, &frame, chosen, name);
             }
         }
-        table = random_table(Rule::PowerOfTwo, generation, 1, &ids, &mut rng);
+        table = random_table(PlacementRule::PowerOfTwo, generation, 1, &ids, &mut rng);
         balancer.install(0, &table);
     }
     assert_eq!(balancer.events(0, "flow_inserted"), 0);
@@ -67,7 +71,7 @@ fn without_consistency_every_packet_follows_the_rule() {
 fn hash_table_stores_the_rules_choice() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(42, 0);
-    let (mut balancer, ids, table) = balancer(mode(Consistency::HashTable), Rule::Table, &mut rng);
+    let (mut balancer, ids, table) = balancer(mode(Consistency::HashTable), PlacementRule::Table, &mut rng);
     let mut state = PlacementState::for_table(&table);
     let mut connections = Vec::new();
     for _ in 0..100 {
@@ -79,7 +83,7 @@ fn hash_table_stores_the_rules_choice() {
         connections.push((client, chosen));
     }
     assert_eq!(balancer.events(0, "flow_inserted"), 100);
-    let other = random_table(Rule::RoundRobin, 2, 1, &ids[1..], &mut rng);
+    let other = random_table(PlacementRule::RoundRobin, 2, 1, &ids[1..], &mut rng);
     balancer.install(0, &other);
     for (client, chosen) in &connections {
         for flags in [ACK, ACK | FIN, RST] {
@@ -99,7 +103,7 @@ fn hash_table_stores_the_rules_choice() {
 fn beamer_follows_the_bucket_and_marks_the_previous_server() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(43, 0);
-    let (balancer, _, table) = balancer(mode(Consistency::Beamer), Rule::LeastAssigned, &mut rng);
+    let (balancer, _, table) = balancer(mode(Consistency::Beamer), PlacementRule::LeastAssigned, &mut rng);
     let mut named = 0;
     for _ in 0..200 {
         let client = client(&mut rng);
@@ -121,7 +125,7 @@ fn beamer_syn_leaves_a_bucket_whose_server_takes_no_new_connections() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(50, 0);
     for (name, is_down) in [("drains", false), ("is down by the load balancer's own checks", true)] {
-        let (mut balancer, ids, table) = balancer(mode(Consistency::Beamer), Rule::LeastAssigned, &mut rng);
+        let (mut balancer, ids, table) = balancer(mode(Consistency::Beamer), PlacementRule::LeastAssigned, &mut rng);
         let left = table.consistent_servers[0];
         let place = balancer.services[0];
         let clients: Vec<_> = std::iter::repeat_with(|| client(&mut rng))
@@ -165,7 +169,7 @@ fn with_timestamps_off_connections_use_the_flow_table() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(44, 0);
     let off = ServiceMode { timestamps: Timestamps::Off, ..ServiceMode::default() };
-    let (mut balancer, ids, table) = balancer(off, Rule::Table, &mut rng);
+    let (mut balancer, ids, table) = balancer(off, PlacementRule::Table, &mut rng);
     let mut connections = Vec::new();
     for _ in 0..100 {
         let client = client(&mut rng);
@@ -177,13 +181,13 @@ fn with_timestamps_off_connections_use_the_flow_table() {
         }
         // With `timestamps = "off"` the program ignores cookies.
         let other = ids[uniform_below(&mut rng, ids.len() as u32) as usize];
-        let tsecr = cookie::stamp(&balancer.keys, &support::TIME_KEY, &tuple(client), Cookie::Server(other), 5);
+        let tsecr = cookie::stamp_tsval(&balancer.keys, &support::TIME_KEY, &tuple(client), Cookie::Server(other), 5);
         let frame = Tcp { options: aligned_timestamp(1, tsecr), ..Tcp::new(client, VIP) }.frame();
         balancer.expect_sent(0, &frame, chosen, Identification::Before(before), "flow_table");
         connections.push((client, chosen, before));
     }
     // With another pool, connections in the flow table keep their server and their previous server.
-    let next = random_table(Rule::Table, 2, 1, &ids[3..], &mut rng);
+    let next = random_table(PlacementRule::Table, 2, 1, &ids[3..], &mut rng);
     balancer.install(0, &next);
     for (client, chosen, before) in connections {
         let frame = packet(client, ACK | FIN, 1);
@@ -201,7 +205,7 @@ fn with_timestamps_off_connections_use_the_flow_table() {
 fn flow_of_a_removed_server_follows_the_bucket() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(45, 0);
-    let (mut balancer, ids, table) = balancer(ServiceMode::default(), Rule::Table, &mut rng);
+    let (mut balancer, ids, table) = balancer(ServiceMode::default(), PlacementRule::Table, &mut rng);
     let from = std::iter::repeat_with(|| client(&mut rng))
         .find(|client| table.choose_consistent(&tuple(*client)) == Some(ids[0]))
         .unwrap();
@@ -213,7 +217,7 @@ fn flow_of_a_removed_server_follows_the_bucket() {
     balancer.expect(&frame, XDP_DROP, 0, "drop_server_unresolved");
     balancer.lb.remove_server(balancer.services[0], ids[0]);
     balancer.expect(&frame, XDP_DROP, 0, "drop_no_eligible_server");
-    let next = random_table(Rule::Table, 2, 1, &ids[1..], &mut rng);
+    let next = random_table(PlacementRule::Table, 2, 1, &ids[1..], &mut rng);
     balancer.install(0, &next);
     let chosen = next.choose_consistent(&tuple(from)).unwrap();
     balancer.expect_sent(0, &frame, chosen, of(&next), "bucket_hash");
@@ -231,7 +235,7 @@ fn flow_table_is_bounded_and_drops_removed_services() {
     let fill = |balancer: &mut Balancer, rng: &mut rand_xoshiro::Xoshiro256PlusPlus| {
         for position in 0..2 {
             let ids = balancer.replace_servers(position, 2, rng);
-            balancer.install(position, &random_table(Rule::Table, 1, 1, &ids, rng));
+            balancer.install(position, &random_table(PlacementRule::Table, 1, 1, &ids, rng));
         }
     };
     fill(&mut balancer, &mut rng);
@@ -268,10 +272,10 @@ fn flow_table_is_bounded_and_drops_removed_services() {
 fn traffic_is_counted_by_server() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(47, 0);
-    let (mut balancer, ids, table) = balancer(ServiceMode::default(), Rule::Table, &mut rng);
+    let (mut balancer, ids, table) = balancer(ServiceMode::default(), PlacementRule::Table, &mut rng);
     let from = client(&mut rng);
     let server = table.choose(&mut PlacementState::for_table(&table), &tuple(from)).unwrap();
-    let tsecr = cookie::stamp(&balancer.keys, &support::TIME_KEY, &tuple(from), Cookie::Server(server), 5);
+    let tsecr = cookie::stamp_tsval(&balancer.keys, &support::TIME_KEY, &tuple(from), Cookie::Server(server), 5);
     let with_cookie = |flags| Tcp { flags, options: aligned_timestamp(1, tsecr), ..Tcp::new(from, VIP) }.frame();
     let frames = [packet(from, SYN, 1), with_cookie(ACK), with_cookie(ACK | FIN), with_cookie(RST)];
     for frame in &frames {
@@ -304,7 +308,7 @@ fn forged_packets_do_not_move_counts() {
     let off = ServiceMode { timestamps: Timestamps::Off, ..ServiceMode::default() };
     let modes = [Consistency::Stateless, Consistency::Stateful, Consistency::HashTable].map(mode);
     for mode in modes.into_iter().chain([off]) {
-        let (balancer, ids, _) = balancer(mode, Rule::Table, &mut rng);
+        let (balancer, ids, _) = balancer(mode, PlacementRule::Table, &mut rng);
         let sum = |of: fn(&ServerTraffic) -> u64| ids.iter().map(|id| of(&balancer.lb.traffic(*id))).sum::<u64>();
         let from = client(&mut rng);
         // An ACK stores a hint in the flow table; a SYN of a hash-table service stores an entry.
@@ -331,7 +335,7 @@ fn services_of_different_modes_coexist_and_change() {
     let mut tables = Vec::new();
     for position in 0..modes.len() {
         let ids = balancer.replace_servers(position, 5, &mut rng);
-        tables.push(random_table(Rule::Table, 1, 1, &ids, &mut rng));
+        tables.push(random_table(PlacementRule::Table, 1, 1, &ids, &mut rng));
         balancer.install(position, &tables[position]);
     }
     for round in 0..modes.len() {
@@ -342,7 +346,7 @@ fn services_of_different_modes_coexist_and_change() {
                 let table = &tables[position];
                 let by_rule = table.choose(&mut PlacementState::for_table(table), &tuple).unwrap();
                 let by_bucket = table.choose_consistent(&tuple).unwrap();
-                let tsecr = cookie::stamp(&balancer.keys, &support::TIME_KEY, &tuple, Cookie::Server(by_rule), 5);
+                let tsecr = cookie::stamp_tsval(&balancer.keys, &support::TIME_KEY, &tuple, Cookie::Server(by_rule), 5);
                 let syn = Tcp { flags: SYN, options: aligned_timestamp(1, 0), ..Tcp::new(client, vip(position)) };
                 let ack = Tcp { flags: ACK, options: aligned_timestamp(2, tsecr), ..syn.clone() };
                 let before = Identification::Before(previous_server(table, &tuple));
@@ -370,7 +374,7 @@ fn services_of_different_modes_coexist_and_change() {
 fn invalid_modes_are_rejected_and_change_nothing() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(49, 0);
-    let (mut balancer, _, _) = balancer(mode(Consistency::Beamer), Rule::Table, &mut rng);
+    let (mut balancer, _, _) = balancer(mode(Consistency::Beamer), PlacementRule::Table, &mut rng);
     let udp = ServiceAddress { protocol: Protocol::Udp, ..service(VIP) };
     let mut refused = |service| balancer.lb.set_services(&[service]).unwrap_err().to_string();
     assert_eq!(

@@ -9,7 +9,7 @@ use coreward_dataplane::lb::{ClockState, LoadBalancer, Options, Server, ServerCl
 use coreward_intf as intf;
 use coreward_model::consistency::{ServiceMode, Timestamps};
 use coreward_model::cookie::{CookieKey, FleetKeys, KeyIndex};
-use coreward_model::placement::Rule;
+use coreward_model::placement::PlacementRule;
 use coreward_model::rss::seeded_rng;
 
 use crate::support::balancer::{id, random_table, service};
@@ -48,7 +48,7 @@ impl TestEnv {
             lb.set_server(index, *server, Server { mac: Some(mac), is_eligible: true });
         }
         // Round robin gives every server the same number of connections.
-        lb.install_table(index, &random_table(Rule::RoundRobin, 1, 1, &ids, &mut seeded_rng(3, 0))).unwrap();
+        lb.install_table(index, &random_table(PlacementRule::RoundRobin, 1, 1, &ids, &mut seeded_rng(3, 0))).unwrap();
         let listen = || TcpListener::bind((VIP, PORT)).unwrap();
         let listeners = segment.servers.iter().map(|host| host.run_inside(listen)).collect();
         Self { lb, service: index, listeners, segment, _pins: pins }

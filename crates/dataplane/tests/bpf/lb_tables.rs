@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use coreward_dataplane::mac::MacAddress;
 use coreward_dataplane::test_run;
 use coreward_model::placement::{
-    BucketCount, Candidate, Core, Member, PlacementState, PlacementTable, Rule, rendezvous,
+    BucketCount, Candidate, Member, PlacementRule, PlacementState, PlacementTable, ServerCore, rendezvous_table,
 };
 use coreward_model::policy::{LeastByMetric, Pool, PoolServer};
 use coreward_model::rss::{RssKey, seeded_rng, uniform_below};
@@ -39,15 +39,15 @@ fn table(
     let candidates = (0..groups as u64 * buckets).map(&mut candidate).collect();
     PlacementTable {
         generation,
-        rule: Rule::Table,
+        rule: PlacementRule::Table,
         bucket_count,
         groups: (0..groups).map(|_| RssKey::random(rng)).collect(),
         candidates_per_bucket: 1,
         candidates,
         assignment_cost: 0,
-        core_slots: servers.iter().map(|server| Core { server: *server, core: 0 }).collect(),
+        core_slots: servers.iter().map(|server| ServerCore { server: *server, core: 0 }).collect(),
         members: servers.iter().map(|server| Member { server: *server, load: 0 }).collect(),
-        consistent_servers: rendezvous(servers, bucket_count),
+        consistent_servers: rendezvous_table(servers, bucket_count),
         previous_consistent_servers: Vec::new(),
         down_servers: Vec::new(),
         core_slot_ages: Vec::new(),
@@ -133,7 +133,7 @@ fn replaced_candidates_decide_new_connections_only() {
     for groups in [1, 3] {
         let mut balancer = Balancer::new(&[VIP], &mut rng);
         let ids = balancer.replace_servers(0, 12, &mut rng);
-        let table = random_table(Rule::Table, 7, groups, &ids, &mut rng);
+        let table = random_table(PlacementRule::Table, 7, groups, &ids, &mut rng);
         balancer.install(0, &table);
         let service = balancer.services[0];
         balancer.lb.replace_candidates(service, |in_force| least(&ids[..6], in_force.bucket_count)).unwrap();
@@ -153,7 +153,7 @@ fn replaced_candidates_decide_new_connections_only() {
             assert_eq!(balancer.destination(&ack), balancer.macs[&(0, consistent)], "ACK {port}");
         }
         // The controller's next table replaces the table with replaced candidates.
-        let next = random_table(Rule::Table, 8, groups, &ids, &mut rng);
+        let next = random_table(PlacementRule::Table, 8, groups, &ids, &mut rng);
         balancer.install(0, &next);
         let client = (Ipv4Addr::from(rng.next_u32()), 7);
         let syn = Tcp { flags: SYN, options: aligned_timestamp(1, 0), ..Tcp::new(client, VIP) }.frame();
@@ -170,7 +170,7 @@ fn nothing_is_replaced_without_table_or_candidates() {
     let service = balancer.services[0];
     balancer.lb.replace_candidates(service, |_| panic!("no table")).unwrap();
     let ids = balancer.replace_servers(0, 3, &mut rng);
-    balancer.install(0, &random_table(Rule::LeastAssigned, 4, 1, &ids, &mut rng));
+    balancer.install(0, &random_table(PlacementRule::LeastAssigned, 4, 1, &ids, &mut rng));
     balancer.lb.replace_candidates(service, |in_force| PlacementTable::empty(in_force.bucket_count)).unwrap();
     assert_eq!(balancer.lb.table_generation(service), Some(4));
     let stranger = least(&[id(1)], BucketCount::new(2048).unwrap());

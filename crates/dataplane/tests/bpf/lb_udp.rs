@@ -6,7 +6,7 @@ use std::net::Ipv4Addr;
 use coreward_dataplane::lb::{Options, Server};
 use coreward_model::consistency::{Consistency, ServiceMode};
 use coreward_model::lb::ServerTraffic;
-use coreward_model::placement::{PlacementState, PlacementTable, Rule};
+use coreward_model::placement::{PlacementRule, PlacementState, PlacementTable};
 use coreward_model::rss::seeded_rng;
 use coreward_model::tuple::Protocol;
 use coreward_model::{FourTuple, ServerId, ServiceAddress};
@@ -33,7 +33,7 @@ fn tuple(client: (Ipv4Addr, u16)) -> FourTuple {
 /// Returns a balancer with a UDP service, and a TCP service at the same port.
 fn balancer(
     consistency: Consistency,
-    rule: Rule,
+    rule: PlacementRule,
     rng: &mut impl rand::Rng,
 ) -> (Balancer, Vec<ServerId>, PlacementTable) {
     let udp = ServiceMode { consistency, ..ServiceMode::default_for(Protocol::Udp) };
@@ -49,7 +49,7 @@ fn balancer(
 fn datagrams_follow_their_flow() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(61, 0);
-    let (mut balancer, ids, table) = balancer(Consistency::HashTable, Rule::LeastAssigned, &mut rng);
+    let (mut balancer, ids, table) = balancer(Consistency::HashTable, PlacementRule::LeastAssigned, &mut rng);
     let mut state = PlacementState::for_table(&table);
     let flows: Vec<_> = (0..200)
         .map(|_| {
@@ -65,7 +65,7 @@ fn datagrams_follow_their_flow() {
         let mac = Some(balancer.macs[&(0, *draining)]);
         balancer.lb.set_server(balancer.services[0], *draining, Server { mac, is_eligible: false });
     }
-    balancer.install(0, &random_table(Rule::Table, 2, 1, &ids[..2], &mut rng));
+    balancer.install(0, &random_table(PlacementRule::Table, 2, 1, &ids[..2], &mut rng));
     for (client, chosen) in &flows {
         let datagram = Udp::new(*client, VIP);
         let mut padded = datagram.frame();
@@ -94,7 +94,7 @@ fn datagrams_follow_their_flow() {
 fn flow_leaves_a_server_that_health_checks_find_down() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(68, 0);
-    let (mut balancer, ids, table) = balancer(Consistency::HashTable, Rule::Table, &mut rng);
+    let (mut balancer, ids, table) = balancer(Consistency::HashTable, PlacementRule::Table, &mut rng);
     let client = client(&mut rng);
     let frame = Udp::new(client, VIP).frame();
     let chosen = table.choose(&mut PlacementState::for_table(&table), &tuple(client)).unwrap();
@@ -115,7 +115,7 @@ fn flow_leaves_a_server_that_health_checks_find_down() {
 fn datagrams_are_placed_individually() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(62, 0);
-    let (balancer, ids, table) = balancer(Consistency::None, Rule::PowerOfTwo, &mut rng);
+    let (balancer, ids, table) = balancer(Consistency::None, PlacementRule::PowerOfTwo, &mut rng);
     let mut state = PlacementState::for_table(&table);
     for _ in 0..300 {
         let client = client(&mut rng);
@@ -132,7 +132,7 @@ fn datagrams_are_placed_individually() {
 fn protocols_of_one_port_are_separate_services() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(63, 0);
-    let (mut balancer, _, table) = balancer(Consistency::HashTable, Rule::Table, &mut rng);
+    let (mut balancer, _, table) = balancer(Consistency::HashTable, PlacementRule::Table, &mut rng);
     let client = client(&mut rng);
     let chosen = table.choose(&mut PlacementState::for_table(&table), &tuple(client)).unwrap();
     balancer.expect_sent_to(0, &Udp::new(client, VIP).frame(), chosen, "new_connection");
@@ -153,7 +153,7 @@ fn protocols_of_one_port_are_separate_services() {
 fn malformed_datagrams_are_dropped_with_a_reason() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(64, 0);
-    let (balancer, _, _) = balancer(Consistency::None, Rule::Table, &mut rng);
+    let (balancer, _, _) = balancer(Consistency::None, PlacementRule::Table, &mut rng);
     let frame = Udp::new(client(&mut rng), VIP).frame();
     let length = (frame.len() - UDP) as u16;
     for printed in 0..=length + 8 {
@@ -196,7 +196,7 @@ fn fragments_follow_the_first_one() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(65, 0);
     for consistency in [Consistency::HashTable, Consistency::None] {
-        let (mut balancer, _, table) = balancer(consistency, Rule::Table, &mut rng);
+        let (mut balancer, _, table) = balancer(consistency, PlacementRule::Table, &mut rng);
         let name = if consistency == Consistency::None { "per_packet" } else { "new_connection" };
         let mut state = PlacementState::for_table(&table);
         for round in 0..50u16 {
@@ -247,7 +247,7 @@ fn fragments_follow_the_first_one() {
 fn fragment_table_holds_its_documented_number_of_datagrams() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(68, 0);
-    let (balancer, _, _) = balancer(Consistency::None, Rule::Table, &mut rng);
+    let (balancer, _, _) = balancer(Consistency::None, PlacementRule::Table, &mut rng);
     let datagrams: Vec<_> = (0..coreward_intf::MAX_FRAGMENTED_DATAGRAMS as u16)
         .map(|n| fragments(&Udp { identification: n, ..Udp::new(client(&mut rng), VIP) }, 2))
         .collect();
@@ -272,7 +272,7 @@ fn fragment_table_holds_its_documented_number_of_datagrams() {
 fn fragments_of_a_removed_service_are_dropped() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(67, 0);
-    let (mut balancer, _, _) = balancer(Consistency::HashTable, Rule::Table, &mut rng);
+    let (mut balancer, _, _) = balancer(Consistency::HashTable, PlacementRule::Table, &mut rng);
     let frames = fragments(&Udp { identification: 7, ..Udp::new(client(&mut rng), VIP) }, 3);
     balancer.run_expecting_counter(&frames[0], Some(0), "new_connection");
     balancer.run_expecting_counter(&frames[1], Some(0), "fragment");
@@ -291,7 +291,7 @@ fn fragments_of_a_removed_service_are_dropped() {
 fn first_fragments_without_ports_are_dropped_with_a_reason() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(66, 0);
-    let (balancer, _, _) = balancer(Consistency::None, Rule::Table, &mut rng);
+    let (balancer, _, _) = balancer(Consistency::None, PlacementRule::Table, &mut rng);
     let first = fragments(&Udp::new(client(&mut rng), VIP), 2).remove(0);
     for total in 20..28u16 {
         let mut frame = first.clone();

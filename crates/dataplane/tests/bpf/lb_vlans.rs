@@ -7,7 +7,7 @@ use coreward_dataplane::mac::MacAddress;
 use coreward_dataplane::test_run;
 use coreward_model::consistency::{Consistency, ServiceMode, Timestamps};
 use coreward_model::forwarding::Forwarding;
-use coreward_model::placement::Rule;
+use coreward_model::placement::PlacementRule;
 use coreward_model::rss::seeded_rng;
 use coreward_model::vlan::Vlan;
 
@@ -31,7 +31,7 @@ fn balancer(family: Family, mode: ServiceMode, vips: u16, servers: u16) -> Balan
     let mut rng = seeded_rng(32, 1);
     let options = Options { vlan: vlan(vips), ..Options::default() };
     let mut balancer = Balancer::with(&[(service(vip(family)), mode)], options, &mut rng);
-    balancer.lb.set_outer(OWN_ADDRESSES, MTU as u32);
+    balancer.lb.set_outer_header(OWN_ADDRESSES, MTU as u32);
     let ids = balancer.replace_servers(0, 9, &mut rng);
     balancer.lb.use_server_vlans(BTreeSet::from([vlan(servers)])).unwrap();
     balancer.lb.set_broadcast_vlan(balancer.services[0], Some(vlan(servers)));
@@ -40,7 +40,7 @@ fn balancer(family: Family, mode: ServiceMode, vips: u16, servers: u16) -> Balan
         let address = server_address(Family::Ipv4, *id);
         balancer.lb.set_tunnel(*id, Tunnel { address, source_port: None }).unwrap();
     }
-    let table = random_table(Rule::Table, 1, 1, &ids, &mut rng);
+    let table = random_table(PlacementRule::Table, 1, 1, &ids, &mut rng);
     balancer.install(0, &table);
     balancer
 }
@@ -166,7 +166,7 @@ fn vlans_of_servers_are_taken_over() {
     lb.use_server_vlans(BTreeSet::from([vlan(20)])).unwrap();
     lb.set_server_vlan(server, vlan(20));
     lb.set_server(index, server, Server { mac: Some(MacAddress([2, 0, 0, 0, 0, 9])), is_eligible: true });
-    lb.install_table(index, &random_table(Rule::Table, 1, 1, &[server], &mut seeded_rng(32, 2))).unwrap();
+    lb.install_table(index, &random_table(PlacementRule::Table, 1, 1, &[server], &mut seeded_rng(32, 2))).unwrap();
     leaves_in_vlan(&lb);
     drop(lb);
     let lb = start();

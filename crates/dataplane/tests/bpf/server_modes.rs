@@ -29,7 +29,7 @@ const STATEFUL: ServiceMode = mode(Consistency::Stateful, Timestamps::Server);
 const BEAMER: ServiceMode = mode(Consistency::Beamer, Timestamps::Server);
 
 const fn mode(consistency: Consistency, timestamps: Timestamps) -> ServiceMode {
-    ServiceMode { consistency, timestamps, transfer: None, forwarding: Forwarding::L2 }
+    ServiceMode { consistency, timestamps, migration: None, forwarding: Forwarding::L2 }
 }
 
 fn cookies_of(client: &RawTcpClient<'_>, frames: &[Vec<u8>]) -> Vec<Cookie> {

@@ -5,11 +5,11 @@ use std::collections::BTreeSet;
 use std::net::{SocketAddr, TcpListener};
 use std::os::fd::AsFd as _;
 
-use coreward_dataplane::steer::Steer;
+use coreward_dataplane::steer::SteerProgram;
 use coreward_intf as intf;
 use coreward_model::FourTuple;
 use coreward_model::consistency::ServiceMode;
-use coreward_model::rss::{IndirectionTable, InputTransform, Rss, RssKey};
+use coreward_model::rss::{IndirectionTable, InputTransform, RssConfig, RssKey};
 use coreward_model::tuple::address_from_words;
 use socket2::{Domain, SockRef, Socket, Type};
 
@@ -19,13 +19,13 @@ use crate::support::{Family, missing_bpf_rights, skip_if};
 const QUEUE_COUNT: u16 = 4;
 const CONNECTION_COUNT: usize = 32;
 
-fn rss(input: InputTransform) -> Rss {
+fn rss(input: InputTransform) -> RssConfig {
     let indirection_table = IndirectionTable::balanced(1, 128, QUEUE_COUNT).unwrap();
-    Rss { key: RssKey::microsoft().with_input(input), indirection_table }
+    RssConfig { key: RssKey::microsoft().with_input(input), indirection_table }
 }
 
 /// Returns a test environment for each address family and each input transform.
-fn start_envs() -> impl Iterator<Item = (TestEnv, Rss)> {
+fn start_envs() -> impl Iterator<Item = (TestEnv, RssConfig)> {
     let cases = Family::BOTH.into_iter().flat_map(|family| InputTransform::ALL.map(|input| (family, input)));
     cases.map(|(family, input)| {
         let (mut env, rss) = (TestEnv::of(family, ServiceMode::default()), rss(input));
@@ -84,7 +84,7 @@ fn connections_reach_the_socket_of_their_queue() {
     skip_if!(missing_bpf_rights());
     for (env, rss) in start_envs() {
         let listeners = listeners(&env);
-        let steer = Steer::load(&env.pins.path(), "service", env.programs.rss_map()).unwrap();
+        let steer = SteerProgram::load(&env.pins.path(), "service", env.programs.rss_map()).unwrap();
         let slots: Vec<_> = listeners.iter().map(|socket| steer.add_socket(socket.as_fd()).ok()).collect();
         steer.set_queues(&slots);
         steer.attach(listeners[0].as_fd()).unwrap();

@@ -82,7 +82,7 @@ impl Server {
     /// Returns the TSval that is sent in place of the server's own TSval `milliseconds`.
     fn stamp(&self, tuple: &FourTuple, cookie: Cookie, milliseconds: u32) -> u32 {
         let keys = self.keys.at_tsval(milliseconds, self.switch_ms);
-        cookie::stamp(&keys, &self.programs.time_key(), tuple, cookie, milliseconds)
+        cookie::stamp_tsval(&keys, &self.programs.time_key(), tuple, cookie, milliseconds)
     }
 
     fn run(&self, direction: Direction, frame: &[u8]) -> (i32, Vec<u8>) {
@@ -192,7 +192,8 @@ fn tsecr_is_restored() {
         let current = if rng.next_u32() & 1 == 0 { KeyIndex::First } else { KeyIndex::Second };
         let keys = FleetKeys { current, ..server.keys };
         let original = now_ms().wrapping_sub(uniform_below(&mut rng, 60_000)).wrapping_add(10);
-        let tsecr = cookie::stamp(&keys, &server.programs.time_key(), &tuple, Cookie::Server(server.id), original);
+        let tsecr =
+            cookie::stamp_tsval(&keys, &server.programs.time_key(), &tuple, Cookie::Server(server.id), original);
         let mut packet = Tcp::between(client, vip(family));
         let value = rng.next_u32();
         packet.options = options(&mut rng, timestamp(value, tsecr));
@@ -222,7 +223,7 @@ fn expect_no_zero(family: Family) {
     let (client, milliseconds) = loop {
         let client = client(family, &mut rng);
         let tuple = tuple_of(client);
-        let time_mask = cookie::time_mask(&server.programs.time_key(), &tuple);
+        let time_mask = cookie::time_addend(&server.programs.time_key(), &tuple);
         let now = now_ms();
         let behind = (now as u16).wrapping_sub(time_mask.wrapping_neg());
         if let (Cookie::Server(id), true) = (cookie::decode_cookie(&server.keys, &tuple, 0), behind < 500) {

@@ -100,8 +100,8 @@ struct TestEnv {
     clients: Vec<UdpSocket>,
     /// By request id: how many datagrams answered it.
     responses_by_request: BTreeMap<u32, u32>,
-    sent: u32,
-    polled: Instant,
+    sent_count: u32,
+    last_poll: Instant,
 }
 
 impl TestEnv {
@@ -109,7 +109,7 @@ impl TestEnv {
         static NUMBER: AtomicU32 = AtomicU32::new(0);
         let number = NUMBER.fetch_add(1, Ordering::Relaxed);
         let mut config = config::Service::new(SERVICE, policy);
-        config.options.request_id = Some(dispatch::RequestId { offset: 1, response_offset: 1, bytes: 4 });
+        config.options.request_id = Some(dispatch::RequestIdPosition { offset: 1, response_offset: 1, bytes: 4 });
         let client = |_| {
             let socket = UdpSocket::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
             socket.connect(SERVICE).unwrap();
@@ -123,8 +123,8 @@ impl TestEnv {
             directory: format!("/sys/fs/bpf/coreward-processes-test-{}-{number}", std::process::id()).into(),
             clients: (0..32).map(client).collect(),
             responses_by_request: BTreeMap::new(),
-            sent: 0,
-            polled: Instant::now(),
+            sent_count: 0,
+            last_poll: Instant::now(),
         };
         env.set_timeouts(timeouts);
         env.attach();
@@ -161,8 +161,8 @@ impl TestEnv {
 
     /// One request; responses that are there are read, and the service is polled when it is due.
     fn send_request(&mut self, kind: u8) {
-        let id = self.sent;
-        self.sent += 1;
+        let id = self.sent_count;
+        self.sent_count += 1;
         let client = &self.clients[id as usize % self.clients.len()];
         // A closed socket is answered by ICMP, which shows at the next call.
         if client.send(&[&[kind][..], &id.to_le_bytes()].concat()).is_err() {
@@ -183,8 +183,8 @@ impl TestEnv {
                     .or_default() += 1;
             }
         }
-        if self.polled.elapsed() >= POLL_INTERVAL {
-            self.polled = Instant::now();
+        if self.last_poll.elapsed() >= POLL_INTERVAL {
+            self.last_poll = Instant::now();
             self.service.iter_mut().for_each(service::Service::poll);
         }
     }
@@ -216,7 +216,7 @@ impl Drop for TestEnv {
     }
 }
 
-fn total(counts: &[WorkerCounts], field: impl Fn(&WorkerCounts) -> u64) -> u64 {
+fn sum_counts(counts: &[WorkerCounts], field: impl Fn(&WorkerCounts) -> u64) -> u64 {
     counts.iter().map(field).sum()
 }
 
@@ -238,8 +238,8 @@ fn counts_are_exact_with_responses_of_all_kinds() {
             env.set_timeouts(STALLS);
             env.attach();
             let counts = env.wait_until_settled();
-            assert_eq!(total(&counts, |worker| worker.dispatched), 600, "{policy:?} {counts:?}");
-            assert_eq!(total(&counts, |worker| worker.completed), 540, "{policy:?} {counts:?}");
+            assert_eq!(sum_counts(&counts, |worker| worker.dispatched), 600, "{policy:?} {counts:?}");
+            assert_eq!(sum_counts(&counts, |worker| worker.completed), 540, "{policy:?} {counts:?}");
             assert_eq!(env.responses_by_request.len(), 540);
             assert_eq!(env.responses_by_request.values().filter(|datagrams| **datagrams == 3).count(), 60);
             let services = status::read_pinned_status(&[env.pins()]).unwrap();
@@ -248,7 +248,7 @@ fn counts_are_exact_with_responses_of_all_kinds() {
             assert_eq!(status["services"][0]["policy"], policy.name());
             assert_eq!(status["services"][0]["workers"].as_array().unwrap().len(), 3);
             assert_eq!(status["services"][0]["counters"]["unmatched"], 120);
-            let text = status::text(&services);
+            let text = status::format_status(&services);
             assert!(text.starts_with(&format!("127.0.0.1:5300: {}\n", policy.name())), "{text}");
         });
     }
@@ -283,12 +283,12 @@ fn counts_stay_exact_while_workers_die_and_stop() {
         env.wait_until("all workers are back", all_back);
         (0..300).for_each(|_| env.send_request(ECHO));
         let counts = env.wait_until_settled();
-        assert_eq!(total(&counts, |worker| worker.dispatched), u64::from(env.sent), "{counts:?}");
+        assert_eq!(sum_counts(&counts, |worker| worker.dispatched), u64::from(env.sent_count), "{counts:?}");
         // Only requests of the killed worker are lost: the one in service and those in its queue.
-        let all = env.sent as usize;
+        let all = env.sent_count as usize;
         env.wait_until("all others are answered", |env| env.responses_by_request.len() + had as usize >= all);
         let lost = all - env.responses_by_request.len();
-        assert!(lost as u64 <= total(&counts, |worker| worker.abandoned), "{lost} lost, {counts:?}");
+        assert!(lost as u64 <= sum_counts(&counts, |worker| worker.abandoned), "{lost} lost, {counts:?}");
     });
 }
 
@@ -308,7 +308,7 @@ fn detach_and_attach_under_load_lose_no_request() {
             env.attach();
         }
         let counts = env.wait_until_settled();
-        assert!(total(&counts, |worker| worker.dispatched) >= 60, "{counts:?}");
-        env.wait_until("all responses are there", |env| env.responses_by_request.len() == env.sent as usize);
+        assert!(sum_counts(&counts, |worker| worker.dispatched) >= 60, "{counts:?}");
+        env.wait_until("all responses are there", |env| env.responses_by_request.len() == env.sent_count as usize);
     });
 }

@@ -34,14 +34,15 @@ fn check_vip_at_server(facts: &Facts, vip: IpAddr) -> Finding {
     if let Some(other) = held.iter().find(|device| **device != LOOPBACK) {
         let why = "the server answers ARP or neighbour solicitations for the VIP: clients' packets pass the load \
                    balancers by";
-        return Finding::fault(format!("VIP {vip} is on {other}: expected lo"), why)
-            .remedy(format!("ip address add {vip}/{prefix} dev lo; ip address delete {vip}/{prefix} dev {other}"));
+        return Finding::fault(format!("VIP {vip} is on {other}: expected lo"), why).with_remediation(format!(
+            "ip address add {vip}/{prefix} dev lo; ip address delete {vip}/{prefix} dev {other}"
+        ));
     }
     if held.is_empty() {
         let why = "the server's kernel does not accept packets to the VIP: no connection is established";
         // Not by --fix: if the machine answers ARP for the VIP, it would attract the load balancer's traffic.
         return Finding::fault(format!("VIP {vip} is on no device"), why)
-            .remedy(format!("ip address add {vip}/{prefix} dev lo{condition}"));
+            .with_remediation(format!("ip address add {vip}/{prefix} dev lo{condition}"));
     }
     Finding::ok(format!("VIP {vip} is on lo"))
 }
@@ -61,7 +62,7 @@ fn check_vip_at_load_balancer(facts: &Facts, vip: IpAddr) -> Finding {
          daemon announces the VIP from lo"
     };
     Finding::fault_if(stamps || on_network, format!("VIP {vip} is on {device}: expected no device"), why)
-        .remedy(format!("ip address delete {vip} dev {device}  # and a route to the VIP at the routers"))
+        .with_remediation(format!("ip address delete {vip} dev {device}  # and a route to the VIP at the routers"))
 }
 
 pub fn segment(facts: &Facts) -> Vec<Finding> {
@@ -89,7 +90,10 @@ pub fn segment(facts: &Facts) -> Vec<Finding> {
     let why = "packets are forwarded by MAC address: ARP finds no server outside the device's networks";
     vec![
         Finding::fault(format!("not in a network of {}: {}", facts.interface(), beyond.join(", ")), why)
-            .remedy(format!("ip address add ADDRESS/PREFIX dev {}  # in the servers' network", facts.interface())),
+            .with_remediation(format!(
+                "ip address add ADDRESS/PREFIX dev {}  # in the servers' network",
+                facts.interface()
+            )),
     ]
 }
 
@@ -146,7 +150,7 @@ pub fn ipv6(facts: &Facts) -> Vec<Finding> {
     let at_device = |device: &str| match facts.sysctl(&disable_ipv6_sysctl(device)) {
         Some(0) => Finding::ok(format!("IPv6 is enabled at {device}")),
         None => Finding::fault(format!("the kernel has no IPv6 at {device}: expected it"), why)
-            .remedy("boot without `ipv6.disable=1` on the kernel's command line"),
+            .with_remediation("boot without `ipv6.disable=1` on the kernel's command line"),
         // Not by --fix: the device may then take addresses and routes from a router.
         Some(value) => Finding::fault(format!("net.ipv6.conf.{device}.disable_ipv6 is {value}: expected 0"), why)
             .with_sysctl(disable_ipv6_sysctl(device), "0", false),

@@ -21,15 +21,16 @@ fn check_certificate(certificate: &CertificateFacts) -> Finding {
     if let Some(wrong) = wrong_owner {
         let why = "peers use the name of the certificate, and reject messages in another name";
         return Finding::fault(format!("the certificate is for {wrong}"), why)
-            .remedy("coreward certs issue --role ROLE --name NAME  # where the authority's key is");
+            .with_remediation("coreward certs issue --role ROLE --name NAME  # where the authority's key is");
     }
     if remains.is_zero() {
         let why = "connections to peers fail, and open ones have ended; packets follow the last table";
-        return Finding::fault(format!("{subject} has ended"), why).remedy(renew);
+        return Finding::fault(format!("{subject} has ended"), why).with_remediation(renew);
     }
     let days = remains.as_secs() / DAY.as_secs();
     match is_old {
-        true => Finding::warning(format!("{subject} ends in {days} days"), "connections end with it").remedy(renew),
+        true => Finding::warning(format!("{subject} ends in {days} days"), "connections end with it")
+            .with_remediation(renew),
         false => Finding::ok(format!("{subject} is valid for {days} days")),
     }
 }

@@ -45,7 +45,7 @@ pub fn source(facts: &Facts) -> Vec<Finding> {
                every packet";
     let remedy = "echo tsc > /sys/devices/system/clocksource/clocksource0/current_clocksource  # or see dmesg why tsc \
                   is not trusted";
-    vec![Finding::warning(format!("{source}: expected tsc or the hypervisor's"), why).remedy(remedy)]
+    vec![Finding::warning(format!("{source}: expected tsc or the hypervisor's"), why).with_remediation(remedy)]
 }
 
 /// Check `clock-sync`: whether the wall clock is synchronised.
@@ -55,7 +55,7 @@ pub fn synchronised(facts: &Facts) -> Vec<Finding> {
         let why = "one of the clocks is wrong by more than a second: logs cannot be compared";
         return vec![
             Finding::warning(format!("{future} reports were sent ahead of the controller's clock"), why)
-                .remedy("chronyc tracking  # at the servers and at the controller"),
+                .with_remediation("chronyc tracking  # at the servers and at the controller"),
         ];
     }
     match facts.clock.synchronised {
@@ -63,7 +63,10 @@ pub fn synchronised(facts: &Facts) -> Vec<Finding> {
         Some(true) => vec![Finding::ok("synchronised")],
         Some(false) => {
             let why = "logs of several machines cannot be compared, and certificates begin and end at other times";
-            vec![Finding::warning("the wall clock is not synchronised (no NTP)", why).remedy("apt install chrony")]
+            vec![
+                Finding::warning("the wall clock is not synchronised (no NTP)", why)
+                    .with_remediation("apt install chrony"),
+            ]
         }
     }
 }

@@ -5,13 +5,13 @@ use crate::finding::{Finding, Fix};
 
 /// Checks the connection to the controller, on servers and load balancers.
 pub fn controller_connection(facts: &Facts) -> Vec<Finding> {
-    match &facts.controller {
+    match &facts.reachable_controller {
         Some(Ok(address)) => vec![Finding::ok(format!("answers at {address}"))],
         Some(Err(reason)) => {
             let why = "the daemon starts, but has no services until a controller sends its configuration";
             vec![
                 Finding::fault(reason.clone(), why)
-                    .remedy("start the controller, correct `controller`, or open the firewall between them"),
+                    .with_remediation("start the controller, correct `controller`, or open the firewall between them"),
             ]
         }
         None => vec![Finding::unknown("no controller is named: --config FILE or --controller ADDRESS:PORT")],
@@ -29,7 +29,10 @@ pub fn listen(facts: &Facts) -> Vec<Finding> {
                 "ip address; ss -lntp 'sport = {}'  # an address of this machine, a free port",
                 place.listen.port()
             );
-            vec![Finding::fault(format!("{}: {problem}", place.listen), "the controller does not start").remedy(remedy)]
+            vec![
+                Finding::fault(format!("{}: {problem}", place.listen), "the controller does not start")
+                    .with_remediation(remedy),
+            ]
         }
     }
 }
@@ -47,14 +50,17 @@ pub fn store(facts: &Facts) -> Vec<Finding> {
         let finding = Finding::fault(format!("{store}: {problem}"), why);
         return vec![
             finding
-                .remedy(format!("install -d -m 700 {directory}"))
-                .remedy(format!("df {directory}  # room for the store to be written again")),
+                .with_remediation(format!("install -d -m 700 {directory}"))
+                .with_remediation(format!("df {directory}  # room for the store to be written again")),
         ];
     }
     match mode {
         Some(mode) if mode & 0o077 != 0 => {
             let why = "it contains the cookie keys: users who can read it can forge cookies";
-            vec![Finding::fault(format!("{store}: mode {mode:o}, expected 600"), why).fix(Fix::OwnerOnly(path.clone()))]
+            vec![
+                Finding::fault(format!("{store}: mode {mode:o}, expected 600"), why)
+                    .with_fix(Fix::RestrictToOwner(path.clone())),
+            ]
         }
         Some(_) => vec![Finding::ok(format!("{store}: only its owner reads it"))],
         None => vec![Finding::ok(format!("{store}: can be created"))],
@@ -67,7 +73,8 @@ fn etcd(endpoints: &[String], leader: &Result<String, String>) -> Finding {
         Ok(leader) => Finding::ok(format!("etcd at {endpoints}: {leader}")),
         Err(problem) => {
             let why = "without etcd no controller can lead: load balancers keep their tables, and changes fail";
-            Finding::fault(problem.clone(), why).remedy(format!("etcdctl --endpoints {endpoints} endpoint health"))
+            Finding::fault(problem.clone(), why)
+                .with_remediation(format!("etcdctl --endpoints {endpoints} endpoint health"))
         }
     }
 }

@@ -20,16 +20,19 @@ pub fn interface(facts: &Facts) -> Vec<Finding> {
     let Some(device) = &facts.device else {
         return vec![
             Finding::fault(format!("{name} does not exist here"), why)
-                .remedy("ip -br link  # name one of these as `interface`"),
+                .with_remediation("ip -br link  # name one of these as `interface`"),
         ];
     };
     if !device.is_ethernet {
         let why = "the programs read Ethernet headers";
-        return vec![Finding::fault(format!("{name} is no Ethernet device"), why).remedy("name another `interface`")];
+        return vec![
+            Finding::fault(format!("{name} is no Ethernet device"), why).with_remediation("name another `interface`"),
+        ];
     }
     if !device.is_up {
         return vec![
-            Finding::fault(format!("{name} is down, or has no carrier"), why).remedy(format!("ip link set {name} up")),
+            Finding::fault(format!("{name} is down, or has no carrier"), why)
+                .with_remediation(format!("ip link set {name} up")),
         ];
     }
     vec![Finding::ok(format!(
@@ -48,8 +51,8 @@ pub fn xdp(facts: &Facts) -> Vec<Finding> {
             let why = "a device has one XDP program: the kernel rejects coreward's";
             found.push(
                 Finding::fault(format!("{name} has another XDP program (id {id})"), why)
-                    .remedy(format!("bpftool prog show id {id}  # shows its name and processes"))
-                    .remedy(format!("ip link set dev {name} xdp off")),
+                    .with_remediation(format!("bpftool prog show id {id}  # shows its name and processes"))
+                    .with_remediation(format!("ip link set dev {name} xdp off")),
             );
         }
         if let Some(refused) = queue_limit_problem(device) {
@@ -57,7 +60,8 @@ pub fn xdp(facts: &Facts) -> Vec<Finding> {
             let queues = device.channels.map_or(1, |channels| channels.receive_max / 2).max(1);
             let only_native = facts.settings.xdp_mode == XdpMode::Native;
             found.push(
-                Finding::fault_if(only_native, refused, why).remedy(format!("ethtool -L {name} combined {queues}")),
+                Finding::fault_if(only_native, refused, why)
+                    .with_remediation(format!("ethtool -L {name} combined {queues}")),
             );
         }
         if device.xdp.supports_native == Some(false) && facts.settings.xdp_mode != XdpMode::Generic {
@@ -67,7 +71,7 @@ pub fn xdp(facts: &Facts) -> Vec<Finding> {
                        the daemon does not start";
             found.push(
                 Finding::fault_if(only_native, format!("the driver {} has no XDP", device.driver), why)
-                    .remedy("a NIC whose driver has XDP, or `xdp_mode = \"generic\"` to accept that"),
+                    .with_remediation("a NIC whose driver has XDP, or `xdp_mode = \"generic\"` to accept that"),
             );
         }
         if found.is_empty() {
@@ -105,7 +109,7 @@ pub fn xdp_send(facts: &Facts) -> Vec<Finding> {
         let finding = Finding::fault(found, why);
         vec![match device.driver.as_str() {
             "veth" => with_veth_remedy(finding),
-            _ => finding.remedy(format!("ethtool -G {name} tx NUMBER  # a longer transmit ring")),
+            _ => finding.with_remediation(format!("ethtool -G {name} tx NUMBER  # a longer transmit ring")),
         }]
     })
 }
@@ -113,8 +117,12 @@ pub fn xdp_send(facts: &Facts) -> Vec<Finding> {
 /// Adds the remedy for veth devices: veth_xdp_flush() in drivers/net/veth.c needs an XDP program at the other end.
 fn with_veth_remedy(finding: Finding) -> Finding {
     finding
-        .remedy("ip link set dev PEER xdp object FILE  # at the other end, in its namespace; one that returns XDP_PASS")
-        .remedy("or `xdp_mode = \"generic\"` in the load balancer's file; `coreward lb --detach`, and start it again")
+        .with_remediation(
+            "ip link set dev PEER xdp object FILE  # at the other end, in its namespace; one that returns XDP_PASS",
+        )
+        .with_remediation(
+            "or `xdp_mode = \"generic\"` in the load balancer's file; `coreward lb --detach`, and start it again",
+        )
 }
 
 /// Returns the problem of too many queues: ena_xdp_legal_queue_count() in the driver ena allows half of them with XDP.
@@ -146,7 +154,7 @@ pub fn mtu(facts: &Facts) -> Vec<Finding> {
         let found = format!("{} bytes: expected at most {MAX_MTU}", device.mtu);
         vec![
             Finding::fault_if(only_native, found, why)
-                .remedy(format!("ip link set {name} mtu 1500  # servers and switches as well")),
+                .with_remediation(format!("ip link set {name} mtu 1500  # servers and switches as well")),
         ]
     })
 }
@@ -177,7 +185,7 @@ pub fn outer_headers(facts: &Facts) -> Vec<Finding> {
         let why =
             "packets of up to 1280 bytes get no \"packet too big\", because hosts ignore a smaller MTU: they are lost";
         let remedy = format!("ip link set {name} mtu {needed}  # routers and servers as well");
-        vec![Finding::fault(found, why).remedy(remedy)]
+        vec![Finding::fault(found, why).with_remediation(remedy)]
     })
 }
 
@@ -190,7 +198,7 @@ pub fn lro(facts: &Facts) -> Vec<Finding> {
         let why = "packets that the NIC has merged cannot be forwarded unchanged; drivers reject XDP with LRO";
         vec![
             Finding::fault(format!("LRO is on at {name}"), why)
-                .remedy(format!("ethtool -K {name} lro off  # the link may go down for a moment")),
+                .with_remediation(format!("ethtool -K {name} lro off  # the link may go down for a moment")),
         ]
     })
 }
@@ -207,7 +215,7 @@ pub fn vlan_tags(facts: &Facts) -> Vec<Finding> {
                 let why = "XDP gets frames without their tags: it forwards packets of VLANs as untagged ones";
                 vec![
                     Finding::fault(format!("{name} strips VLAN tags, and carries VLANs ({})", vlans.join(", ")), why)
-                        .remedy(format!("ethtool -K {name} rxvlan off")),
+                        .with_remediation(format!("ethtool -K {name} rxvlan off")),
                 ]
             }
         }
@@ -219,22 +227,25 @@ pub fn queues(facts: &Facts) -> Vec<Finding> {
         let Some(channels) = device.channels else {
             return vec![Finding::unknown("the driver does not report its queues")];
         };
-        let (name, cpus, queues) = (facts.interface(), facts.cpus, usize::from(channels.receive));
+        let (name, cpus, queues) = (facts.interface(), facts.cpu_count, usize::from(channels.receive));
         let found = format!("receive queues: {queues} (at most {}), CPUs: {cpus}", channels.receive_max);
         let could = usize::from(channels.receive_max).min(cpus);
         let set = format!("ethtool -L {name} combined {could}  # the link may go down for a moment");
         match facts.role {
             Role::Server if queues > cpus => {
                 let why = "several queues share a CPU, but each of them is reported as a core";
-                vec![Finding::warning(found, why).remedy(set)]
+                vec![Finding::warning(found, why).with_remediation(set)]
             }
             _ if queues < could => {
                 let why = "packets use fewer CPUs than there are";
-                vec![Finding::warning(found, why).remedy(set)]
+                vec![Finding::warning(found, why).with_remediation(set)]
             }
             Role::Server if queues == 1 && cpus > 1 => {
                 let why = "RSS can select one core only: core-aware policies select by server only";
-                vec![Finding::warning(found, why).remedy("a NIC (for a virtual machine: a device) with several queues")]
+                vec![
+                    Finding::warning(found, why)
+                        .with_remediation("a NIC (for a virtual machine: a device) with several queues"),
+                ]
             }
             _ => vec![Finding::ok(found)],
         }
@@ -257,7 +268,7 @@ pub fn interrupts(facts: &Facts) -> Vec<Finding> {
         }
         let shared: Vec<_> = queues_of_cpu.iter().filter(|(_, queues)| queues.len() > 1).collect();
         // With more queues than CPUs, queues share CPUs: the check `queues` reports that.
-        if shared.is_empty() || device.interrupts.len() > facts.cpus {
+        if shared.is_empty() || device.interrupts.len() > facts.cpu_count {
             return vec![Finding::ok(format!(
                 "interrupts: {}, on CPUs: {}",
                 device.interrupts.len(),
@@ -273,8 +284,8 @@ pub fn interrupts(facts: &Facts) -> Vec<Finding> {
             .collect();
         let why = "cores share a CPU: one that is reported idle may have a busy CPU";
         let commands = device.interrupts.iter().map(|(queue, interrupt)| {
-            format!("echo {} > /proc/irq/{}/smp_affinity_list", usize::from(*queue) % facts.cpus, interrupt.number)
+            format!("echo {} > /proc/irq/{}/smp_affinity_list", usize::from(*queue) % facts.cpu_count, interrupt.number)
         });
-        vec![commands.fold(Finding::warning(words.join("; "), why), Finding::remedy)]
+        vec![commands.fold(Finding::warning(words.join("; "), why), Finding::with_remediation)]
     })
 }

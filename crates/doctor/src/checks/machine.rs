@@ -7,24 +7,26 @@ use crate::finding::{Finding, Fix};
 const MIN_KERNEL: (u32, u32) = (6, 1);
 
 /// Returns the version in a kernel release, which `uname -r` prints.
-pub(super) fn version(release: &str) -> (u32, u32) {
+pub(super) fn parse_kernel_version(release: &str) -> (u32, u32) {
     let mut numbers = release.split(['.', '-']).map_while(|part| part.parse::<u32>().ok());
     (numbers.next().unwrap_or(0), numbers.next().unwrap_or(0))
 }
 
 pub fn kernel(facts: &Facts) -> Vec<Finding> {
     let release = &facts.kernel.release;
-    if version(release) < MIN_KERNEL {
+    if parse_kernel_version(release) < MIN_KERNEL {
         let why = "older kernels lack features of the BPF programs: no daemon starts";
         return vec![
             Finding::fault(format!("Linux {release}"), why)
-                .remedy("apt install linux-image-amd64  # Debian 12 or newer"),
+                .with_remediation("apt install linux-image-amd64  # Debian 12 or newer"),
         ];
     }
     if !facts.kernel.has_btf {
         let why = "the BPF programs that read the kernel's own structures (cpu_load) need its types";
         let remedy = "a kernel with CONFIG_DEBUG_INFO_BTF=y";
-        return vec![Finding::fault(format!("Linux {release} without /sys/kernel/btf/vmlinux"), why).remedy(remedy)];
+        return vec![
+            Finding::fault(format!("Linux {release} without /sys/kernel/btf/vmlinux"), why).with_remediation(remedy),
+        ];
     }
     vec![Finding::ok(format!("Linux {release} with BTF"))]
 }
@@ -38,7 +40,7 @@ pub fn rights(facts: &Facts) -> Vec<Finding> {
     let capabilities = facts.missing_rights.join(" ");
     vec![
         Finding::fault(format!("missing: {names}"), why)
-            .remedy(format!("run as root, or in the systemd unit: AmbientCapabilities={capabilities}")),
+            .with_remediation(format!("run as root, or in the systemd unit: AmbientCapabilities={capabilities}")),
     ]
 }
 
@@ -54,7 +56,7 @@ pub fn programs(facts: &Facts) -> Vec<Finding> {
     let why = "the daemon does not start";
     let of = |(name, answer): (&&str, &Result<(), String>)| {
         let reason = answer.as_ref().err().map_or("", String::as_str);
-        Finding::fault(format!("the kernel rejects {name}: {reason}"), why).remedy(
+        Finding::fault(format!("the kernel rejects {name}: {reason}"), why).with_remediation(
             "coreward check-kernel  # the whole error; required: CONFIG_BPF_SYSCALL, CONFIG_NET_CLS_BPF, \
                       CONFIG_XDP_SOCKETS, as in Debian's kernels",
         )
@@ -88,7 +90,11 @@ pub fn bpf_file_system(facts: &Facts) -> Vec<Finding> {
     let why = "programs and maps are pinned there to outlive the daemon, which does not start without it";
     let finding = Finding::fault(format!("{directory} is not on a BPF file system"), why);
     let below = facts.settings.pin_directory.as_ref().is_none_or(|pins| pins.starts_with("/sys/fs/bpf"));
-    vec![if below { finding.fix(Fix::MountBpf) } else { finding.remedy("name a `pin_directory` below /sys/fs/bpf") }]
+    vec![if below {
+        finding.with_fix(Fix::MountBpf)
+    } else {
+        finding.with_remediation("name a `pin_directory` below /sys/fs/bpf")
+    }]
 }
 
 pub fn pins(facts: &Facts) -> Vec<Finding> {
@@ -100,7 +106,7 @@ pub fn pins(facts: &Facts) -> Vec<Finding> {
     let remedy = format!(
         "start the version that made it, or drain, then `coreward {command} --config FILE --detach` by that version"
     );
-    vec![Finding::fault(problem.clone(), why).remedy(remedy)]
+    vec![Finding::fault(problem.clone(), why).with_remediation(remedy)]
 }
 
 /// Number of files that a daemon opens: pins, maps, sockets, links and /proc. The controller needs one more per peer.
@@ -118,5 +124,5 @@ pub fn open_files(facts: &Facts) -> Vec<Finding> {
     }
     let why = format!("the daemon holds {peers}: it fails at the limit");
     let remedy = format!("ulimit -Hn {needed}; in the systemd unit: LimitNOFILE={needed}");
-    vec![Finding::fault(format!("{found}: expected {needed}"), &why).remedy(remedy)]
+    vec![Finding::fault(format!("{found}: expected {needed}"), &why).with_remediation(remedy)]
 }

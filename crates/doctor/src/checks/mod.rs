@@ -28,7 +28,7 @@ pub struct Check {
 }
 
 const LB_AND_SERVER: &[Role] = &[Role::Lb, Role::Server];
-const ALL: &[Role] = &[Role::Lb, Role::Server, Role::Controller];
+const ALL_ROLES: &[Role] = &[Role::Lb, Role::Server, Role::Controller];
 const LB: &[Role] = &[Role::Lb];
 const SERVER: &[Role] = &[Role::Server];
 const CONTROLLER: &[Role] = &[Role::Controller];
@@ -69,7 +69,7 @@ pub const CHECKS: &[Check] = &[
         machine::bpf_file_system,
     ),
     check("pins", LB_AND_SERVER, "pins are of this version, or there are none", machine::pins),
-    check("open-files", ALL, "the hard limit of open files is high enough", machine::open_files),
+    check("open-files", ALL_ROLES, "the hard limit of open files is high enough", machine::open_files),
     check("interface", LB_AND_SERVER, "the device exists, is Ethernet, up, and has a carrier", device::interface),
     check("xdp", LB, "no other XDP program at the device; the driver supports XDP", device::xdp),
     check("xdp-send", LB, "the driver sends the frames that XDP programs send", device::xdp_send),
@@ -106,8 +106,8 @@ pub const CHECKS: &[Check] = &[
     fixable_check("send-redirects", LB, "off, if a service has `timestamps = \"lb\"`", routing::send_redirects),
     check("announce", LB, "with `[announce]`: a routing daemon runs, and no rule uses its table", routing::announce),
     check("tcp-timestamps", SERVER, "2, or set by the agent", clocks::tcp_timestamps),
-    check("clock-source", ALL, "a clock source that is read without leaving the CPU", clocks::source),
-    check("clock-sync", ALL, "the wall clock is synchronised (NTP)", clocks::synchronised),
+    check("clock-source", ALL_ROLES, "a clock source that is read without leaving the CPU", clocks::source),
+    check("clock-sync", ALL_ROLES, "the wall clock is synchronised (NTP)", clocks::synchronised),
     check("conntrack", LB_AND_SERVER, "connection tracking does not see the services' packets", netfilter::conntrack),
     check("dnat", SERVER, "no rule forwards services to other network namespaces", netfilter::dnat),
     check("firewall", LB_AND_SERVER, "no chain drops the services' packets by default", netfilter::firewall),
@@ -122,7 +122,7 @@ pub const CHECKS: &[Check] = &[
     check("controller", LB_AND_SERVER, "the controller answers", controller::controller_connection),
     check(
         "certificates",
-        ALL,
+        ALL_ROLES,
         "with `[tls]`: they name this daemon, and a third of their lifetime is left",
         certificates::certificates,
     ),

@@ -36,7 +36,7 @@ pub fn conntrack(facts: &Facts) -> Vec<Finding> {
             _ => "every connection takes an entry of its table; when it is full, new ones are dropped",
         };
         let found = format!("connections are tracked, for {}", tracking.join(", "));
-        vec![Finding::fault_if(stamps, found, why).remedy(
+        vec![Finding::fault_if(stamps, found, why).with_remediation(
             "nft 'add table ip coreward; add chain ip coreward raw { type filter hook prerouting priority raw; }; add \
              rule ip coreward raw ip daddr VIP notrack'  # and ip saddr VIP in a chain of hook output",
         )]
@@ -68,7 +68,9 @@ pub fn dnat(facts: &Facts) -> Vec<Finding> {
                    with \"beamer\" or `timestamps = \"off\"` connections break when the pool changes";
         vec![
             Finding::warning(format!("{} can change destinations (containers?)", translating.join("; ")), why)
-                .remedy("docker run --network host  # or `consistency = \"stateless\"` with `timestamps = \"server\"`"),
+                .with_remediation(
+                    "docker run --network host  # or `consistency = \"stateless\"` with `timestamps = \"server\"`",
+                ),
         ]
     })
 }
@@ -102,7 +104,7 @@ pub fn firewall(facts: &Facts) -> Vec<Finding> {
             };
             let found = format!("chain {} (hook {}) drops; {accepted}", chain.name, chain.hook);
             Finding::fault_if(!chain.accepts_packets, found, why)
-                .remedy(format!("nft add rule {} {ports} accept", chain.name))
+                .with_remediation(format!("nft add rule {} {ports} accept", chain.name))
         };
         dropping.iter().map(of).collect()
     })

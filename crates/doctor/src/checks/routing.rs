@@ -100,7 +100,9 @@ pub fn announce(facts: &Facts) -> Vec<Finding> {
         Ok(rules) if !rules.is_empty() => {
             let why = "the table has blackhole routes to VIPs: the kernel drops packets that use it";
             let finding = Finding::fault(format!("a rule uses table {table}: {}", rules.join("; ")), why);
-            findings.push(finding.remedy(format!("ip rule delete table {table}  # or another `table` in [announce]")));
+            findings.push(
+                finding.with_remediation(format!("ip rule delete table {table}  # or another `table` in [announce]")),
+            );
         }
         Ok(_) => {}
     }
@@ -110,7 +112,7 @@ pub fn announce(facts: &Facts) -> Vec<Finding> {
             let why = "no routing daemon announces the VIPs of this load balancer";
             let found = "neither bird nor zebra (FRR) runs".to_owned();
             let remedy = "systemctl enable --now bird  # docs/deployment.md has its file";
-            findings.push(Finding::fault(found, why).remedy(remedy.to_owned()));
+            findings.push(Finding::fault(found, why).with_remediation(remedy.to_owned()));
         }
     }
     findings

@@ -8,7 +8,8 @@ use coreward_model::rss::InputTransform;
 use crate::facts::{Device, Facts, RssProblem};
 use crate::finding::{Finding, Fix};
 
-const CONSEQUENCE: &str = "cores other than the table's serve connections: core-aware policies select wrong cores";
+const WRONG_CORE_CONSEQUENCE: &str =
+    "cores other than the table's serve connections: core-aware policies select wrong cores";
 
 const UNKNOWN_CORE_CONSEQUENCE: &str = "the core of a connection is unknown: core-aware policies select by server only";
 
@@ -21,7 +22,10 @@ pub fn rss(facts: &Facts) -> Vec<Finding> {
                 "{name}: the driver mlx5_core hashes symmetrically by default, and reports it from Linux 6.15 on only; \
                  the agent detects it by the queues of SYNs (`coreward status`: input_transform)"
             );
-            vec![Finding::unknown(found).remedy(format!("Linux 6.15 or newer; there: ethtool -X {name} xfrm none"))]
+            vec![
+                Finding::unknown(found)
+                    .with_remediation(format!("Linux 6.15 or newer; there: ethtool -X {name} xfrm none")),
+            ]
         }
         Ok((entries, input)) => {
             let symmetric = match input {
@@ -38,20 +42,20 @@ pub fn rss(facts: &Facts) -> Vec<Finding> {
         Err(RssProblem::NoIndirectionTable(words)) => {
             vec![
                 Finding::warning(words.clone(), UNKNOWN_CORE_CONSEQUENCE)
-                    .remedy("a NIC (for a virtual machine: a device) with several queues and RSS"),
+                    .with_remediation("a NIC (for a virtual machine: a device) with several queues and RSS"),
             ]
         }
         Err(RssProblem::UnsupportedHash(words)) => {
             let name = facts.interface();
             let remedy = format!("ethtool -X {name} hfunc toeplitz; ethtool -N {name} rx-flow-hash tcp4 sdfn");
-            vec![Finding::warning(words.clone(), UNKNOWN_CORE_CONSEQUENCE).remedy(remedy)]
+            vec![Finding::warning(words.clone(), UNKNOWN_CORE_CONSEQUENCE).with_remediation(remedy)]
         }
     }
 }
 
 /// Returns whether the driver hides the transformation: mlx5e_get_rxfh() reports it since Linux 6.15.
 fn hides_input_transform(facts: &Facts, device: &Device) -> bool {
-    device.driver == "mlx5_core" && super::machine::version(&facts.kernel.release) < (6, 15)
+    device.driver == "mlx5_core" && super::machine::parse_kernel_version(&facts.kernel.release) < (6, 15)
 }
 
 pub fn flow_director(facts: &Facts) -> Vec<Finding> {
@@ -66,7 +70,7 @@ pub fn flow_director(facts: &Facts) -> Vec<Finding> {
                 _ => format!("ethtool -K {name} ntuple on  # the link may go down for a moment"),
             };
             let found = format!("{driver} moves open connections to the queue of the CPU that sent last (ATR)");
-            vec![Finding::warning(found, CONSEQUENCE).remedy(remedy)]
+            vec![Finding::warning(found, WRONG_CORE_CONSEQUENCE).with_remediation(remedy)]
         }
     }
 }
@@ -88,7 +92,7 @@ fn ports_of(facts: &Facts, device: &Device, flow_type: FlowType) -> Finding {
             let why = "all packets of a client arrive at one core, which is not the predicted one";
             let note = if flow_type == FlowType::Udp4 { "  # fragments then arrive on another queue" } else { "" };
             Finding::warning(format!("{interface} hashes {name} by addresses alone"), why)
-                .remedy(format!("ethtool -N {interface} rx-flow-hash {name} sdfn{note}"))
+                .with_remediation(format!("ethtool -N {interface} rx-flow-hash {name} sdfn{note}"))
         }
     }
 }
@@ -96,7 +100,9 @@ fn ports_of(facts: &Facts, device: &Device, flow_type: FlowType) -> Finding {
 pub fn irqbalance(facts: &Facts) -> Vec<Finding> {
     if facts.device.as_ref().is_some_and(|device| device.rss_conflicts.is_irqbalance_running) {
         let why = "it moves receive queues between CPUs, away from pinned workers";
-        return vec![Finding::warning("irqbalance is running", why).remedy("systemctl disable --now irqbalance")];
+        return vec![
+            Finding::warning("irqbalance is running", why).with_remediation("systemctl disable --now irqbalance"),
+        ];
     }
     vec![Finding::ok("does not run")]
 }
@@ -105,7 +111,7 @@ pub fn irqbalance(facts: &Facts) -> Vec<Finding> {
 fn with_zeroing_fix(facts: &Facts, finding: Finding, queues: &[String], attribute: &str) -> Finding {
     let of_device = format!("/sys/class/net/{}/queues", facts.interface());
     queues.iter().fold(finding, |finding, queue| {
-        finding.fix(Fix::Write { path: format!("{of_device}/{queue}/{attribute}").into(), value: "0" })
+        finding.with_fix(Fix::WriteFile { path: format!("{of_device}/{queue}/{attribute}").into(), value: "0" })
     })
 }
 
@@ -120,7 +126,7 @@ pub fn rps(facts: &Facts) -> Vec<Finding> {
         return unknown_without_sysfs(device).unwrap_or_else(|| vec![Finding::ok("off")]);
     }
     let found = format!("RPS is on for {} ({})", facts.interface(), queues.join(", "));
-    vec![with_zeroing_fix(facts, Finding::warning(found, CONSEQUENCE), queues, "rps_cpus")]
+    vec![with_zeroing_fix(facts, Finding::warning(found, WRONG_CORE_CONSEQUENCE), queues, "rps_cpus")]
 }
 
 pub fn rfs(facts: &Facts) -> Vec<Finding> {
@@ -136,7 +142,12 @@ pub fn rfs(facts: &Facts) -> Vec<Finding> {
         rss_conflicts.rps_sock_flow_entries,
         rss_conflicts.rfs_queues.join(", ")
     );
-    vec![with_zeroing_fix(facts, Finding::warning(found, CONSEQUENCE), &rss_conflicts.rfs_queues, "rps_flow_cnt")]
+    vec![with_zeroing_fix(
+        facts,
+        Finding::warning(found, WRONG_CORE_CONSEQUENCE),
+        &rss_conflicts.rfs_queues,
+        "rps_flow_cnt",
+    )]
 }
 
 pub fn flow_rules(facts: &Facts) -> Vec<Finding> {
@@ -146,8 +157,8 @@ pub fn flow_rules(facts: &Facts) -> Vec<Finding> {
         return vec![Finding::ok("none")];
     }
     vec![
-        Finding::warning(format!("{name} has {rules} flow rules"), CONSEQUENCE)
-            .remedy(format!("ethtool -n {name}  # lists them"))
-            .remedy(format!("ethtool -N {name} delete NUMBER")),
+        Finding::warning(format!("{name} has {rules} flow rules"), WRONG_CORE_CONSEQUENCE)
+            .with_remediation(format!("ethtool -n {name}  # lists them"))
+            .with_remediation(format!("ethtool -N {name} delete NUMBER")),
     ]
 }

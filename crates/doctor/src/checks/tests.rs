@@ -19,7 +19,7 @@ use coreward_tls::authority::DAY;
 use super::*;
 use crate::facts::*;
 use crate::finding::Severity;
-use crate::nat_rules::{Chain, Condition, NatRule};
+use crate::nat_rules::{Chain, MatchCondition, NatRule};
 
 fn service(protocol: Protocol) -> Service {
     let workers = (0..4).map(|cpu| BTreeSet::from([cpu])).collect();
@@ -106,10 +106,10 @@ fn passing_facts(role: Role) -> Facts {
         }),
         addresses,
         default_routes: BTreeSet::from(["eth7".to_owned()]),
-        cpus: 4,
+        cpu_count: 4,
         clock: Clock { source: "tsc".to_owned(), synchronised: Some(true) },
         netfilter: Netfilter { chains: Ok(vec![]), legacy_tables: vec![] },
-        controller: Some(Ok("10.1.0.2:7400".parse().unwrap())),
+        reachable_controller: Some(Ok("10.1.0.2:7400".parse().unwrap())),
         services: vec![service(Protocol::Tcp)],
         servers: servers("10.1.1.2", true),
         future_report_count: 0,
@@ -156,8 +156,9 @@ fn problems(role: Role, change: impl FnOnce(&mut Facts)) -> Vec<(&'static str, S
     let findings = run(&facts).into_iter().filter(|(_, finding)| finding.severity >= Severity::Warning);
     findings
         .map(|(check, finding)| {
-            assert!(!finding.why.is_empty() && !finding.remedy.is_empty(), "{}: {finding:?}", check.name);
-            assert!(check.is_fixable || finding.remedy.iter().all(|remedy| remedy.fix.is_none()), "{}", check.name);
+            assert!(!finding.consequence.is_empty() && !finding.remedies.is_empty(), "{}: {finding:?}", check.name);
+            let is_fixed = finding.remedies.iter().any(|remedy| remedy.fix.is_some());
+            assert!(check.is_fixable || !is_fixed, "{}", check.name);
             (check.name, finding.severity)
         })
         .collect()
@@ -210,8 +211,8 @@ fn rss_overrides_are_found() {
     device(&mut facts).rss_conflicts.rps_sock_flow_entries = 32_768;
     let finding = rss::rfs(&facts).remove(0);
     assert_eq!(finding.severity, WARNING);
-    assert!(finding.found.starts_with("accelerated RFS is on for eth7"), "{}", finding.found);
-    let commands: Vec<&str> = finding.remedy.iter().map(|remedy| remedy.command.as_str()).collect();
+    assert!(finding.observation.starts_with("accelerated RFS is on for eth7"), "{}", finding.observation);
+    let commands: Vec<&str> = finding.remedies.iter().map(|remedy| remedy.command.as_str()).collect();
     let of = |queue: &str| format!("echo 0 > /sys/class/net/eth7/queues/{queue}/rps_flow_cnt");
     assert_eq!(commands, [of("rx-0"), of("rx-1")]);
 }
@@ -243,8 +244,8 @@ fn ipv6_services_need_hashes_over_ports() {
     assert_eq!(rss::ports(&facts)[0].severity, Severity::Ok);
     device(&mut facts).port_hashing.insert(FlowType::Tcp6, false);
     let finding = &rss::ports(&facts)[0];
-    assert_eq!((finding.severity, finding.found.as_str()), (WARNING, "eth7 hashes tcp6 by addresses alone"));
-    assert_eq!(finding.remedy[0].command, "ethtool -N eth7 rx-flow-hash tcp6 sdfn");
+    assert_eq!((finding.severity, finding.observation.as_str()), (WARNING, "eth7 hashes tcp6 by addresses alone"));
+    assert_eq!(finding.remedies[0].command, "ethtool -N eth7 rx-flow-hash tcp6 sdfn");
     device(&mut facts).port_hashing.remove(&FlowType::Tcp6);
     assert_eq!(rss::ports(&facts)[0].severity, Severity::Unknown);
 }
@@ -255,14 +256,15 @@ fn symmetric_hash_is_unknown_if_the_driver_hides_it() {
     device(&mut facts).rss = Ok((128, InputTransform::SymmetricOrXor));
     let finding = rss::rss(&facts).remove(0);
     assert_eq!(finding.severity, Severity::Ok);
-    assert!(finding.found.contains("symmetric-or-xor"), "{}", finding.found);
+    assert!(finding.observation.contains("symmetric-or-xor"), "{}", finding.observation);
     device(&mut facts).driver = "mlx5_core".to_owned();
     facts.kernel.release = "6.12.117+deb12-amd64".to_owned();
     assert_eq!(rss::rss(&facts).remove(0).severity, Severity::Ok, "reported, by a vendor's driver");
     device(&mut facts).rss = Ok((128, InputTransform::None));
     let finding = rss::rss(&facts).remove(0);
     assert_eq!(finding.severity, Severity::Unknown);
-    assert!(finding.found.contains("mlx5_core") && finding.remedy[0].command.contains("xfrm none"), "{finding:?}");
+    assert!(finding.observation.contains("mlx5_core"), "{finding:?}");
+    assert!(finding.remedies[0].command.contains("xfrm none"), "{finding:?}");
     facts.kernel.release = "6.15.1".to_owned();
     assert_eq!(rss::rss(&facts).remove(0).severity, Severity::Ok);
 }
@@ -278,7 +280,7 @@ fn flow_director_is_reported_with_its_remedy() {
     for (driver, command) in [("ixgbe", "ethtool -K eth7 ntuple on"), ("i40e", "flow-director-atr off")] {
         let finding = of(driver, Some(true));
         assert_eq!(finding.severity, WARNING);
-        assert!(finding.remedy[0].command.contains(command), "{finding:?}");
+        assert!(finding.remedies[0].command.contains(command), "{finding:?}");
         assert_eq!(of(driver, Some(false)).severity, Severity::Ok);
     }
     assert_eq!(of("ice", None).severity, Severity::Ok);
@@ -312,8 +314,8 @@ fn queue_counts_and_interrupts_are_checked() {
     let mut facts = passing_facts(Role::Server);
     shared(&mut facts);
     let finding = super::device::interrupts(&facts).remove(0);
-    assert_eq!(finding.found, "CPU 0 serves queues 0, 3");
-    assert_eq!(finding.remedy[3].command, "echo 3 > /proc/irq/33/smp_affinity_list");
+    assert_eq!(finding.observation, "CPU 0 serves queues 0, 3");
+    assert_eq!(finding.remedies[3].command, "echo 3 > /proc/irq/33/smp_affinity_list");
 }
 
 #[test]
@@ -326,8 +328,8 @@ fn driver_drops_are_reported() {
     drops(&mut facts);
     device(&mut facts).driver = "veth".to_owned();
     let finding = super::device::xdp_send(&facts).remove(0);
-    assert_eq!(finding.found, "eth7 dropped frames that XDP sent: rx_queue_0_xdp_tx_errors 12");
-    assert!(finding.remedy[0].command.starts_with("ip link set dev PEER xdp"), "{:?}", finding.remedy);
+    assert_eq!(finding.observation, "eth7 dropped frames that XDP sent: rx_queue_0_xdp_tx_errors 12");
+    assert!(finding.remedies[0].command.starts_with("ip link set dev PEER xdp"), "{:?}", finding.remedies);
 }
 
 #[test]
@@ -422,16 +424,15 @@ fn arp_sysctls_are_not_fixed_when_other_devices_have_addresses() {
         |facts: &mut Facts| drop(facts.sysctls.insert("net/ipv4/conf/eth7/arp_ignore".to_owned(), "0".to_owned()));
     let mut facts = passing_facts(Role::Server);
     asks(&mut facts);
-    assert!(addresses::arp_ignore(&facts)[0].remedy[0].fix.is_some());
+    assert!(addresses::arp_ignore(&facts)[0].remedies[0].fix.is_some());
     let other = Address { device: "eth8".to_owned(), address: "192.0.2.7".parse().unwrap(), mask: [255; 4].into() };
     facts.addresses.push(other);
-    assert!(addresses::arp_ignore(&facts)[0].remedy[0].fix.is_none());
+    assert!(addresses::arp_ignore(&facts)[0].remedies[0].fix.is_none());
     // 8 answers nothing at all: an operator decided that.
     facts.addresses.pop();
     facts.sysctls.insert("net/ipv4/conf/eth7/arp_ignore".to_owned(), "8".to_owned());
-    assert!(
-        addresses::arp_ignore(&facts)[0].severity == FAULT && addresses::arp_ignore(&facts)[0].remedy[0].fix.is_none()
-    );
+    let finding = addresses::arp_ignore(&facts).remove(0);
+    assert!(finding.severity == FAULT && finding.remedies[0].fix.is_none());
 }
 
 #[test]
@@ -518,7 +519,7 @@ fn firewalls_and_connection_tracking_are_reported() {
         Chain { rules: vec![rule], ..chain("prerouting", false, true, false) }
     };
     assert_eq!(with(Role::Server, translates(vec![]), false), [("dnat", WARNING)]);
-    assert_eq!(with(Role::Server, translates(vec![Condition::Port(vec![8080..=8080])]), false), []);
+    assert_eq!(with(Role::Server, translates(vec![MatchCondition::Port(vec![8080..=8080])]), false), []);
     assert_eq!(with(Role::Lb, translates(vec![]), false), []);
     let unseen = |facts: &mut Facts| facts.netfilter.legacy_tables = vec!["filter".to_owned()];
     assert_eq!(problems(Role::Server, unseen), []);
@@ -565,9 +566,10 @@ fn ipv6_facts(device: &str) -> Facts {
 fn ipv6_vip_belongs_on_lo() {
     assert_eq!(addresses::vip(&ipv6_facts("lo"))[0].severity, Severity::Ok);
     let on_device = &addresses::vip(&ipv6_facts("eth7"))[0];
-    assert_eq!((on_device.severity, on_device.found.as_str()), (FAULT, "VIP 2001:db8::1 is on eth7: expected lo"));
+    assert_eq!(on_device.severity, FAULT);
+    assert_eq!(on_device.observation, "VIP 2001:db8::1 is on eth7: expected lo");
     let remedy = "ip address add 2001:db8::1/128 dev lo; ip address delete 2001:db8::1/128 dev eth7";
-    assert_eq!(on_device.remedy[0].command, remedy);
+    assert_eq!(on_device.remedies[0].command, remedy);
 }
 
 #[test]
@@ -578,7 +580,7 @@ fn ipv6_service_needs_ipv6_and_no_arp_settings() {
     assert!(addresses::ipv6(&facts).iter().all(|finding| finding.severity == Severity::Ok));
     facts.sysctls.insert(disable_ipv6_sysctl("eth7"), "1".to_owned());
     facts.sysctls.remove(&disable_ipv6_sysctl("lo"));
-    let found: Vec<String> = addresses::ipv6(&facts).into_iter().map(|finding| finding.found).collect();
+    let found: Vec<String> = addresses::ipv6(&facts).into_iter().map(|finding| finding.observation).collect();
     let expected = ["the kernel has no IPv6 at lo: expected it", "net.ipv6.conf.eth7.disable_ipv6 is 1: expected 0"];
     assert_eq!(found, expected);
     assert!(addresses::ipv6(&passing_facts(Role::Server)).is_empty());

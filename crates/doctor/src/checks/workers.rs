@@ -1,7 +1,7 @@
 //! Checks of the services' processes.
 
 use coreward_agent::config::Steer;
-use coreward_agent::steering::assign::MAX_PINNED_SET;
+use coreward_agent::steering::assign::MAX_PINNED_CPUS;
 use coreward_model::tuple::Protocol;
 
 use crate::facts::{Facts, Service, Sockets};
@@ -33,7 +33,7 @@ fn check_service(service: &Service, sockets: &Result<Sockets, String>, queues: u
         let kind = if service.address.protocol == Protocol::Tcp { "refused" } else { "answered by ICMP" };
         let why = format!("new connections that arrive here are {kind}");
         return Finding::fault(format!("{name}: no process listens"), &why)
-            .remedy("start the server program, or drain this server: `coreward drain NAME`");
+            .with_remediation("start the server program, or drain this server: `coreward drain NAME`");
     }
     let why = "the kernel selects the worker: another core than the selected one may serve a connection";
     let nginx = format!(
@@ -41,10 +41,11 @@ fn check_service(service: &Service, sockets: &Result<Sockets, String>, queues: u
         service.address.socket
     );
     if steers && sockets.has_reuseport == Some(false) {
-        return Finding::warning(format!("{name}: no SO_REUSEPORT (sockets: {count})"), why).remedy(nginx);
+        return Finding::warning(format!("{name}: no SO_REUSEPORT (sockets: {count})"), why).with_remediation(nginx);
     }
     if steers && count < queues {
-        return Finding::warning(format!("{name}: sockets: {count}, receive queues: {queues}"), why).remedy(nginx);
+        return Finding::warning(format!("{name}: sockets: {count}, receive queues: {queues}"), why)
+            .with_remediation(nginx);
     }
     Finding::ok(format!("{name}: sockets: {count}"))
 }
@@ -63,7 +64,7 @@ pub fn polling(facts: &Facts) -> Vec<Finding> {
         .collect();
     let found = format!("threads that never wait (full load, or polling): {}", threads.join(", "));
     let why = "the CPU of a server that polls (DPDK, AF_XDP) is busy all the time, whatever its load";
-    vec![Finding::warning(found, why).remedy(
+    vec![Finding::warning(found, why).with_remediation(
         "if it polls: let it publish its load, and set `load = { source = \"published\", path = \"FILE\" }` in the \
          agent's file",
     )]
@@ -80,7 +81,7 @@ pub fn pinned(facts: &Facts) -> Vec<Finding> {
             return Some(Finding::unknown(format!("{name}: no process waits for its sockets")));
         }
         // On two CPUs a core with its sibling is the whole machine; one CPU leaves no choice.
-        let largest = MAX_PINNED_SET.min(facts.cpus.saturating_sub(1)).max(1);
+        let largest = MAX_PINNED_CPUS.min(facts.cpu_count.saturating_sub(1)).max(1);
         let free = sockets.worker_cpus.iter().filter(|cpus| cpus.len() > largest).count();
         if free == 0 {
             return Some(Finding::ok(format!(
@@ -92,7 +93,7 @@ pub fn pinned(facts: &Facts) -> Vec<Finding> {
         let found = format!("{name}: {free} of {} workers may run anywhere", sockets.worker_cpus.len());
         Some(
             Finding::warning(found, why)
-                .remedy("pin them (nginx: `worker_cpu_affinity auto;`), or `steer = \"order\"`"),
+                .with_remediation("pin them (nginx: `worker_cpu_affinity auto;`), or `steer = \"order\"`"),
         )
     };
     readable_services(facts).filter_map(of).collect()

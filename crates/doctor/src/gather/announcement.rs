@@ -9,10 +9,10 @@ use crate::facts::Announcement;
 const ROUTING_DAEMONS: [&str; 2] = ["bird", "zebra"];
 
 pub fn gather(table: u32) -> Announcement {
-    Announcement { table, rules: rules(table), daemon: routing_daemon() }
+    Announcement { table, rules: read_ip_rules(table), daemon: routing_daemon() }
 }
 
-fn rules(table: u32) -> Result<Vec<String>, String> {
+fn read_ip_rules(table: u32) -> Result<Vec<String>, String> {
     let output = Command::new("ip").args(["-4", "rule", "show", "table", &table.to_string()]).output();
     let output = output.map_err(|error| format!("ip cannot be run ({error}): expected iproute2"))?;
     if !output.status.success() {

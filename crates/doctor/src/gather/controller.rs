@@ -12,7 +12,7 @@ use coreward_model::ServiceAddress;
 use coreward_model::forwarding::Forwarding;
 use coreward_rpc::v1::control_client::ControlClient;
 use coreward_tls::connect::Connector;
-use coreward_tls::verify::Host;
+use coreward_tls::verify::ExpectedHost;
 use coreward_tls::{CredentialFiles, Role as CertifiedRole};
 use coreward_wire::address::parse_address;
 use coreward_wire::v1::{FleetReply, FleetRequest, FleetServer, FleetService};
@@ -22,14 +22,14 @@ use crate::facts::{Role, Server, Service};
 
 const TIMEOUT: Duration = Duration::from_secs(5);
 /// Limit of an answer in bytes: 16,384 servers and 1,000 services are about 1 MB.
-const ANSWER_BYTES: usize = 64 << 20;
+const MAX_ANSWER_BYTES: usize = 64 << 20;
 
 #[derive(Default)]
-pub(super) struct Fleet {
-    pub answer: Option<Result<SocketAddr, String>>,
+pub(super) struct FleetFacts {
+    pub reachable_controller: Option<Result<SocketAddr, String>>,
     pub services: Vec<Service>,
     pub servers: BTreeMap<String, Server>,
-    pub reports_ahead: u64,
+    pub future_report_count: u64,
 }
 
 /// Returns the first answer of several controllers. `name`: name of this machine at the controller; `None`: all
@@ -39,7 +39,7 @@ pub(super) fn query_controllers(
     controllers: &[SocketAddr],
     tls: Option<&CredentialFiles>,
     name: Option<&str>,
-) -> Fleet {
+) -> FleetFacts {
     let mut problems = Vec::new();
     for controller in controllers.iter().filter(|_| role != Role::Controller) {
         match fetch(*controller, tls) {
@@ -47,7 +47,10 @@ pub(super) fn query_controllers(
             Ok(reply) => return fleet_from_reply(&reply, *controller, name.filter(|_| role == Role::Server)),
         }
     }
-    Fleet { answer: (!problems.is_empty()).then(|| Err(problems.join("; "))), ..Fleet::default() }
+    FleetFacts {
+        reachable_controller: (!problems.is_empty()).then(|| Err(problems.join("; "))),
+        ..FleetFacts::default()
+    }
 }
 
 /// Requests the answer by gRPC, like the daemon.
@@ -61,7 +64,7 @@ fn fetch(controller: SocketAddr, tls: Option<&CredentialFiles>) -> anyhow::Resul
         let endpoint = Endpoint::from_shared(format!("http://{controller}"))?.connect_timeout(TIMEOUT).timeout(TIMEOUT);
         let channel = endpoint.connect_with_connector(Connector::new(controller, tls)).await;
         let channel = channel.map_err(|error| unreachable(&anyhow!(error).root_cause()))?;
-        let mut client = ControlClient::new(channel).max_decoding_message_size(ANSWER_BYTES);
+        let mut client = ControlClient::new(channel).max_decoding_message_size(MAX_ANSWER_BYTES);
         let reply = client.fleet(FleetRequest {}).await;
         reply.map(tonic::Response::into_inner).map_err(|status| unreachable(&status.message()))
     })
@@ -79,14 +82,14 @@ pub(super) fn is_running(config: &ControllerConfig) -> bool {
         let file = token_file(&config.token_directory, coreward_api::Role::Viewer);
         let url = format!("{scheme}://{}", config.api).parse()?;
         // On this host any name in the certificate is valid.
-        let client = Client::with_controllers(vec![url], &Credential::Token { file, ca }, Host::Any)?;
+        let client = Client::with_controllers(vec![url], &Credential::Token { file, ca }, ExpectedHost::Any)?;
         tokio::runtime::Builder::new_current_thread().enable_all().build()?.block_on(client.health())?;
         Ok(())
     };
     asked().is_ok()
 }
 
-fn fleet_from_reply(reply: &FleetReply, controller: SocketAddr, server: Option<&str>) -> Fleet {
+fn fleet_from_reply(reply: &FleetReply, controller: SocketAddr, server: Option<&str>) -> FleetFacts {
     let ours = reply
         .services
         .iter()
@@ -111,11 +114,11 @@ fn fleet_from_reply(reply: &FleetReply, controller: SocketAddr, server: Option<&
         let is_on_segment = bridged.contains(&server.name) && server.vlan == 0;
         Some((server.name.clone(), Server { address, is_on_segment }))
     };
-    Fleet {
-        answer: Some(Ok(controller)),
+    FleetFacts {
+        reachable_controller: Some(Ok(controller)),
         services: ours.filter_map(service).collect(),
         servers: reply.servers.iter().filter_map(server).collect(),
-        reports_ahead: reply.reports_ahead,
+        future_report_count: reply.reports_ahead,
     }
 }
 

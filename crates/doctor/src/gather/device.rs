@@ -34,7 +34,7 @@ pub(super) fn gather(name: &str, settings: &Settings, rss: Option<Box<dyn RssDev
         xdp: device::query_xdp_state(index).unwrap_or_default(),
         veth_peer_has_xdp: coreward_dataplane::veth::peer_has_xdp(index),
         xdp_send_errors: coreward_dataplane::ethtool::xdp_send_errors(name),
-        own_program_id: settings.pin_directory.as_deref().and_then(|pins| lb::pinned_program(pins).ok().flatten()),
+        own_program_id: settings.pin_directory.as_deref().and_then(|pins| lb::pinned_program_id(pins).ok().flatten()),
         rss_conflicts,
         interrupts: queues::interrupts(name),
         rss: rss.read().map(|rss| (rss.indirection_table.entry_count(), rss.key.input_transform())).map_err(|error| {

@@ -30,8 +30,12 @@ const PIN_DIRECTORY: &str = "/sys/fs/bpf/coreward";
 pub fn gather(options: &CliOptions) -> anyhow::Result<Facts> {
     let options = options.read()?;
     let (role, settings) = (options.role, options.settings);
-    let fleet =
-        controller::query_controllers(role, &settings.controllers, options.tls.as_ref(), options.name.as_deref());
+    let fleet = controller::query_controllers(
+        role,
+        &settings.controllers,
+        options.tls.as_ref(),
+        options.machine_name.as_deref(),
+    );
     let mut services = options.services;
     services.extend(fleet.services);
     if role == Role::Server {
@@ -48,17 +52,17 @@ pub fn gather(options: &CliOptions) -> anyhow::Result<Facts> {
         device: settings.interface.as_deref().and_then(|name| device::gather(name, &settings, options.rss)),
         addresses: addresses(),
         default_routes: default_routes(&fs::read_to_string("/proc/thread-self/net/route").unwrap_or_default()),
-        cpus: std::thread::available_parallelism().map_or(1, usize::from),
+        cpu_count: std::thread::available_parallelism().map_or(1, usize::from),
         clock: clock(),
         netfilter: netfilter::gather(),
-        controller: fleet.answer,
+        reachable_controller: fleet.reachable_controller,
         services,
         servers: fleet.servers,
-        future_report_count: fleet.reports_ahead,
+        future_report_count: fleet.future_report_count,
         announcement: settings.announce_table.map(announcement::gather),
         controller_facts: options.controller_facts,
-        polling_threads: if role == Role::Server { polling::threads() } else { Vec::new() },
-        certificates: certificates::gather(role, options.tls.as_ref(), options.name.as_deref())?,
+        polling_threads: if role == Role::Server { polling::find_polling_threads() } else { Vec::new() },
+        certificates: certificates::gather(role, options.tls.as_ref(), options.machine_name.as_deref())?,
         settings,
         missing_rights,
     })

@@ -10,14 +10,14 @@ use coreward_model::tuple::Protocol;
 use serde_json::Value;
 
 use crate::facts::Netfilter;
-use crate::nat_rules::{Chain, Condition, NatRule};
+use crate::nat_rules::{Chain, MatchCondition, NatRule};
 
 pub(super) fn gather() -> Netfilter {
     let legacy = fs::read_to_string("/proc/thread-self/net/ip_tables_names").unwrap_or_default();
-    Netfilter { chains: ruleset(), legacy_tables: legacy.lines().map(str::to_owned).collect() }
+    Netfilter { chains: read_ruleset(), legacy_tables: legacy.lines().map(str::to_owned).collect() }
 }
 
-fn ruleset() -> Result<Vec<Chain>, String> {
+fn read_ruleset() -> Result<Vec<Chain>, String> {
     // The PATH of a login shell may lack /usr/sbin.
     let found = ["/usr/sbin/nft", "/sbin/nft", "nft"]
         .into_iter()
@@ -29,10 +29,10 @@ fn ruleset() -> Result<Vec<Chain>, String> {
         return Err(format!("nft: {}", String::from_utf8_lossy(&output.stderr).trim()));
     }
     let answer: Value = serde_json::from_slice(&output.stdout).map_err(|error| format!("nft --json: {error}"))?;
-    Ok(chains(&answer))
+    Ok(parse_chains(&answer))
 }
 
-fn chains(ruleset: &Value) -> Vec<Chain> {
+fn parse_chains(ruleset: &Value) -> Vec<Chain> {
     let objects = ruleset["nftables"].as_array().map_or(&[][..], Vec::as_slice);
     let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
     let name = |object: &Value, chain: &str| {
@@ -57,7 +57,7 @@ fn chains(ruleset: &Value) -> Vec<Chain> {
             expressions.iter().any(|expression| has_key(expression, &["accept", "jump", "goto", "vmap"]));
         chain.exempts_packets |= expressions.iter().any(|expression| has_key(expression, &["notrack"]));
         let table = format!("{} {}", text(&rule["family"]), text(&rule["table"]));
-        let nat = nat_rule(expressions, &table);
+        let nat = parse_nat_rule(expressions, &table);
         if nat.translates || !nat.jumps.is_empty() {
             chain.rules.push(nat);
         }
@@ -72,7 +72,7 @@ fn chains(ruleset: &Value) -> Vec<Chain> {
 }
 
 /// Returns a rule that changes destinations or jumps. `table`: family and name of the chain's table.
-fn nat_rule(expressions: &[Value], table: &str) -> NatRule {
+fn parse_nat_rule(expressions: &[Value], table: &str) -> NatRule {
     let mut rule = NatRule::default();
     for expression in expressions {
         // Targets of iptables-nft.
@@ -101,7 +101,7 @@ fn add_jumps(value: &Value, table: &str, jumps: &mut Vec<String>) {
 }
 
 /// Adds the conditions of a `match` expression; none if a value is not understood.
-fn add_conditions(expression: &Value, conditions: &mut Vec<Condition>) {
+fn add_conditions(expression: &Value, conditions: &mut Vec<MatchCondition>) {
     if expression["op"] != "==" {
         return;
     }
@@ -110,11 +110,13 @@ fn add_conditions(expression: &Value, conditions: &mut Vec<Condition>) {
     let (header, field) = (left["payload"]["protocol"].as_str(), left["payload"]["field"].as_str());
     match (header, field) {
         (Some("ip" | "ip6"), Some("daddr")) => {
-            conditions.extend(values.iter().map(addresses).collect::<Option<_>>().map(Condition::Address));
+            conditions
+                .extend(values.iter().map(parse_address_range).collect::<Option<_>>().map(MatchCondition::Address));
         }
         (Some(header), Some("dport")) => {
-            conditions.extend(values.iter().map(ports).collect::<Option<_>>().map(Condition::Port));
-            conditions.extend(protocol(&Value::from(header)).map(|protocol| Condition::Protocol(vec![protocol])));
+            conditions.extend(values.iter().map(parse_port_range).collect::<Option<_>>().map(MatchCondition::Port));
+            conditions
+                .extend(parse_protocol(&Value::from(header)).map(|protocol| MatchCondition::Protocol(vec![protocol])));
         }
         (Some("ip"), Some("protocol")) | (Some("ip6"), Some("nexthdr")) => add_protocols(values, conditions),
         _ if left["meta"]["key"] == "l4proto" => add_protocols(values, conditions),
@@ -123,19 +125,19 @@ fn add_conditions(expression: &Value, conditions: &mut Vec<Condition>) {
 }
 
 /// Adds conditions on the protocol. Protocols without services match no service.
-fn add_protocols(values: &[Value], conditions: &mut Vec<Condition>) {
+fn add_protocols(values: &[Value], conditions: &mut Vec<MatchCondition>) {
     if values.iter().all(|value| value.is_string() || value.is_u64()) {
-        conditions.push(Condition::Protocol(values.iter().filter_map(protocol).collect()));
+        conditions.push(MatchCondition::Protocol(values.iter().filter_map(parse_protocol).collect()));
     }
 }
 
-fn protocol(value: &Value) -> Option<Protocol> {
+fn parse_protocol(value: &Value) -> Option<Protocol> {
     [Protocol::Tcp, Protocol::Udp]
         .into_iter()
         .find(|protocol| value.as_str() == Some(protocol.name()) || value.as_u64() == Some(protocol.number().into()))
 }
 
-fn ports(value: &Value) -> Option<RangeInclusive<u16>> {
+fn parse_port_range(value: &Value) -> Option<RangeInclusive<u16>> {
     let port = |value: &Value| value.as_u64()?.try_into().ok();
     match value["range"].as_array().map(Vec::as_slice) {
         Some([first, last]) => Some(port(first)?..=port(last)?),
@@ -143,7 +145,7 @@ fn ports(value: &Value) -> Option<RangeInclusive<u16>> {
     }
 }
 
-fn addresses(value: &Value) -> Option<RangeInclusive<IpAddr>> {
+fn parse_address_range(value: &Value) -> Option<RangeInclusive<IpAddr>> {
     let address = |value: &Value| value.as_str()?.parse::<IpAddr>().ok();
     if let Some([first, last]) = value["range"].as_array().map(Vec::as_slice) {
         return Some(address(first)?..=address(last)?);
@@ -200,7 +202,7 @@ mod tests {
 
     #[test]
     fn netfilter_chains_are_described_by_their_rules() {
-        let found = chains(&serde_json::from_str(RULESET).unwrap());
+        let found = parse_chains(&serde_json::from_str(RULESET).unwrap());
         let of = |name: &str| found.iter().find(|chain| chain.name == format!("ip filter {name}")).unwrap().clone();
         let chain = |name: &str, hook: &str| Chain {
             name: format!("ip filter {name}"),
@@ -223,29 +225,30 @@ mod tests {
             of("out"),
             Chain { tracks_connections: true, rules: vec![translates], ..chain("out", "postrouting") }
         );
-        assert!(chains(&Value::Null).is_empty());
+        assert!(parse_chains(&Value::Null).is_empty());
     }
 
     /// Rules of Docker 20.10 (iptables-nft), of Kubernetes and by hand, as nft 1.0.6 prints them.
     #[test]
     fn rules_have_the_conditions_of_their_expressions() {
-        let rule = |text: &str| nat_rule(serde_json::from_str::<Value>(text).unwrap().as_array().unwrap(), "ip nat");
+        let rule =
+            |text: &str| parse_nat_rule(serde_json::from_str::<Value>(text).unwrap().as_array().unwrap(), "ip nat");
         let docker = r#"[{"match": {"op": "!=", "left": {"meta": {"key": "iifname"}}, "right": "docker0"}},
             {"match": {"op": "==", "left": {"meta": {"key": "l4proto"}}, "right": "tcp"}},
             {"match": {"op": "==", "left": {"payload": {"protocol": "tcp", "field": "dport"}}, "right": 8080}},
             {"counter": {"packets": 0, "bytes": 0}}, {"xt": {"type": "target", "name": "DNAT"}}]"#;
-        let tcp = || Condition::Protocol(vec![Protocol::Tcp]);
-        let conditions = vec![tcp(), Condition::Port(vec![8080..=8080]), tcp()];
+        let tcp = || MatchCondition::Protocol(vec![Protocol::Tcp]);
+        let conditions = vec![tcp(), MatchCondition::Port(vec![8080..=8080]), tcp()];
         assert_eq!(rule(docker), NatRule { conditions, translates: true, jumps: vec![] });
         let prefix = r#"[{"match": {"op": "==", "left": {"payload": {"protocol": "ip", "field": "daddr"}},
             "right": {"prefix": {"addr": "10.96.0.0", "len": 12}}}}, {"jump": {"target": "KUBE-SERVICES"}}]"#;
         let range = "10.96.0.0".parse().unwrap()..="10.111.255.255".parse().unwrap();
-        let conditions = vec![Condition::Address(vec![range])];
+        let conditions = vec![MatchCondition::Address(vec![range])];
         let jumps = vec!["ip nat KUBE-SERVICES".to_owned()];
         assert_eq!(rule(prefix), NatRule { conditions, translates: false, jumps });
         let set = r#"[{"match": {"op": "==", "left": {"payload": {"protocol": "th", "field": "dport"}},
             "right": {"set": [80, {"range": [8000, 8010]}]}}}, {"redirect": {"port": 3128}}]"#;
-        assert_eq!(rule(set).conditions, [Condition::Port(vec![80..=80, 8000..=8010])]);
+        assert_eq!(rule(set).conditions, [MatchCondition::Port(vec![80..=80, 8000..=8010])]);
         // A named set is not understood: the rule may match anything.
         let named = r#"[{"match": {"op": "==", "left": {"payload": {"protocol": "ip", "field": "daddr"}},
             "right": "@vips"}}, {"dnat": {"addr": "10.0.0.1"}}]"#;

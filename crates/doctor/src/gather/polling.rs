@@ -8,32 +8,32 @@ use std::time::Duration;
 use crate::facts::PollingThread;
 
 /// Duration of a sample. A serving thread waits at least once in this time, unless it is at full load.
-const SAMPLE: Duration = Duration::from_millis(500);
+const SAMPLE_DURATION: Duration = Duration::from_millis(500);
 
 /// Runnable thread, with the number of its waits.
 #[derive(Debug, Clone, PartialEq, Eq)]
-struct Runnable {
+struct RunnableThread {
     name: String,
     cpu: usize,
-    waits: u64,
+    wait_count: u64,
 }
 
 /// Returns the polling threads of this network namespace. Takes half a second if there is a candidate.
-pub fn threads() -> Vec<PollingThread> {
-    let before = runnable();
+pub fn find_polling_threads() -> Vec<PollingThread> {
+    let before = read_runnable_threads();
     if before.is_empty() {
         return vec![];
     }
-    std::thread::sleep(SAMPLE);
-    let after = runnable();
-    let polls = |(thread, now): (u32, Runnable)| {
+    std::thread::sleep(SAMPLE_DURATION);
+    let after = read_runnable_threads();
+    let polls = |(thread, now): (u32, RunnableThread)| {
         (before.get(&thread) == Some(&now)).then_some(PollingThread { thread_id: thread, name: now.name, cpu: now.cpu })
     };
     after.into_iter().filter_map(polls).collect()
 }
 
 /// Returns pinned runnable threads by id, without processes that have ended meanwhile.
-fn runnable() -> BTreeMap<u32, Runnable> {
+fn read_runnable_threads() -> BTreeMap<u32, RunnableThread> {
     let own = fs::read_link("/proc/self/ns/net").ok();
     let is_here = |process: &Path| fs::read_link(process.join("ns/net")).ok() == own;
     let numbers = |directory: &Path| {
@@ -50,12 +50,12 @@ fn runnable() -> BTreeMap<u32, Runnable> {
 }
 
 /// Parses /proc/PID/status (proc(5)); `None`: the thread waits, or may run on several CPUs.
-fn parse(status: &str) -> Option<Runnable> {
+fn parse(status: &str) -> Option<RunnableThread> {
     let value = |key: &str| status.lines().find_map(|line| Some(line.strip_prefix(key)?.strip_prefix(':')?.trim()));
     let is_running = value("State")?.starts_with('R');
     let cpu = value("Cpus_allowed_list")?.parse().ok()?;
     let waits = value("voluntary_ctxt_switches")?.parse().ok()?;
-    is_running.then(|| Runnable { name: value("Name").unwrap_or_default().to_owned(), cpu, waits })
+    is_running.then(|| RunnableThread { name: value("Name").unwrap_or_default().to_owned(), cpu, wait_count: waits })
 }
 
 #[cfg(test)]
@@ -67,7 +67,7 @@ mod tests {
         let status = |state: &str, cpus: &str| {
             format!("Name:\tdpdk\nState:\t{state}\nCpus_allowed_list:\t{cpus}\nvoluntary_ctxt_switches:\t7\n")
         };
-        let expected = Runnable { name: "dpdk".to_owned(), cpu: 3, waits: 7 };
+        let expected = RunnableThread { name: "dpdk".to_owned(), cpu: 3, wait_count: 7 };
         assert_eq!(parse(&status("R (running)", "3")), Some(expected));
         assert_eq!(parse(&status("S (sleeping)", "3")), None);
         assert_eq!(parse(&status("R (running)", "0-3")), None);

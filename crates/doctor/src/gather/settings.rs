@@ -42,7 +42,7 @@ pub(super) struct GatheredSettings {
     pub role: Role,
     pub settings: Settings,
     /// Name of this machine at the controller.
-    pub name: Option<String>,
+    pub machine_name: Option<String>,
     /// The daemon's certificate.
     pub tls: Option<CredentialFiles>,
     pub rss: Option<Box<dyn RssDevice>>,
@@ -61,7 +61,7 @@ impl CliOptions {
         };
         let mut read = match &self.config {
             Some(file) => read_file(role, file)?,
-            None => without_file(role),
+            None => default_settings(role),
         };
         if let Some(interface) = &self.interface {
             read.settings.interface = Some(interface.clone());
@@ -104,7 +104,7 @@ fn role_of(file: &Path) -> anyhow::Result<Role> {
     Ok(role)
 }
 
-fn without_file(role: Role) -> GatheredSettings {
+fn default_settings(role: Role) -> GatheredSettings {
     let settings = Settings {
         interface: None,
         pin_directory: None,
@@ -115,11 +115,19 @@ fn without_file(role: Role) -> GatheredSettings {
         xdp_mode: XdpMode::default(),
         announce_table: None,
     };
-    GatheredSettings { role, settings, name: None, tls: None, rss: None, services: Vec::new(), controller_facts: None }
+    GatheredSettings {
+        role,
+        settings,
+        machine_name: None,
+        tls: None,
+        rss: None,
+        services: Vec::new(),
+        controller_facts: None,
+    }
 }
 
 fn read_file(role: Role, file: &Path) -> anyhow::Result<GatheredSettings> {
-    let read = without_file(role);
+    let read = default_settings(role);
     Ok(match role {
         Role::Lb => {
             let config = LbConfig::load(file)?;
@@ -131,7 +139,7 @@ fn read_file(role: Role, file: &Path) -> anyhow::Result<GatheredSettings> {
                 announce_table: config.announce.map(|announce| announce.table),
                 ..read.settings
             };
-            GatheredSettings { settings, name: Some(config.name), tls: config.tls, ..read }
+            GatheredSettings { settings, machine_name: Some(config.name), tls: config.tls, ..read }
         }
         Role::Server => {
             let config = agent::Config::load(file)?;
@@ -150,11 +158,11 @@ fn read_file(role: Role, file: &Path) -> anyhow::Result<GatheredSettings> {
                 steer: config.steer,
                 ..read.settings
             };
-            GatheredSettings { settings, name: Some(config.server), tls: config.tls, rss: Some(rss), ..read }
+            GatheredSettings { settings, machine_name: Some(config.server), tls: config.tls, rss: Some(rss), ..read }
         }
         Role::Controller => {
             let config = ControllerConfig::load(file)?;
-            let place = controller_facts(&config, store(&config.store));
+            let place = controller_facts(&config, gather_store_facts(&config.store));
             GatheredSettings { controller_facts: Some(place), tls: config.tls, ..read }
         }
     })
@@ -170,9 +178,9 @@ fn controller_facts(config: &ControllerConfig, store: StoreFacts) -> ControllerF
     }
 }
 
-fn store(place: &StoreLocation) -> StoreFacts {
+fn gather_store_facts(place: &StoreLocation) -> StoreFacts {
     match place {
-        StoreLocation::Embedded(file) => store_file(file),
+        StoreLocation::Embedded(file) => store_file_facts(file),
         StoreLocation::Etcd(etcd) => {
             let leader = coreward_control_server::server::leader_election::describe_leader(etcd)
                 .map_err(|error| format!("{error:#}"));
@@ -181,7 +189,7 @@ fn store(place: &StoreLocation) -> StoreFacts {
     }
 }
 
-fn store_file(store: &Path) -> StoreFacts {
+fn store_file_facts(store: &Path) -> StoreFacts {
     let directory = directory_of(store);
     let writable =
         |path: &Path| nix::unistd::access(path, nix::unistd::AccessFlags::W_OK).map_err(|error| error.to_string());
@@ -208,14 +216,14 @@ fn space_problem(store: &Path, directory: &Path) -> Option<String> {
             Some(format!("the disk is full: {available} bytes are available, expected {needed}"))
         }
         // A quota is visible only at a write.
-        Ok(_) => write_probe(directory).err().map(|error| format!("{}: {error}", directory.display())),
+        Ok(_) => probe_write(directory).err().map(|error| format!("{}: {error}", directory.display())),
         Err(error) => Some(format!("{}: {error}", directory.display())),
     }
 }
 
 /// Writes a file without a name, which the kernel deletes when it is closed. File systems without such files are
 /// skipped.
-fn write_probe(directory: &Path) -> io::Result<()> {
+fn probe_write(directory: &Path) -> io::Result<()> {
     let open = File::options().write(true).custom_flags(libc::O_TMPFILE).mode(0o600).open(directory);
     let written = open.and_then(|mut file| file.write_all(&[0; 1 << 16]).and_then(|()| file.sync_all()));
     match written {
@@ -257,7 +265,7 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         let free = || bind_problem("127.0.0.1:0".parse().unwrap());
         assert_eq!(free(), None);
-        let place = |store: &Path| match store_file(store) {
+        let place = |store: &Path| match store_file_facts(store) {
             StoreFacts::File { problem, mode, .. } => (problem, mode),
             StoreFacts::Etcd { .. } => unreachable!("a file is no etcd"),
         };

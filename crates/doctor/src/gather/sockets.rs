@@ -16,8 +16,8 @@ pub(super) fn gather_sockets(service: &ServiceAddress) -> Result<Sockets, String
 
 fn gather(service: &ServiceAddress) -> anyhow::Result<Sockets> {
     let inodes = match service.protocol {
-        Protocol::Tcp => listeners::listening(service.socket)?,
-        Protocol::Udp => listeners::receiving(service.socket)?,
+        Protocol::Tcp => listeners::tcp_listener_inodes(service.socket)?,
+        Protocol::Udp => listeners::udp_socket_inodes(service.socket)?,
     };
     // Like the agent: processes that wait by epoll, or else those that have the socket open.
     let mut found: BTreeMap<u64, Listener> =

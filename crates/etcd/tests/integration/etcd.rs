@@ -52,7 +52,7 @@ const LEASE: Duration = Duration::from_secs(30);
 const TIMEOUT: Duration = Duration::from_secs(20);
 
 fn candidate(name: &str, lease: Duration) -> Candidate {
-    Candidate { prefix: "/test".to_owned(), value: name.to_owned(), lease }
+    Candidate { prefix: "/test".to_owned(), value: name.to_owned(), lease_duration: lease }
 }
 
 fn lead(cluster: &Arc<Cluster>, name: &str) -> Arc<Leadership> {
@@ -285,7 +285,7 @@ fn etcd_requires_tls_and_valid_certificates() {
         let printed = read_leader(&cluster).unwrap_err();
         println!("{what}: {printed}");
         assert!(printed.contains(&endpoint) && printed.contains(expected), "{what}: {printed}");
-        cluster.block_on(cluster.clone().renew(options(&own, Some(&own)))).unwrap();
+        cluster.block_on(cluster.clone().replace_certificates(options(&own, Some(&own)))).unwrap();
         assert_eq!(read_leader(&cluster), Ok(LeaderState::Leader("a".to_owned())), "the next certificates do");
     }
     let plain = Cluster::new(&[etcd.member.endpoint()], None).unwrap();

@@ -23,7 +23,7 @@ pub fn check(file: FleetFile, reader: &mut Reader<'_>) -> FleetConfig {
     let key_rotation = file.key_rotation.map(|interval| check_key_rotation(&interval, max_connection_lifetime, reader));
     let racks = racks::check(file.racks.as_deref(), None, reader);
     let load_balancers = racks::unique_names("load balancer", file.load_balancers.as_deref(), reader);
-    let servers = servers(&file.servers, racks.as_ref(), reader);
+    let servers = check_server_entries(&file.servers, racks.as_ref(), reader);
     let names = file.servers.iter().filter_map(|server| Some(server.get_ref().name.value.as_ref()?.0.as_str()));
     let services = ServiceChecker { names: names.collect(), servers: &servers, buckets: file.buckets };
     let services = services.check(&file.services, reader);
@@ -74,7 +74,7 @@ fn check_key_rotation<const MIN: u64, const MAX: u64>(
     rotation_interval
 }
 
-fn servers(
+fn check_server_entries(
     listed: &[Spanned<Server>],
     known_racks: Option<&BTreeSet<String>>,
     reader: &mut Reader<'_>,
@@ -172,7 +172,7 @@ impl ServiceChecker<'_> {
                 span: entry.span(),
             });
         }
-        transfer::check_servers(&services, self.servers, listed, reader);
+        transfer::check_uniform_stamping(&services, self.servers, listed, reader);
         services
     }
 

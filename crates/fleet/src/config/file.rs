@@ -1,6 +1,8 @@
 //! Keys of the fleet's document, and the valid values of each key.
 
-use coreward_config::{BoundedDuration, Field, HOUR, MILLISECOND, Name, SECOND, Spanned, config_struct, string_enum};
+use coreward_config::{
+    BoundedDuration, HOUR_NS, LocatedValue, MILLISECOND_NS, Name, SECOND_NS, Spanned, config_struct, string_enum,
+};
 use coreward_model::ServerId;
 use coreward_model::load::Alpha;
 use coreward_model::placement::{BucketCount, DEFAULT_TABLE_LIFETIME};
@@ -17,22 +19,22 @@ config_struct! {
     /// The fleet's document.
     pub struct FleetFile {
         /// Time between two reports of an agent.
-        pub report_interval: Option<BoundedDuration<{ 10 * MILLISECOND }, SECOND>>,
+        pub report_interval: Option<BoundedDuration<{ 10 * MILLISECOND_NS }, SECOND_NS>>,
         /// Trigger of placement tables: "on-change", as soon as a report changes an input of a table, or "interval",
         /// once per report_interval.
         pub table_updates: TableTiming = TableTiming::OnChange,
         /// Time for which load balancers use a table that depends on loads while no controller leads; afterwards they
         /// place new connections by their own counts.
-        pub table_lifetime: BoundedDuration<SECOND, HOUR> = BoundedDuration(DEFAULT_TABLE_LIFETIME),
+        pub table_lifetime: BoundedDuration<SECOND_NS, HOUR_NS> = BoundedDuration(DEFAULT_TABLE_LIFETIME),
         /// Weight of the newest report in a core's load.
         pub load_ewma_alpha: Alpha = Alpha::PUBLISHED,
         /// Default of the services' `buckets`.
         pub buckets: BucketCount = BucketCount::PUBLISHED,
         /// Longest life of a cookie.
-        pub max_connection_lifetime: BoundedDuration<SECOND, { 8760 * HOUR }> =
+        pub max_connection_lifetime: BoundedDuration<SECOND_NS, { 8760 * HOUR_NS }> =
             BoundedDuration(DEFAULT_MAX_CONNECTION_LIFETIME),
         /// Interval of key rotations, at least max_connection_lifetime.
-        pub key_rotation: Option<Spanned<BoundedDuration<HOUR, { 8760 * HOUR }>>>,
+        pub key_rotation: Option<Spanned<BoundedDuration<HOUR_NS, { 8760 * HOUR_NS }>>>,
         /// Names of the racks that may connect; by default any rack may.
         pub racks: Option<Vec<Spanned<Name>>>,
         /// Names of the load balancers that may connect; by default any load balancer may.
@@ -54,9 +56,9 @@ config_struct! {
     /// One `[[server]]`.
     pub struct Server {
         /// Unique name, as in the agent's file.
-        pub name: Field<Name>,
+        pub name: LocatedValue<Name>,
         /// Unique address, in the load balancers' network or behind routers.
-        pub address: Field<ServerAddress>,
+        pub address: LocatedValue<ServerAddress>,
         /// VLAN of frames from load balancers to the server; by default frames are untagged.
         pub vlan: Option<Vlan>,
         /// Id in cookies; drawn at random by default.

@@ -4,11 +4,13 @@ use std::net::Ipv6Addr;
 
 use coreward_config::toml::de::DeValue;
 use coreward_config::{
-    BoundedDuration, FromToml, HOUR, MILLISECOND, MINUTE, Number, Reader, Span, Spanned, config_struct, parse_text,
-    serde_json, string_enum,
+    BoundedDuration, FromToml, HOUR_NS, MILLISECOND_NS, MINUTE_NS, Number, Reader, Span, Spanned, config_struct,
+    parse_text, serde_json, string_enum,
 };
 use coreward_model::consistency::{ServiceMode, Timestamps};
-use coreward_model::health::{Check, HttpProbe, Jitter, Probe, ProbeAddress, StatusRange, Thresholds, Verification};
+use coreward_model::health::{
+    CertificateVerification, HealthCheck, HttpProbe, Jitter, Probe, ProbeAddress, StatusRange, Thresholds,
+};
 use coreward_model::tuple::Protocol;
 use rustls_pki_types::CertificateDer;
 use rustls_pki_types::pem::PemObject as _;
@@ -24,9 +26,9 @@ config_struct! {
         /// Port of the check; by default the service's port.
         pub port: Option<Spanned<Number<1, 65535>>>,
         /// Longest time between two checks.
-        pub interval: BoundedDuration<{ 100 * MILLISECOND }, HOUR> = BoundedDuration(DEFAULT_INTERVAL),
+        pub interval: BoundedDuration<{ 100 * MILLISECOND_NS }, HOUR_NS> = BoundedDuration(DEFAULT_INTERVAL),
         /// Longest time until an answer.
-        pub timeout: BoundedDuration<{ 10 * MILLISECOND }, MINUTE> = BoundedDuration(DEFAULT_TIMEOUT),
+        pub timeout: BoundedDuration<{ 10 * MILLISECOND_NS }, MINUTE_NS> = BoundedDuration(DEFAULT_TIMEOUT),
         /// Successes in a row that make a server up that was down.
         pub rise: Number<1, 100> = Number(2),
         /// Failures in a row that make a server down.
@@ -177,7 +179,7 @@ pub fn check(
     mode: ServiceMode,
     mixes_families: bool,
     reader: &mut Reader<'_>,
-) -> Option<Check> {
+) -> Option<HealthCheck> {
     let health = table.get_ref();
     reject_unused_keys(health, reader);
     let probe_address = probe_address(health, vip_check_error(mode, mixes_families), reader);
@@ -191,7 +193,10 @@ pub fn check(
     let http = || HttpProbe {
         path: health.path.as_ref().map_or_else(|| "/".to_owned(), |path| path.get_ref().0.clone()),
         host: health.host.as_ref().map(|host| host.get_ref().0.clone()),
-        expect: health.expect.as_ref().map_or_else(StatusRange::success_or_redirect, |expect| expect.get_ref().clone()),
+        expected_status: health
+            .expect
+            .as_ref()
+            .map_or_else(StatusRange::success_or_redirect, |expect| expect.get_ref().clone()),
     };
     let probe = match health.check {
         CheckKind::None => return None,
@@ -201,7 +206,7 @@ pub fn check(
         CheckKind::Https => Probe::Https(http(), verification(health, reader)),
     };
     let results = |Number(count): Number<1, 100>| u32::try_from(count).unwrap_or(u32::MAX);
-    Some(Check {
+    Some(HealthCheck {
         probe,
         probe_address,
         port: health.port.as_ref().and_then(|port| u16::try_from(port.get_ref().0).ok()),
@@ -260,15 +265,15 @@ fn reject_unused_keys(health: &Health, reader: &mut Reader<'_>) {
     }
 }
 
-fn verification(health: &Health, reader: &mut Reader<'_>) -> Verification {
+fn verification(health: &Health, reader: &mut Reader<'_>) -> CertificateVerification {
     match (&health.verify, &health.ca) {
-        (Some(verify), None) if !verify.get_ref() => Verification::Off,
+        (Some(verify), None) if !verify.get_ref() => CertificateVerification::Off,
         (Some(verify), Some(_)) if !verify.get_ref() => {
             reader.report(verify.span(), "`verify = false` with `ca`: expected one of the two");
-            Verification::Off
+            CertificateVerification::Off
         }
-        (_, Some(ca)) => Verification::Authorities(ca.get_ref().0.clone()),
-        (_, None) => Verification::System,
+        (_, Some(ca)) => CertificateVerification::Authorities(ca.get_ref().0.clone()),
+        (_, None) => CertificateVerification::System,
     }
 }
 

@@ -25,7 +25,7 @@ use std::time::Duration;
 use coreward_config::{Diagnostic, Diagnostics, Source, Span};
 use coreward_model::ServerId;
 use coreward_model::consistency::ServiceMode;
-use coreward_model::health::{Check, WhenAllDown};
+use coreward_model::health::{HealthCheck, WhenAllDown};
 use coreward_model::load::Alpha;
 use coreward_model::placement::BucketCount;
 use coreward_model::policy::{Capacity, Weight};
@@ -123,7 +123,7 @@ pub struct ServiceConfig {
     pub slow_start: Duration,
     pub buckets: BucketCount,
     /// Health check of the service's servers, if any.
-    pub check: Option<Check>,
+    pub check: Option<HealthCheck>,
     /// Treatment of new connections when all servers are down.
     pub when_all_down: WhenAllDown,
     /// Positions in [`FleetConfig::servers`].

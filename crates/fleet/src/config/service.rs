@@ -1,6 +1,6 @@
 //! A service's keys, and the valid combinations of `protocol`, `consistency`, `timestamps`, `udp` and `policy`.
 
-use coreward_config::{BoundedDuration, Field, HOUR, Name, Reader, Spanned, config_struct, string_enum};
+use coreward_config::{BoundedDuration, HOUR_NS, LocatedValue, Name, Reader, Spanned, config_struct, string_enum};
 use coreward_model::consistency::{Consistency, ServiceMode, Timestamps};
 use coreward_model::forwarding::Forwarding;
 use coreward_model::health::WhenAllDown;
@@ -15,11 +15,11 @@ config_struct! {
     /// One `[[service]]`.
     pub struct Service {
         /// Unique name.
-        pub name: Field<Name>,
+        pub name: LocatedValue<Name>,
         /// Address (IPv4 or IPv6) and port of clients' connections; unique, and no server's own address.
-        pub vip: Field<Vip>,
+        pub vip: LocatedValue<Vip>,
         /// Protocol of the service.
-        pub protocol: Field<Protocol> = Field { value: Some(Protocol::Tcp), span: 0..0 },
+        pub protocol: LocatedValue<Protocol> = LocatedValue { value: Some(Protocol::Tcp), span: 0..0 },
         /// TCP: method by which packets find the server of their connection.
         pub consistency: Option<Spanned<Consistency>>,
         /// Party that stamps the cookie into TCP timestamps.
@@ -33,9 +33,9 @@ config_struct! {
         /// Address of the load balancer that gets new connections; established connections continue here.
         pub migrate_to: Option<Spanned<BalancerAddress>>,
         /// Placement policy for new connections.
-        pub policy: Field<PolicyName> = Field { value: Some(PolicyName(policy::DEFAULT)), span: 0..0 },
+        pub policy: LocatedValue<PolicyName> = LocatedValue { value: Some(PolicyName(policy::DEFAULT)), span: 0..0 },
         /// Time in which the share of a joining server grows linearly.
-        pub slow_start: Option<BoundedDuration<0, HOUR>>,
+        pub slow_start: Option<BoundedDuration<0, HOUR_NS>>,
         /// Number of buckets, a power of two; by default the fleet's.
         pub buckets: Option<BucketCount>,
         /// Names of its servers; by default all servers.

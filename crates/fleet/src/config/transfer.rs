@@ -34,7 +34,7 @@ pub fn other_balancer(
             mode.forwarding.name()
         );
         reader.report(written.span(), message);
-    } else if !mode.can_transfer() {
+    } else if !mode.can_migrate() {
         let message = format!(
             "`{key}` with consistency {:?} and timestamps by {:?}: expected consistency \"stateless\", \"stateful\" or \
              \"hash-table\", and timestamps by \"server\" or \"off\"",
@@ -52,7 +52,7 @@ pub fn other_balancer(
 }
 
 /// Checks that a server stamps new connections of all its services or of none: the kernel has one setting.
-pub fn check_servers(
+pub fn check_uniform_stamping(
     services: &[ServiceConfig],
     servers: &[ServerConfig],
     listed: &[Spanned<Service>],

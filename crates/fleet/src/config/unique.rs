@@ -19,7 +19,7 @@ impl<T: Hash + Eq + Display> UniqueValues<T> {
     pub fn insert(&mut self, value: Option<T>, span: &Span, reader: &mut Reader<'_>) {
         let Some(value) = value else { return };
         if let Some(first) = self.seen.get(&value) {
-            let line = reader.line(first);
+            let line = reader.line_number(first);
             let message =
                 format!("{} {value} is used twice (first in line {line}): expected each once", self.value_name);
             reader.report(span.clone(), message);

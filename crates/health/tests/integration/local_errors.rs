@@ -5,12 +5,12 @@ use std::process::Command;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use coreward_health::checker::{CheckResult, Checker, Service};
-use coreward_model::health::{Check, Jitter, Probe, ProbeAddress, Thresholds, Verdict};
+use coreward_health::checker::{CheckResult, CheckedService, Checker};
+use coreward_model::health::{HealthCheck, HealthVerdict, Jitter, Probe, ProbeAddress, Thresholds};
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 
-fn service(vip: SocketAddr) -> Service<u32> {
-    let check = Check {
+fn service(vip: SocketAddr) -> CheckedService<u32> {
+    let check = HealthCheck {
         probe: Probe::Tcp,
         probe_address: ProbeAddress::Server,
         port: None,
@@ -19,7 +19,7 @@ fn service(vip: SocketAddr) -> Service<u32> {
         thresholds: Thresholds::new(1, 3).expect("not 0"),
         jitter: Jitter::new(0.0).expect("from 0 to 1"),
     };
-    Service { check: Arc::new(check), vip, servers: vec![(1, Ipv4Addr::LOCALHOST.into())], nat_table: None }
+    CheckedService { check: Arc::new(check), vip, servers: vec![(1, Ipv4Addr::LOCALHOST.into())], nat_table: None }
 }
 
 fn wait_until(checker: &Checker<u32>, what: &str, is_so: impl Fn(&CheckResult) -> bool) -> CheckResult {
@@ -48,20 +48,20 @@ fn exhausted_file_descriptors_mark_no_server_down() {
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
     let address = listener.local_addr().unwrap();
     let checker = Checker::start().unwrap();
-    checker.check(vec![service(address)]);
-    wait_until(&checker, "a server that listens is up", |found| found.verdict() == Some(Verdict::Up));
+    checker.set_services(vec![service(address)]);
+    wait_until(&checker, "a server that listens is up", |found| found.verdict() == Some(HealthVerdict::Up));
 
     let (soft, hard) = getrlimit(Resource::RLIMIT_NOFILE).unwrap();
     setrlimit(Resource::RLIMIT_NOFILE, 3, hard).unwrap();
     let blind = wait_until(&checker, "checks that cannot be made withdraw the verdict", |found| {
-        found.verdict() != Some(Verdict::Up)
+        found.verdict() != Some(HealthVerdict::Up)
     });
     setrlimit(Resource::RLIMIT_NOFILE, soft, hard).unwrap();
-    assert_eq!((blind.verdict(), blind.failures), (None, 0), "{blind:?}");
-    assert!(blind.error.contains("Too many open files"), "{blind:?}");
+    assert_eq!((blind.verdict(), blind.failure_count), (None, 0), "{blind:?}");
+    assert!(blind.last_error.contains("Too many open files"), "{blind:?}");
 
-    wait_until(&checker, "with files it is up again", |found| found.verdict() == Some(Verdict::Up));
+    wait_until(&checker, "with files it is up again", |found| found.verdict() == Some(HealthVerdict::Up));
     drop(listener);
-    let down = wait_until(&checker, "no process listens", |found| found.verdict() == Some(Verdict::Down));
-    assert!(down.failures >= 3 && down.error == "connection refused", "{down:?}");
+    let down = wait_until(&checker, "no process listens", |found| found.verdict() == Some(HealthVerdict::Down));
+    assert!(down.failure_count >= 3 && down.last_error == "connection refused", "{down:?}");
 }

@@ -6,17 +6,18 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU16, Ordering};
 use std::time::{Duration, Instant};
 
-use coreward_health::checker::{Checker, Service};
+use coreward_health::checker::{CheckedService, Checker};
 use coreward_health::probe::{ProbeError, Prober};
 use coreward_model::health::{
-    Check, HttpProbe, Jitter, Probe, ProbeAddress, StatusRange, Thresholds, Verdict, Verification,
+    CertificateVerification, HealthCheck, HealthVerdict, HttpProbe, Jitter, Probe, ProbeAddress, StatusRange,
+    Thresholds,
 };
 use rustls::crypto::ring;
 use rustls::{ServerConfig, ServerConnection, StreamOwned};
 use rustls_pki_types::PrivateKeyDer;
 
-fn check(probe: Probe) -> Arc<Check> {
-    Arc::new(Check {
+fn check(probe: Probe) -> Arc<HealthCheck> {
+    Arc::new(HealthCheck {
         probe,
         probe_address: ProbeAddress::Server,
         port: None,
@@ -28,7 +29,11 @@ fn check(probe: Probe) -> Arc<Check> {
 }
 
 fn http(host: Option<&str>) -> HttpProbe {
-    HttpProbe { path: "/healthz".to_owned(), host: host.map(str::to_owned), expect: StatusRange::success_or_redirect() }
+    HttpProbe {
+        path: "/healthz".to_owned(),
+        host: host.map(str::to_owned),
+        expected_status: StatusRange::success_or_redirect(),
+    }
 }
 
 fn listen() -> (TcpListener, SocketAddr) {
@@ -106,14 +111,14 @@ fn http_status_decides() {
     status.store(500, Ordering::Relaxed);
     let error = run_probe(Probe::Http(http(None)), address).unwrap_err().to_string();
     assert!(error.starts_with("answers 500 Internal Server Error: expected 200-399"), "{error}");
-    let only = HttpProbe { expect: StatusRange::new(500, 500).unwrap(), ..http(None) };
+    let only = HttpProbe { expected_status: StatusRange::new(500, 500).unwrap(), ..http(None) };
     assert_eq!(run_probe(Probe::Http(only), address), Ok(()));
 }
 
 #[test]
 fn silent_server_times_out() {
     let (_listener, address) = listen();
-    let quick = Check { timeout: Duration::from_millis(50), ..(*check(Probe::Http(http(None)))).clone() };
+    let quick = HealthCheck { timeout: Duration::from_millis(50), ..(*check(Probe::Http(http(None)))).clone() };
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
     let prober = Prober::new(Arc::new(quick), address, None);
     assert_eq!(runtime.block_on(prober.probe(address.ip())), Err(ProbeError::TimedOut(Duration::from_millis(50))));
@@ -152,9 +157,10 @@ fn https_certificate_is_verified() {
     let accept = move |stream| StreamOwned::new(ServerConnection::new(server.clone()).unwrap(), stream);
     serve(listener, Arc::new(AtomicU16::new(204)), accept);
 
-    let https =
-        |host: Option<&str>, verification: Verification| run_probe(Probe::Https(http(host), verification), address);
-    let ours = Verification::Authorities(authority.pem());
+    let https = |host: Option<&str>, verification: CertificateVerification| {
+        run_probe(Probe::Https(http(host), verification), address)
+    };
+    let ours = CertificateVerification::Authorities(authority.pem());
     assert_eq!(https(None, ours.clone()), Ok(()));
     assert_eq!(https(Some("www.example.org:8443"), ours.clone()), Ok(()));
     assert_eq!(https(Some("[2001:db8::1]"), ours.clone()), Ok(()));
@@ -162,10 +168,10 @@ fn https_certificate_is_verified() {
     let other_name = https(Some("www.example.net"), ours).unwrap_err().to_string();
     assert!(other_name.starts_with("TLS: invalid peer certificate: certificate not valid for name"), "{other_name}");
     let (other_key, parameters) = (rcgen::KeyPair::generate().unwrap(), rcgen::CertificateParams::default());
-    let other = Verification::Authorities(parameters.self_signed(&other_key).unwrap().pem());
+    let other = CertificateVerification::Authorities(parameters.self_signed(&other_key).unwrap().pem());
     let stranger = https(None, other).unwrap_err().to_string();
     assert!(stranger.starts_with("TLS: invalid peer certificate: "), "{stranger}");
-    assert_eq!(https(Some("www.example.net"), Verification::Off), Ok(()));
+    assert_eq!(https(Some("www.example.net"), CertificateVerification::Off), Ok(()));
 }
 
 fn eventually(what: &str, mut holds: impl FnMut() -> bool) {
@@ -185,27 +191,29 @@ fn checker_follows_the_servers_status() {
     let check = check(Probe::Http(http(None)));
     let service = |keys: &[u8]| {
         let servers = keys.iter().map(|key| (*key, address.ip())).collect();
-        vec![Service { check: check.clone(), vip: address, servers, nat_table: None }]
+        vec![CheckedService { check: check.clone(), vip: address, servers, nat_table: None }]
     };
     let verdict = |key: u8| {
         let found = checker.results();
-        found.into_iter().find(|(known, _)| *known == key).map(|(_, found)| (found.verdict(), found.checks))
+        found.into_iter().find(|(known, _)| *known == key).map(|(_, found)| (found.verdict(), found.check_count))
     };
-    checker.check(service(&[1, 2]));
-    eventually("both are up", || [1, 2].iter().all(|key| matches!(verdict(*key), Some((Some(Verdict::Up), _)))));
+    checker.set_services(service(&[1, 2]));
+    eventually("both are up", || [1, 2].iter().all(|key| matches!(verdict(*key), Some((Some(HealthVerdict::Up), _)))));
     status.store(503, Ordering::Relaxed);
-    eventually("both are down", || [1, 2].iter().all(|key| matches!(verdict(*key), Some((Some(Verdict::Down), _)))));
+    eventually("both are down", || {
+        [1, 2].iter().all(|key| matches!(verdict(*key), Some((Some(HealthVerdict::Down), _))))
+    });
     let (_, failed) = checker.results().remove(0);
-    assert!(failed.failures >= 3 && failed.error.starts_with("answers 503"), "{failed:?}");
+    assert!(failed.failure_count >= 3 && failed.last_error.starts_with("answers 503"), "{failed:?}");
 
     // Unchanged checks continue; removed ones are forgotten.
     let before = verdict(1).unwrap().1;
-    checker.check(service(&[1, 3]));
+    checker.set_services(service(&[1, 3]));
     eventually("the third is known", || verdict(3).is_some());
     assert_eq!(verdict(2), None);
     assert!(verdict(1).unwrap().1 >= before);
     status.store(200, Ordering::Relaxed);
-    eventually("it is up again", || matches!(verdict(1), Some((Some(Verdict::Up), _))));
-    checker.check(Vec::new());
+    eventually("it is up again", || matches!(verdict(1), Some((Some(HealthVerdict::Up), _))));
+    checker.set_services(Vec::new());
     eventually("nothing is checked", || checker.results().is_empty());
 }

@@ -37,7 +37,7 @@ fn serve(bounds: ConnectionLimits) -> (SocketAddr, RunningServer) {
         .route("/", get(async || "here"))
         .route("/watch", get(async || Body::new(EndlessBody(interval(Duration::from_millis(5))))));
     let listener = Listener::bind("127.0.0.1:0".parse().unwrap()).unwrap().with_limits(bounds);
-    (listener.address(), listener.serve(Plain, router, || {}, std::future::pending()).unwrap())
+    (listener.address(), listener.serve(PlainAcceptor, router, || {}, std::future::pending()).unwrap())
 }
 
 struct Client(TcpStream);

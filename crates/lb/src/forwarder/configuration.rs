@@ -15,11 +15,11 @@ use coreward_wire::v1::RefusedUpdate;
 use coreward_wire::{FleetChange, FleetConfiguration, Peer, RefusedService, Server, Service, ServiceIndex};
 
 use super::Forwarder;
-use super::refusals::Subject;
+use super::refusals::RefusalSubject;
 use crate::resolvers::Neighbour;
 
 /// Returns the fields that determine a server's MAC address and its position in lists.
-fn identity(server: &Server) -> (ServerId, IpAddr, Vlan) {
+fn server_identity(server: &Server) -> (ServerId, IpAddr, Vlan) {
     (server.id, server.address, server.vlan)
 }
 
@@ -47,13 +47,13 @@ impl Forwarder {
     pub fn apply_change(&mut self, mut change: FleetChange, refused: &[RefusedService]) -> anyhow::Result<()> {
         let generation = change.configuration.generation;
         for service in &change.configuration.services {
-            self.refusals.accept(Subject::Service(service.index.get().into()));
+            self.refusals.accept(RefusalSubject::Service(service.index.get().into()));
         }
         for index in &change.removed_services {
             self.refusals.forget_service(index.get().into());
         }
         change.configuration.services.extend(self.services_in_force(refused, &change.configuration.services));
-        let outcome = self.change(change);
+        let outcome = self.update_configuration(change);
         if !self.needs_configuration {
             self.report_refused(generation, refused, &outcome);
         }
@@ -72,10 +72,10 @@ impl Forwarder {
 
     fn report_refused(&mut self, generation: u64, refused: &[RefusedService], outcome: &anyhow::Result<()>) {
         for service in refused {
-            self.refusals.refuse(Subject::Service(service.index), service.message(generation));
+            self.refusals.refuse(RefusalSubject::Service(service.index), service.to_refused_update(generation));
         }
         match outcome {
-            Ok(()) => self.refusals.accept(Subject::All),
+            Ok(()) => self.refusals.accept(RefusalSubject::WholeConfiguration),
             Err(error) => self.refuse_all(generation, error),
         }
     }
@@ -84,19 +84,19 @@ impl Forwarder {
     pub fn refuse_all(&mut self, generation: u64, error: &anyhow::Error) {
         let (service, table) = (String::new(), false);
         let reason = format!("{error:#}");
-        self.refusals.refuse(Subject::All, RefusedUpdate { service, generation, reason, table });
+        self.refusals.refuse(RefusalSubject::WholeConfiguration, RefusedUpdate { service, generation, reason, table });
     }
 
-    pub fn record_table(&mut self, index: u32, generation: u64, outcome: &anyhow::Result<()>) {
+    pub fn record_table_outcome(&mut self, index: u32, generation: u64, outcome: &anyhow::Result<()>) {
         let known = ServiceIndex::new(index).and_then(|index| self.services.get(&index));
-        let Err(error) = outcome else { return self.refusals.accept(Subject::Table(index)) };
+        let Err(error) = outcome else { return self.refusals.accept(RefusalSubject::Table(index)) };
         // The controller got the report, and makes tables of the service for other load balancers.
         if known.is_none() && self.refusals.is_refused(index) {
             return;
         }
         let service = known.map_or_else(|| format!("index {index}"), |(service, _)| service.name.clone());
         let reason = format!("{error:#}");
-        self.refusals.refuse(Subject::Table(index), RefusedUpdate { service, generation, reason, table: true });
+        self.refusals.refuse(RefusalSubject::Table(index), RefusedUpdate { service, generation, reason, table: true });
     }
 
     /// Applies a configuration: keys, services, servers. Tables follow. Changes refer to it by `number`. Fails, without
@@ -126,9 +126,9 @@ impl Forwarder {
         self.report_interval = configuration.report_interval;
         self.table_lifetime = configuration.table_lifetime;
         self.table_ages.retain(|service| self.services.contains_key(&service));
-        self.follow_addresses()?;
+        self.resolve_addresses()?;
         self.index_servers();
-        self.masked.retain(|(service, _)| self.services.contains_key(service));
+        self.masked_targets.retain(|(service, _)| self.services.contains_key(service));
         for index in self.services.keys().copied().collect::<Vec<_>>() {
             self.set_servers(index);
         }
@@ -143,7 +143,7 @@ impl Forwarder {
     /// Applies a change to the configuration in force. Only changed servers are processed; changed services need a
     /// complete configuration. Fails when the change is to another configuration ([`Forwarder::needs_configuration`]),
     /// and as [`Forwarder::configure`] does.
-    pub fn change(&mut self, change: FleetChange) -> anyhow::Result<()> {
+    pub fn update_configuration(&mut self, change: FleetChange) -> anyhow::Result<()> {
         if self.configuration_number != Some(change.base_number) {
             self.needs_configuration = true;
             anyhow::bail!(
@@ -172,14 +172,14 @@ impl Forwarder {
         let mut changed = Vec::new();
         for new in change.configuration.services {
             let Some((service, _)) = self.services.get_mut(&new.index) else { continue };
-            moved |= !new.servers.iter().map(identity).eq(service.servers.iter().map(identity));
+            moved |= !new.servers.iter().map(server_identity).eq(service.servers.iter().map(server_identity));
             checked |= new.check.is_some();
             changed.push(new.index);
             *service = new;
         }
         if moved {
             self.use_server_vlans()?;
-            self.follow_addresses()?;
+            self.resolve_addresses()?;
             self.index_servers();
         }
         changed.into_iter().for_each(|index| self.set_servers(index));
@@ -206,7 +206,7 @@ impl Forwarder {
 
     /// Returns a warning when the first configuration is overdue and none was saved.
     pub(super) fn missing_configuration(&self) -> Option<&'static str> {
-        if self.keys.is_some() || self.missing_logged_at.is_some() {
+        if self.keys.is_some() || self.missing_log_due.is_some() {
             return None;
         }
         Some(if self.balancer.is_taken_over() || self.balancer.is_upgrade_pending() {
@@ -217,17 +217,17 @@ impl Forwarder {
     }
 
     pub(super) fn log_missing_configuration(&mut self) {
-        if self.missing_logged_at.is_none_or(|due| monotonic() < due) {
+        if self.missing_log_due.is_none_or(|due| monotonic() < due) {
             return;
         }
-        self.missing_logged_at = None;
+        self.missing_log_due = None;
         if let Some(problem) = self.missing_configuration() {
             tracing::warn!(event = "no-configuration", "{problem}");
         }
     }
 
     /// Returns the configuration in force, if it changed since the last call.
-    pub fn changed_configuration(&mut self) -> Option<FleetConfiguration> {
+    pub fn take_changed_configuration(&mut self) -> Option<FleetConfiguration> {
         std::mem::take(&mut self.is_unsaved).then(|| self.configuration()).flatten()
     }
 
@@ -248,7 +248,7 @@ impl Forwarder {
     }
 
     /// Resolves the current addresses of servers and load balancers. Fails when packet sockets are not allowed.
-    pub(super) fn follow_addresses(&mut self) -> anyhow::Result<()> {
+    pub(super) fn resolve_addresses(&mut self) -> anyhow::Result<()> {
         self.find_next_hops();
         let of_service = |(service, _): &(Service, _)| {
             service.servers.iter().filter_map(|server| self.neighbour_of(service, server)).collect::<Vec<_>>()
@@ -311,8 +311,8 @@ impl Forwarder {
     /// keeps the address from an earlier process, as servers do.
     fn set_owners(&mut self) {
         let own = self.peers.iter().find(|peer| peer.name == self.name).and_then(|peer| peer.owner);
-        if self.balancer.owner() != own {
-            self.balancer.set_owner(own);
+        if self.balancer.owner_number() != own {
+            self.balancer.set_owner_number(own);
         }
         for owner in OwnerNumber::all() {
             let peer = self.peers.iter().find(|peer| peer.owner == Some(owner) && peer.name != self.name);
@@ -320,7 +320,7 @@ impl Forwarder {
                 None => self.balancer.forget_owner(owner),
                 Some(peer) if !peer.is_alive => self.balancer.set_owner_mac(owner, None),
                 Some(peer) => {
-                    let mac = self.mac_of(peer).or_else(|| self.balancer.owner_mac(owner));
+                    let mac = self.peer_mac(peer).or_else(|| self.balancer.owner_mac(owner));
                     self.balancer.set_owner_mac(owner, mac);
                 }
             }

@@ -7,7 +7,7 @@ use coreward_metrics::component;
 use coreward_metrics::component::{CONFIGURATION_GENERATION, TABLE_GENERATION};
 use coreward_metrics::metrics;
 use coreward_metrics::snapshot::Snapshot;
-use coreward_metrics::table::Kind::{Counter, Gauge};
+use coreward_metrics::table::MetricKind::{Counter, Gauge};
 use coreward_metrics::table::{Component, Family, Histogram, family, histogram};
 use coreward_wire::{ServiceIndex, v1};
 
@@ -65,7 +65,7 @@ impl Forwarder {
         component::add_load_balancer(&mut page, &self.name, state);
         page.add_latencies(&LB_TABLE_INSTALL_SECONDS, self.table_install_latency);
         page.add(&LB_SEND_DROPS_TOTAL, [], self.symptoms.send_drops_total as f64);
-        page.add(&LB_MASKED_SERVERS, [], self.masked.len() as f64);
+        page.add(&LB_MASKED_SERVERS, [], self.masked_targets.len() as f64);
         page.add(&LB_EXPIRED_TABLES, [], self.table_ages.expired().len() as f64);
         if let Some(announced) = self.announced_vips {
             page.add(&LB_ANNOUNCED_VIPS, [], announced as f64);

@@ -39,7 +39,7 @@ impl Forwarder {
         let index = |device: &String| nix::net::if_::if_nametoindex(device.as_str()).ok();
         let indexes: HashMap<Vlan, u32> =
             devices.iter().filter_map(|(vlan, device)| Some((*vlan, index(device)?))).collect();
-        (self.next_hops, self.unrouted) = (HashMap::new(), BTreeSet::new());
+        (self.next_hops, self.route_warnings) = (HashMap::new(), BTreeSet::new());
         for (server, name) in servers {
             let Some(index) = indexes.get(&server.vlan) else {
                 // Without a device the kernel has no routes: the server is in the VLAN itself.
@@ -50,19 +50,19 @@ impl Forwarder {
                 Ok(next_hop) => drop(self.next_hops.insert(server, next_hop)),
                 Err(error) => {
                     let address = server.address;
-                    self.unrouted.insert(format!("server {name:?} at {address} has {error}"));
+                    self.route_warnings.insert(format!("server {name:?} at {address} has {error}"));
                 }
             }
         }
     }
 
     /// Reads the next hops after a change of routes, and applies them.
-    pub(super) fn follow_routes(&mut self) {
+    pub(super) fn refresh_next_hops(&mut self) {
         if self.encapsulating_services().next().is_none() {
             return;
         }
         let before = std::mem::take(&mut self.next_hops);
-        if let Err(error) = self.follow_addresses() {
+        if let Err(error) = self.resolve_addresses() {
             tracing::error!(
                 event = "neighbours-not-set",
                 error = format!("{error:#}"),
@@ -89,7 +89,7 @@ impl Forwarder {
     pub(super) fn encapsulation_warnings(&self) -> Vec<String> {
         let servers =
             || self.encapsulating_services().flat_map(|service| &service.servers).map(|server| server.address);
-        let mut problems: Vec<String> = self.unrouted.iter().cloned().collect();
+        let mut problems: Vec<String> = self.route_warnings.iter().cloned().collect();
         let device = self.vip_device();
         let sources = neighbour::outer_sources(&device);
         for (needed, source, family) in [

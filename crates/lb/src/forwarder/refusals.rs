@@ -5,19 +5,19 @@ use std::collections::BTreeMap;
 use coreward_wire::v1::RefusedUpdate;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Subject {
+pub enum RefusalSubject {
     /// A complete configuration.
-    All,
+    WholeConfiguration,
     Service(u32),
     Table(u32),
 }
 
 #[derive(Debug, Default)]
-pub struct Refusals(BTreeMap<Subject, RefusedUpdate>);
+pub struct Refusals(BTreeMap<RefusalSubject, RefusedUpdate>);
 
 impl Refusals {
     /// Records an unusable update, and logs a new subject or reason only: tables arrive ten times a second.
-    pub fn refuse(&mut self, subject: Subject, refused: RefusedUpdate) {
+    pub fn refuse(&mut self, subject: RefusalSubject, refused: RefusedUpdate) {
         let same = |before: &RefusedUpdate| before.service == refused.service && before.reason == refused.reason;
         if !self.0.get(&subject).is_some_and(same) {
             let RefusedUpdate { service, generation, reason, table } = &refused;
@@ -35,18 +35,18 @@ impl Refusals {
     }
 
     /// Records a usable update of the subject.
-    pub fn accept(&mut self, subject: Subject) {
+    pub fn accept(&mut self, subject: RefusalSubject) {
         self.0.remove(&subject);
     }
 
     pub fn forget_service(&mut self, index: u32) {
-        self.0.remove(&Subject::Service(index));
-        self.0.remove(&Subject::Table(index));
+        self.0.remove(&RefusalSubject::Service(index));
+        self.0.remove(&RefusalSubject::Table(index));
     }
 
     /// Forgets all updates but the tables of these services, before a complete configuration.
     pub fn retain_tables(&mut self, is_service: impl Fn(u32) -> bool) {
-        self.0.retain(|subject, _| matches!(subject, Subject::Table(index) if is_service(*index)));
+        self.0.retain(|subject, _| matches!(subject, RefusalSubject::Table(index) if is_service(*index)));
     }
 
     pub fn clear(&mut self) {
@@ -54,7 +54,7 @@ impl Refusals {
     }
 
     pub fn is_refused(&self, index: u32) -> bool {
-        self.0.contains_key(&Subject::Service(index))
+        self.0.contains_key(&RefusalSubject::Service(index))
     }
 
     pub fn list(&self) -> Vec<RefusedUpdate> {
@@ -75,19 +75,19 @@ mod tests {
             table,
         };
         let mut refusals = Refusals::default();
-        refusals.refuse(Subject::Service(1), refused("web", 3, false));
-        refusals.refuse(Subject::Table(1), refused("web", 8, true));
-        refusals.refuse(Subject::Table(1), refused("web", 9, true));
-        refusals.refuse(Subject::Service(2), refused("dns", 3, false));
+        refusals.refuse(RefusalSubject::Service(1), refused("web", 3, false));
+        refusals.refuse(RefusalSubject::Table(1), refused("web", 8, true));
+        refusals.refuse(RefusalSubject::Table(1), refused("web", 9, true));
+        refusals.refuse(RefusalSubject::Service(2), refused("dns", 3, false));
         assert_eq!(refusals.list(), [refused("web", 3, false), refused("dns", 3, false), refused("web", 9, true)]);
-        refusals.accept(Subject::Service(1));
+        refusals.accept(RefusalSubject::Service(1));
         assert_eq!(refusals.list(), [refused("dns", 3, false), refused("web", 9, true)]);
         refusals.retain_tables(|index| index == 1);
         assert_eq!(refusals.list(), [refused("web", 9, true)]);
         refusals.retain_tables(|_| false);
         assert_eq!(refusals.list(), []);
-        refusals.refuse(Subject::Service(2), refused("dns", 3, false));
-        refusals.refuse(Subject::Table(2), refused("dns", 3, true));
+        refusals.refuse(RefusalSubject::Service(2), refused("dns", 3, false));
+        refusals.refuse(RefusalSubject::Table(2), refused("dns", 3, true));
         assert!(refusals.is_refused(2) && !refusals.is_refused(1));
         refusals.forget_service(2);
         assert_eq!(refusals.list(), []);

@@ -17,7 +17,7 @@ pub(super) struct Symptoms {
     send_drops: RecentCounters<1>,
     /// Frames that the program sent and the driver counts as dropped, since the device was created.
     pub send_drops_total: u64,
-    packets: BTreeMap<ServiceIndex, RecentCounters<2>>,
+    handshake_counters: BTreeMap<ServiceIndex, RecentCounters<2>>,
     /// Services whose new connections do not become established.
     pub failing_services: BTreeSet<ServiceIndex>,
     /// Description of each symptom, by its short name.
@@ -72,14 +72,14 @@ impl Forwarder {
 
     fn veth_without_peer_program(&self) -> Option<(String, String)> {
         let index = nix::net::if_::if_nametoindex(self.interface.as_str()).ok()?;
-        let is_lost = self.attachment == lb::Attachment::Native && veth::peer_has_xdp(index) == Some(false);
+        let is_lost = self.attachment == lb::AttachedXdpMode::Native && veth::peer_has_xdp(index) == Some(false);
         let what = format!("the other end of the veth {} has no XDP program", self.interface);
         let words = format!("{what}: frames that XDP sends are dropped or wait there; see `coreward doctor`");
         is_lost.then_some((what, words))
     }
 
     fn failing_handshakes(&mut self, now: Duration) -> Vec<(String, String)> {
-        self.symptoms.packets.retain(|index, _| self.services.contains_key(index));
+        self.symptoms.handshake_counters.retain(|index, _| self.services.contains_key(index));
         self.symptoms.failing_services.clear();
         let mut found = Vec::new();
         for (index, (service, place)) in &self.services {
@@ -88,7 +88,8 @@ impl Forwarder {
             }
             let counters = self.balancer.counters(*place);
             let counts = [counters.syns(), counters.established_packets()];
-            let [syns, others] = self.symptoms.packets.entry(*index).or_default().record_counters(now, counts);
+            let [syns, others] =
+                self.symptoms.handshake_counters.entry(*index).or_default().record_counters(now, counts);
             if handshakes_fail(syns, others) {
                 self.symptoms.failing_services.insert(*index);
                 let what = format!("service {}: most new connections do not become established", service.name);

@@ -25,18 +25,24 @@ const OWN_GENERATION: u64 = 0;
 #[derive(Debug)]
 pub struct TableAges {
     /// Start of this process, from which the age of an earlier process's tables counts.
-    start: Duration,
+    started_at: Duration,
     /// End of the stream that brought each service's newest table; `None`: the stream is open.
     stream_ends: BTreeMap<ServiceIndex, Option<Duration>>,
     /// Services with expired tables, with their count of opened connections at the newest choice.
     expired: BTreeMap<ServiceIndex, u64>,
     last_choice: Duration,
-    choices: u64,
+    choice_count: u64,
 }
 
 impl TableAges {
     pub fn new(start: Duration) -> Self {
-        Self { start, stream_ends: BTreeMap::new(), expired: BTreeMap::new(), last_choice: start, choices: 0 }
+        Self {
+            started_at: start,
+            stream_ends: BTreeMap::new(),
+            expired: BTreeMap::new(),
+            last_choice: start,
+            choice_count: 0,
+        }
     }
 
     /// Records a controller's table. Returns whether the replaced table had expired.
@@ -54,8 +60,8 @@ impl TableAges {
         self.expired.retain(|service, _| is_service(*service));
     }
 
-    fn is_older(&self, service: ServiceIndex, lifetime: Duration, now: Duration) -> bool {
-        let since = self.stream_ends.get(&service).copied().unwrap_or(Some(self.start));
+    fn exceeds_lifetime(&self, service: ServiceIndex, lifetime: Duration, now: Duration) -> bool {
+        let since = self.stream_ends.get(&service).copied().unwrap_or(Some(self.started_at));
         since.is_some_and(|since| now.saturating_sub(since) >= lifetime)
     }
 
@@ -81,7 +87,7 @@ impl Forwarder {
                 None => may_make_table(service),
                 Some(generation) => generation == OWN_GENERATION || policy::reads_loads(&service.policy),
             };
-            may_choose && self.table_ages.is_older(service.index, self.table_lifetime, now)
+            may_choose && self.table_ages.exceeds_lifetime(service.index, self.table_lifetime, now)
         };
         let expired: Vec<_> = self.services.values().filter(is_expired).map(|(service, _)| service.index).collect();
         if expired.is_empty() {
@@ -101,13 +107,14 @@ impl Forwarder {
         if before.is_none() {
             log_expired(service, self.table_lifetime);
         }
-        self.table_ages.choices += 1;
-        let mut least = LeastByMetric::new(self.table_ages.choices);
+        self.table_ages.choice_count += 1;
+        let mut least = LeastByMetric::new(self.table_ages.choice_count);
         let own_table = self.balancer.table_generation(*index).is_none().then(|| {
             let pool = eligible_pool(service, |server| server.is_eligible, traffic);
             least.compute_table(&pool, BucketCount::PUBLISHED, OWN_GENERATION)
         });
-        let takes_new = |server: &Server| server.is_eligible && !self.masked.contains(&(service_index, server.id));
+        let takes_new =
+            |server: &Server| server.is_eligible && !self.masked_targets.contains(&(service_index, server.id));
         let choose = |table: &PlacementTable| {
             let members: BTreeSet<ServerId> = table.members.iter().map(|member| member.server).collect();
             let pool = eligible_pool(service, |server| members.contains(&server.id) && takes_new(server), traffic);
@@ -189,16 +196,24 @@ mod tests {
         let at = |seconds| start + Duration::from_secs(seconds);
         let mut ages = TableAges::new(start);
         // A table of an earlier process.
-        assert!(!ages.is_older(service(1), lifetime, at(9)) && ages.is_older(service(1), lifetime, at(10)));
+        assert!(
+            !ages.exceeds_lifetime(service(1), lifetime, at(9)) && ages.exceeds_lifetime(service(1), lifetime, at(10))
+        );
         ages.renew(service(1));
-        assert!(!ages.is_older(service(1), lifetime, at(1000)), "the stream goes on");
+        assert!(!ages.exceeds_lifetime(service(1), lifetime, at(1000)), "the stream goes on");
         ages.end_stream(at(1000));
         // Further attempts reach no leader.
         ages.end_stream(at(1005));
-        assert!(!ages.is_older(service(1), lifetime, at(1009)) && ages.is_older(service(1), lifetime, at(1010)));
+        assert!(
+            !ages.exceeds_lifetime(service(1), lifetime, at(1009))
+                && ages.exceeds_lifetime(service(1), lifetime, at(1010))
+        );
         // The next stream brings another service's table only.
         ages.renew(service(2));
-        assert!(ages.is_older(service(1), lifetime, at(1011)) && !ages.is_older(service(2), lifetime, at(2000)));
+        assert!(
+            ages.exceeds_lifetime(service(1), lifetime, at(1011))
+                && !ages.exceeds_lifetime(service(2), lifetime, at(2000))
+        );
     }
 
     #[test]

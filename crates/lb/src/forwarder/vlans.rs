@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use coreward_dataplane::vlan_device;
-use coreward_model::consistency::Transfer;
+use coreward_model::consistency::ServiceMigration;
 use coreward_model::vlan::Vlan;
 use coreward_wire::{Peer, Server, Service};
 
@@ -13,7 +13,7 @@ use crate::resolvers::Neighbour;
 impl Forwarder {
     /// Returns the VLAN in which frames of `service` reach `server`. Another load balancer is in the VIPs' VLAN.
     pub(super) fn vlan_of(&self, service: &Service, server: &Server) -> Vlan {
-        let other_balancer = service.mode.transfer.map(Transfer::other_balancer);
+        let other_balancer = service.mode.migration.map(ServiceMigration::other_balancer);
         if other_balancer == Some(server.id) { self.vlan } else { server.vlan }
     }
 

@@ -12,7 +12,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use coreward_intf as intf;
 use zerocopy::IntoBytes as _;
 
-use super::{ClockTicks, Connection, ConnectionHash, ConnectionIndex, Identity, TableSize};
+use super::{ClockTicks, Connection, ConnectionHash, ConnectionIndex, EntryIdentity, TableSize};
 use crate::ServerId;
 use crate::tuple::{address_from_words, address_words};
 
@@ -39,16 +39,16 @@ pub trait AtomicStorage {
     fn publish(&self, word: StorageCell, value: u64);
 }
 
-const IDENTITY: usize = offset_of!(intf::connection, identity);
-const PACKETS: usize = offset_of!(intf::connection, packets);
-const BYTES: usize = offset_of!(intf::connection, bytes);
+const IDENTITY_OFFSET: usize = offset_of!(intf::connection, identity);
+const PACKETS_OFFSET: usize = offset_of!(intf::connection, packets);
+const BYTES_OFFSET: usize = offset_of!(intf::connection, bytes);
 /// Offset of the word with `last_seen` (low half) and `opened` (high half).
-const TIMES: usize = offset_of!(intf::connection, last_seen);
-const CLIENT_ADDRESS: usize = offset_of!(intf::connection, client_address);
+const TIMES_OFFSET: usize = offset_of!(intf::connection, last_seen);
+const CLIENT_ADDRESS_OFFSET: usize = offset_of!(intf::connection, client_address);
 /// Offset of the word with `client_port`, `flags` and, in the high half, `next_free`.
-const PORT_FLAGS_NEXT: usize = offset_of!(intf::connection, client_port);
+const PORT_FLAGS_NEXT_OFFSET: usize = offset_of!(intf::connection, client_port);
 /// Offset of the word with `generation` in its low half.
-const GENERATION: usize = offset_of!(intf::connection, generation);
+const GENERATION_OFFSET: usize = offset_of!(intf::connection, generation);
 
 const LOW_HALF: u64 = 0xffff_ffff;
 const FLAGS_SHIFT: u32 = 16;
@@ -150,35 +150,35 @@ impl<M: AtomicStorage> ConnectionTable<M> {
     /// Writes an entry that no other side accesses; the identity, which publishes it, comes last.
     fn fill(&self, index: ConnectionIndex, new: &NewConnection, server: ServerId, now: ClockTicks) {
         let at = |field| StorageCell::Entry(index, field);
-        let generation = (self.memory.load(at(GENERATION)) & u64::from(intf::CONNECTION_GENERATION_MASK)) as u16;
-        self.memory.store(at(PACKETS), 1);
-        self.memory.store(at(BYTES), new.bytes);
-        self.memory.store(at(TIMES), u64::from(now.0) << 32 | u64::from(now.0));
+        let generation = (self.memory.load(at(GENERATION_OFFSET)) & u64::from(intf::CONNECTION_GENERATION_MASK)) as u16;
+        self.memory.store(at(PACKETS_OFFSET), 1);
+        self.memory.store(at(BYTES_OFFSET), new.bytes);
+        self.memory.store(at(TIMES_OFFSET), u64::from(now.0) << 32 | u64::from(now.0));
         let address = address_words(new.client.ip());
         for (position, pair) in address.as_bytes().chunks_exact(size_of::<u64>()).enumerate() {
             let word = u64::from_ne_bytes(pair.try_into().expect("two of four bytes each"));
-            self.memory.store(at(CLIENT_ADDRESS + position * size_of::<u64>()), word);
+            self.memory.store(at(CLIENT_ADDRESS_OFFSET + position * size_of::<u64>()), word);
         }
         self.set_port_and_flags(index, u64::from(new.client.port().to_be()));
-        let identity = Identity { tag: new.hash.tag(), generation, service: new.service, server };
-        self.memory.publish(at(IDENTITY), identity.word());
+        let identity = EntryIdentity { tag: new.hash.tag(), generation, service: new.service, server };
+        self.memory.publish(at(IDENTITY_OFFSET), identity.word());
     }
 
     /// Returns entry and server of the connection whose cookie names `slot`; `None`: the entry is free, or of another
     /// connection. `find_connection()` in BPF.
     pub fn find(&self, hash: ConnectionHash, slot: u32, service: u16) -> Option<(ConnectionIndex, ServerId)> {
         let index = ConnectionIndex::new(hash.partition(self.size), slot);
-        let identity = Identity::from_word(self.memory.load(StorageCell::Entry(index, IDENTITY)))?;
+        let identity = EntryIdentity::from_word(self.memory.load(StorageCell::Entry(index, IDENTITY_OFFSET)))?;
         (identity.tag == hash.tag() && identity.service == service).then_some((index, identity.server))
     }
 
     /// Counts a packet that is not a SYN: `update_connection()` in BPF.
     pub fn update(&self, index: ConnectionIndex, bytes: u64, closing: bool, now: ClockTicks) -> bool {
-        self.add(index, PACKETS, 1);
-        self.add(index, BYTES, bytes);
+        self.add(index, PACKETS_OFFSET, 1);
+        self.add(index, BYTES_OFFSET, bytes);
         self.set_last_seen(index, now);
         let (word, flag) =
-            (StorageCell::Entry(index, PORT_FLAGS_NEXT), u64::from(intf::CONNECTION_CLOSING) << FLAGS_SHIFT);
+            (StorageCell::Entry(index, PORT_FLAGS_NEXT_OFFSET), u64::from(intf::CONNECTION_CLOSING) << FLAGS_SHIFT);
         let closes = closing && self.memory.load(word) & flag == 0;
         if closes {
             self.memory.store(word, self.memory.load(word) | flag);
@@ -189,7 +189,7 @@ impl<M: AtomicStorage> ConnectionTable<M> {
     /// Records another SYN of the connection: `reopen_connection()` in BPF. Returns whether the connection was closing.
     pub fn reopen(&self, index: ConnectionIndex, now: ClockTicks) -> bool {
         let (word, flag) =
-            (StorageCell::Entry(index, PORT_FLAGS_NEXT), u64::from(intf::CONNECTION_CLOSING) << FLAGS_SHIFT);
+            (StorageCell::Entry(index, PORT_FLAGS_NEXT_OFFSET), u64::from(intf::CONNECTION_CLOSING) << FLAGS_SHIFT);
         self.set_last_seen(index, now);
         let before = self.memory.load(word);
         self.memory.store(word, before & !flag);
@@ -212,12 +212,12 @@ impl<M: AtomicStorage> ConnectionTable<M> {
 
     /// Takes the entry from its connection, if it still has `identity`. One of several callers succeeds. That caller
     /// must [`push`](Self::push) the slot when no packet that saw the identity is in flight any longer.
-    pub fn release(&self, index: ConnectionIndex, identity: Identity) -> bool {
-        if !self.memory.compare_exchange(StorageCell::Entry(index, IDENTITY), identity.word(), 0) {
+    pub fn release(&self, index: ConnectionIndex, identity: EntryIdentity) -> bool {
+        if !self.memory.compare_exchange(StorageCell::Entry(index, IDENTITY_OFFSET), identity.word(), 0) {
             return false;
         }
         let generation = u64::from(identity.generation) + 1;
-        self.memory.store(StorageCell::Entry(index, GENERATION), generation);
+        self.memory.store(StorageCell::Entry(index, GENERATION_OFFSET), generation);
         true
     }
 
@@ -249,13 +249,13 @@ impl<M: AtomicStorage> ConnectionTable<M> {
 
     /// Returns whether the entry is free, or about to be filled.
     pub fn is_free(&self, index: ConnectionIndex) -> bool {
-        self.load(index, IDENTITY) == 0
+        self.load(index, IDENTITY_OFFSET) == 0
     }
 
     /// Returns the client's address of the connection at `index`, from three words of the entry. If another connection
     /// gets the entry meanwhile, the address may be the previous client's, or a mixture.
     pub fn client_address(&self, index: ConnectionIndex) -> Option<IpAddr> {
-        let words = [0, size_of::<u64>()].map(|half| self.load(index, CLIENT_ADDRESS + half));
+        let words = [0, size_of::<u64>()].map(|half| self.load(index, CLIENT_ADDRESS_OFFSET + half));
         let quarters = words.map(|word| [word as u32, (word >> 32) as u32]);
         (!self.is_free(index))
             .then(|| address_from_words([quarters[0][0], quarters[0][1], quarters[1][0], quarters[1][1]]))
@@ -263,7 +263,7 @@ impl<M: AtomicStorage> ConnectionTable<M> {
 
     /// Returns a consistent copy of the connection at `index`, even if packets change it meanwhile; `None`: free.
     pub fn connection(&self, index: ConnectionIndex) -> Option<Connection> {
-        let identity = self.load(index, IDENTITY);
+        let identity = self.load(index, IDENTITY_OFFSET);
         if identity == 0 {
             return None;
         }
@@ -272,7 +272,7 @@ impl<M: AtomicStorage> ConnectionTable<M> {
             let word = self.load(index, position * size_of::<u64>());
             bytes.copy_from_slice(&word.to_ne_bytes());
         }
-        let still = self.load(index, IDENTITY) == identity;
+        let still = self.load(index, IDENTITY_OFFSET) == identity;
         if still { Connection::from_entry(index, &entry) } else { None }
     }
 
@@ -283,20 +283,20 @@ impl<M: AtomicStorage> ConnectionTable<M> {
     }
 
     fn next_free(&self, index: ConnectionIndex) -> u32 {
-        (self.memory.load(StorageCell::Entry(index, PORT_FLAGS_NEXT)) >> NEXT_FREE_SHIFT) as u32
+        (self.memory.load(StorageCell::Entry(index, PORT_FLAGS_NEXT_OFFSET)) >> NEXT_FREE_SHIFT) as u32
     }
 
     fn set_next_free(&self, index: ConnectionIndex, next: u32) {
-        self.memory.store(StorageCell::Entry(index, PORT_FLAGS_NEXT), u64::from(next) << NEXT_FREE_SHIFT);
+        self.memory.store(StorageCell::Entry(index, PORT_FLAGS_NEXT_OFFSET), u64::from(next) << NEXT_FREE_SHIFT);
     }
 
     fn set_port_and_flags(&self, index: ConnectionIndex, low_half: u64) {
-        let word = StorageCell::Entry(index, PORT_FLAGS_NEXT);
+        let word = StorageCell::Entry(index, PORT_FLAGS_NEXT_OFFSET);
         self.memory.store(word, self.memory.load(word) & !LOW_HALF | low_half);
     }
 
     fn set_last_seen(&self, index: ConnectionIndex, now: ClockTicks) {
-        let word = StorageCell::Entry(index, TIMES);
+        let word = StorageCell::Entry(index, TIMES_OFFSET);
         self.memory.store(word, self.memory.load(word) & !LOW_HALF | u64::from(now.0));
     }
 

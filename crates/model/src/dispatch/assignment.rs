@@ -7,7 +7,7 @@ use super::LoadHint;
 
 /// Division of cores between services.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Assignment {
+pub enum CoreAssignment {
     /// `share`: all services run on all cores
     CompleteShare,
     /// `dedicated`: each core runs one service; cores change hands by load hints
@@ -17,15 +17,18 @@ pub enum Assignment {
     Hybrid,
 }
 
-const NAMES: [(&str, Assignment); 3] =
-    [("share", Assignment::CompleteShare), ("dedicated", Assignment::Dedicated), ("hybrid", Assignment::Hybrid)];
+const NAMES: [(&str, CoreAssignment); 3] = [
+    ("share", CoreAssignment::CompleteShare),
+    ("dedicated", CoreAssignment::Dedicated),
+    ("hybrid", CoreAssignment::Hybrid),
+];
 
 /// A name that no assignment has.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("assignment {0:?}: expected share, dedicated or hybrid")]
 pub struct UnknownAssignment(pub String);
 
-impl FromStr for Assignment {
+impl FromStr for CoreAssignment {
     type Err = UnknownAssignment;
 
     fn from_str(name: &str) -> Result<Self, UnknownAssignment> {
@@ -34,7 +37,7 @@ impl FromStr for Assignment {
     }
 }
 
-impl fmt::Display for Assignment {
+impl fmt::Display for CoreAssignment {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let name = NAMES.iter().find(|(_, known)| known == self).map_or("", |(name, _)| *name);
         f.write_str(name)
@@ -83,7 +86,7 @@ impl fmt::Display for ReservedCores {
 /// The core allocator of the operating system, for two services of which 0 has priority.
 #[derive(Debug, Clone)]
 pub struct CoreAllocation {
-    mode: Assignment,
+    mode: CoreAssignment,
     reserved: ReservedCores,
     /// Whether service 0 and service 1 run on each core.
     services_by_core: Vec<[bool; 2]>,
@@ -99,11 +102,11 @@ fn only_service(service: u8) -> [bool; 2] {
 impl CoreAllocation {
     /// Returns the initial allocation. `dedicated`: both services have equally many cores. `hybrid`: they have the
     /// reserved cores, service 0 first, and share the others.
-    pub fn new(mode: Assignment, cores: u16, reserved: ReservedCores) -> Self {
+    pub fn new(mode: CoreAssignment, cores: u16, reserved: ReservedCores) -> Self {
         let [first, second] = match mode {
-            Assignment::CompleteShare => [0, 0],
-            Assignment::Dedicated => [cores / 2, cores - cores / 2],
-            Assignment::Hybrid => {
+            CoreAssignment::CompleteShare => [0, 0],
+            CoreAssignment::Dedicated => [cores / 2, cores - cores / 2],
+            CoreAssignment::Hybrid => {
                 let [first, second] = reserved.0;
                 [first.min(cores), second.min(cores.saturating_sub(first))]
             }
@@ -127,16 +130,16 @@ impl CoreAllocation {
         load: impl Fn(u8, u16) -> u32,
     ) -> Vec<AssignmentChange> {
         match self.mode {
-            Assignment::CompleteShare => Vec::new(),
+            CoreAssignment::CompleteShare => Vec::new(),
             // Service 1 takes no core while requests of service 0 wait.
-            Assignment::Dedicated if hint == LoadHint::ScaleUp && service == 1 && other_waits => Vec::new(),
-            Assignment::Dedicated => {
+            CoreAssignment::Dedicated if hint == LoadHint::ScaleUp && service == 1 && other_waits => Vec::new(),
+            CoreAssignment::Dedicated => {
                 let (from, to) =
                     if hint == LoadHint::ScaleUp { (1 - service, service) } else { (service, 1 - service) };
                 let kept = self.reserved.0[usize::from(from)];
                 self.reassign_one_core(only_service(from), only_service(to), kept, |core| load(0, core) + load(1, core))
             }
-            Assignment::Hybrid => self.fit_own_cores(load),
+            CoreAssignment::Hybrid => self.fit_own_cores(load),
         }
     }
 
@@ -187,7 +190,7 @@ mod tests {
 
     #[test]
     fn dedicated_cores_change_hands() {
-        let mut allocation = CoreAllocation::new(Assignment::Dedicated, 4, ReservedCores([1, 1]));
+        let mut allocation = CoreAllocation::new(CoreAssignment::Dedicated, 4, ReservedCores([1, 1]));
         let load = |service: u8, core: u16| if service == 0 { u32::from(10 - core) } else { 0 };
         let changes = allocation.apply_hint(0, LoadHint::ScaleUp, false, load);
         let expected = [
@@ -203,7 +206,7 @@ mod tests {
 
     #[test]
     fn own_cores_follow_the_constant_load() {
-        let mut allocation = CoreAllocation::new(Assignment::Hybrid, 6, ReservedCores([1, 1]));
+        let mut allocation = CoreAllocation::new(CoreAssignment::Hybrid, 6, ReservedCores([1, 1]));
         let own_cores = |allocation: &CoreAllocation| allocation.cores(only_service(0)).count();
         assert!(
             !allocation.is_running(1, 0)
@@ -233,14 +236,14 @@ mod tests {
         assert_eq!(own_cores(&allocation), 1, "reserved");
         (0..9).for_each(|_| drop(allocation.apply_hint(0, LoadHint::ScaleUp, false, load(6))));
         assert_eq!(own_cores(&allocation), 5, "service 1 has its reserved one");
-        let mut allocation = CoreAllocation::new(Assignment::Hybrid, 6, ReservedCores([1, 0]));
+        let mut allocation = CoreAllocation::new(CoreAssignment::Hybrid, 6, ReservedCores([1, 0]));
         (0..9).for_each(|_| drop(allocation.apply_hint(0, LoadHint::ScaleUp, false, load(6))));
         assert_eq!(own_cores(&allocation), 5, "service 1 has a shared one");
     }
 
     #[test]
     fn shared_cores_do_not_change() {
-        let mut allocation = CoreAllocation::new(Assignment::CompleteShare, 2, ReservedCores([1, 1]));
+        let mut allocation = CoreAllocation::new(CoreAssignment::CompleteShare, 2, ReservedCores([1, 1]));
         assert!(allocation.is_running(0, 1) && allocation.is_running(1, 0));
         assert_eq!(allocation.apply_hint(0, LoadHint::ScaleUp, false, |_, _| 0), []);
     }
@@ -248,9 +251,9 @@ mod tests {
     #[test]
     fn names_round_trip() {
         for (name, _) in NAMES {
-            assert_eq!(name.parse::<Assignment>().unwrap().to_string(), name);
+            assert_eq!(name.parse::<CoreAssignment>().unwrap().to_string(), name);
         }
-        let error = "shared".parse::<Assignment>().unwrap_err().to_string();
+        let error = "shared".parse::<CoreAssignment>().unwrap_err().to_string();
         assert_eq!(error, "assignment \"shared\": expected share, dedicated or hybrid");
         for text in ["2", "2:0", "0"] {
             assert_eq!(text.parse::<ReservedCores>().unwrap().to_string(), text);

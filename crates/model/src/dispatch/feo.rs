@@ -38,14 +38,14 @@ pub struct RateLimit {
 
 /// Parameters of a service or a group in its level.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Member {
+pub struct SchedulingParameters {
     /// Priority, weight or relative deadline: see [`Ranking`].
     pub parameter: u32,
     /// Limit of its dispatch rate.
     pub limit: Option<RateLimit>,
 }
 
-impl Member {
+impl SchedulingParameters {
     /// A member without rate limit.
     pub const fn new(parameter: u32) -> Self {
         Self { parameter, limit: None }
@@ -56,7 +56,7 @@ impl Member {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct GroupConfig {
     /// Parameters of the group among the groups.
-    pub member: Member,
+    pub member: SchedulingParameters,
     /// Ranking of the group's services.
     pub ranking: Ranking,
 }
@@ -67,7 +67,7 @@ pub struct QueueConfig {
     /// Index of the service's group.
     pub group: u8,
     /// Parameters of the service in its group.
-    pub member: Member,
+    pub member: SchedulingParameters,
     /// Priority when the buffer overflows: requests of the highest number are dropped first.
     pub priority: u8,
 }
@@ -91,10 +91,11 @@ impl FeoConfig {
     /// Returns one level in strict priority, without a limit of waiting requests. `priorities` has the priority of each
     /// service.
     pub fn strict_priority(priorities: impl IntoIterator<Item = u8>) -> Self {
-        let queue = |priority: u8| QueueConfig { group: 0, member: Member::new(priority.into()), priority };
+        let member = |priority: u8| SchedulingParameters::new(priority.into());
+        let queue = |priority| QueueConfig { group: 0, member: member(priority), priority };
         Self {
             ranking: Ranking::StrictPriority,
-            groups: vec![GroupConfig { member: Member::new(0), ranking: Ranking::StrictPriority }],
+            groups: vec![GroupConfig { member: SchedulingParameters::new(0), ranking: Ranking::StrictPriority }],
             queues: priorities.into_iter().map(queue).collect(),
             selection: Selection::FirstEligible,
             capacity: usize::MAX,
@@ -107,10 +108,10 @@ impl FeoConfig {
 pub enum FeoConfigError {
     /// Too few or too many services.
     #[error("{0} services: expected 1 to {MAX_SERVICES}")]
-    Services(usize),
+    ServiceCount(usize),
     /// Too few or too many groups.
     #[error("{0} groups: expected 1 to {MAX_SERVICES}")]
-    Groups(usize),
+    GroupCount(usize),
     /// A service names a group that does not exist.
     #[error("service {service}: no group {group}")]
     UnknownGroup {
@@ -121,13 +122,13 @@ pub enum FeoConfigError {
     },
     /// A weight of 0, or above [`MAX_WEIGHT`].
     #[error("weight {0}: expected 1 to {MAX_WEIGHT}")]
-    Weight(u32),
+    WeightOutOfRange(u32),
     /// A bucket that never has a token.
     #[error("burst 0: expected 1 or more")]
-    Burst,
+    ZeroBurst,
     /// A capacity of 0.
     #[error("capacity 0: expected 1 or more")]
-    Capacity,
+    ZeroCapacity,
 }
 
 /// Maximum weight under [`Ranking::WeightedShare`].
@@ -155,7 +156,7 @@ pub struct FirstEligibleOut<T> {
 
 #[derive(Debug, Clone)]
 struct Group {
-    turn: SchedulingState,
+    state: SchedulingState,
     ranking: Ranking,
     virtual_time: u64,
     /// Bit mask of the group's services.
@@ -164,7 +165,7 @@ struct Group {
 
 #[derive(Debug, Clone)]
 struct Queue<T> {
-    turn: SchedulingState,
+    state: SchedulingState,
     group: u8,
     priority: u8,
     /// Time of arrival and handle, in order of arrival.
@@ -174,7 +175,7 @@ struct Queue<T> {
 /// Scheduling state of a service or a group.
 #[derive(Debug, Clone)]
 struct SchedulingState {
-    member: Member,
+    member: SchedulingParameters,
     /// Virtual time at which the member's next request starts.
     start_tag: u64,
     /// Time at which the bucket would be full again.
@@ -182,12 +183,12 @@ struct SchedulingState {
 }
 
 impl SchedulingState {
-    fn new(member: Member, ranking: Ranking) -> Result<Self, FeoConfigError> {
+    fn new(member: SchedulingParameters, ranking: Ranking) -> Result<Self, FeoConfigError> {
         if ranking == Ranking::WeightedShare && !(1..=MAX_WEIGHT).contains(&member.parameter) {
-            return Err(FeoConfigError::Weight(member.parameter));
+            return Err(FeoConfigError::WeightOutOfRange(member.parameter));
         }
         if member.limit.is_some_and(|limit| limit.burst == 0) {
-            return Err(FeoConfigError::Burst);
+            return Err(FeoConfigError::ZeroBurst);
         }
         Ok(Self { member, start_tag: 0, full_at: 0 })
     }
@@ -227,18 +228,18 @@ impl<T> FirstEligibleOut<T> {
     /// Returns an empty scheduler. Fails when the configuration is out of range: see [`FeoConfigError`].
     pub fn new(config: &FeoConfig) -> Result<Self, FeoConfigError> {
         if !(1..=MAX_SERVICES).contains(&config.queues.len()) {
-            return Err(FeoConfigError::Services(config.queues.len()));
+            return Err(FeoConfigError::ServiceCount(config.queues.len()));
         }
         if !(1..=MAX_SERVICES).contains(&config.groups.len()) {
-            return Err(FeoConfigError::Groups(config.groups.len()));
+            return Err(FeoConfigError::GroupCount(config.groups.len()));
         }
         if config.capacity == 0 {
-            return Err(FeoConfigError::Capacity);
+            return Err(FeoConfigError::ZeroCapacity);
         }
         let mut groups = Vec::new();
         for group in &config.groups {
             let turn = SchedulingState::new(group.member, config.ranking)?;
-            groups.push(Group { turn, ranking: group.ranking, virtual_time: 0, member_mask: 0 });
+            groups.push(Group { state: turn, ranking: group.ranking, virtual_time: 0, member_mask: 0 });
         }
         let mut queues = Vec::new();
         for (service, &QueueConfig { group, member, priority }) in config.queues.iter().enumerate() {
@@ -246,11 +247,11 @@ impl<T> FirstEligibleOut<T> {
             let parent = parent.ok_or(FeoConfigError::UnknownGroup { service, group })?;
             parent.member_mask |= 1 << service;
             let turn = SchedulingState::new(member, parent.ranking)?;
-            queues.push(Queue { turn, group, priority, requests: VecDeque::new() });
+            queues.push(Queue { state: turn, group, priority, requests: VecDeque::new() });
         }
         let &FeoConfig { ranking, selection, capacity, .. } = config;
         let mut rankings = groups.iter().map(|group| group.ranking).chain([ranking]);
-        let mut turns = groups.iter().map(|group| &group.turn).chain(queues.iter().map(|queue| &queue.turn));
+        let mut turns = groups.iter().map(|group| &group.state).chain(queues.iter().map(|queue| &queue.state));
         let is_stateless =
             rankings.all(|ranking| ranking != Ranking::WeightedShare) && turns.all(|turn| turn.member.limit.is_none());
         Ok(Self {
@@ -309,21 +310,20 @@ impl<T> FirstEligibleOut<T> {
         let service = self.select(now, eligible)?;
         let queue = &mut self.queues[usize::from(service)];
         let group = &mut self.groups[usize::from(queue.group)];
-        self.virtual_time = group.turn.record_dispatch(now, self.ranking);
-        group.virtual_time = queue.turn.record_dispatch(now, group.ranking);
+        self.virtual_time = group.state.record_dispatch(now, self.ranking);
+        group.virtual_time = queue.state.record_dispatch(now, group.ranking);
         let (_, request) = queue.requests.pop_front()?;
         self.record_removal(service);
         Some((service, request))
     }
 
     /// Returns the earliest time at which a rate limit ends, if only rate limits delay all waiting requests.
-    pub fn next_allowed(&self) -> Option<u64> {
-        bit_indices(self.backlogged_services)
-            .map(|service| {
-                let queue = &self.queues[usize::from(service)];
-                queue.turn.next_token_at().max(self.groups[usize::from(queue.group)].turn.next_token_at())
-            })
-            .min()
+    pub fn next_token_time(&self) -> Option<u64> {
+        let next_token_at = |service| {
+            let queue = &self.queues[usize::from(service)];
+            queue.state.next_token_at().max(self.groups[usize::from(queue.group)].state.next_token_at())
+        };
+        bit_indices(self.backlogged_services).map(next_token_at).min()
     }
 
     fn append(&mut self, now: u64, service: u8, request: T) {
@@ -331,9 +331,9 @@ impl<T> FirstEligibleOut<T> {
         if queue.requests.is_empty() {
             let group = &mut self.groups[usize::from(queue.group)];
             if self.backlogged_services & group.member_mask == 0 {
-                group.turn.start_tag = group.turn.start_tag.max(self.virtual_time);
+                group.state.start_tag = group.state.start_tag.max(self.virtual_time);
             }
-            queue.turn.start_tag = queue.turn.start_tag.max(group.virtual_time);
+            queue.state.start_tag = queue.state.start_tag.max(group.virtual_time);
             self.backlogged_services |= 1 << service;
         }
         queue.requests.push_back((now, request));
@@ -364,9 +364,9 @@ impl<T> FirstEligibleOut<T> {
             Selection::Pifo => self.backlogged_services,
         };
         let mut first: Option<(u64, u8)> = None;
-        for group in self.groups.iter().filter(|group| group.turn.next_token_at() <= now) {
+        for group in self.groups.iter().filter(|group| group.state.next_token_at() <= now) {
             let Some((arrived, _, service)) = self.next_service_of(group, now, considered) else { continue };
-            let rank = group.turn.rank(self.ranking, arrived);
+            let rank = group.state.rank(self.ranking, arrived);
             if first.is_none_or(|(least, _)| rank < least) {
                 first = Some((rank, service));
             }
@@ -381,11 +381,11 @@ impl<T> FirstEligibleOut<T> {
         let mut first: Option<(u64, u64, u8)> = None;
         for service in bit_indices(considered & group.member_mask) {
             let queue = &self.queues[usize::from(service)];
-            if queue.turn.next_token_at() > now {
+            if queue.state.next_token_at() > now {
                 continue;
             }
             let Some((arrived, _)) = queue.requests.front() else { continue };
-            let rank = queue.turn.rank(group.ranking, *arrived);
+            let rank = queue.state.rank(group.ranking, *arrived);
             first = Some(match first {
                 Some((earliest, least, other)) if least <= rank => (earliest.min(*arrived), least, other),
                 Some((earliest, ..)) => (earliest.min(*arrived), rank, service),
@@ -419,7 +419,7 @@ mod tests {
         let mut config = FeoConfig::strict_priority(0..parameters.len() as u8);
         config.groups[0].ranking = ranking;
         for (queue, parameter) in config.queues.iter_mut().zip(parameters) {
-            queue.member = Member::new(*parameter);
+            queue.member = SchedulingParameters::new(*parameter);
         }
         config
     }
@@ -481,7 +481,7 @@ mod tests {
     fn idle_service_or_group_saves_no_share() {
         let one_group = config(Ranking::WeightedShare, &[1, 1]);
         let mut two_groups = one_group.clone();
-        let group = GroupConfig { member: Member::new(1), ranking: Ranking::StrictPriority };
+        let group = GroupConfig { member: SchedulingParameters::new(1), ranking: Ranking::StrictPriority };
         (two_groups.ranking, two_groups.groups) = (Ranking::WeightedShare, vec![group; 2]);
         two_groups.queues[1].group = 1;
         for config in [one_group, two_groups] {
@@ -513,9 +513,9 @@ mod tests {
             let mut feo = backlogged(&config, 4);
             assert_eq!(popped(&mut feo, 1000, 3), [0, 0, 1], "a burst of two, then the other service");
             assert_eq!(popped(&mut feo, 1009, 9), [1, 1, 1]);
-            assert_eq!(feo.next_allowed(), Some(1010));
+            assert_eq!(feo.next_token_time(), Some(1010));
             assert_eq!(popped(&mut feo, 1010, 9), [0]);
-            assert_eq!((popped(&mut feo, 1020, 9), feo.next_allowed()), (vec![0], None));
+            assert_eq!((popped(&mut feo, 1020, 9), feo.next_token_time()), (vec![0], None));
         }
     }
 
@@ -524,8 +524,8 @@ mod tests {
     fn groups_are_ranked_before_their_services() {
         let mut config = config(Ranking::StrictPriority, &[0, 1, 0]);
         config.ranking = Ranking::WeightedShare;
-        config.groups[0].member = Member::new(2);
-        config.groups.push(GroupConfig { member: Member::new(1), ranking: Ranking::StrictPriority });
+        config.groups[0].member = SchedulingParameters::new(2);
+        config.groups.push(GroupConfig { member: SchedulingParameters::new(1), ranking: Ranking::StrictPriority });
         config.queues[2].group = 1;
         let mut feo = backlogged(&config, 10);
         let order = popped(&mut feo, 0, 15);

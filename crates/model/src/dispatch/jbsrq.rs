@@ -42,7 +42,7 @@ impl<T> JoinBoundedShortestRankedQueue<T> {
     /// services than `ranks`.
     pub fn with_ranks(ranks: RankArrays, config: &FeoConfig) -> Result<Self, FeoConfigError> {
         if config.queues.len() != ranks.service_count() {
-            return Err(FeoConfigError::Services(config.queues.len()));
+            return Err(FeoConfigError::ServiceCount(config.queues.len()));
         }
         Ok(Self { queue: FirstEligibleOut::new(config)?, waiting_peaks: vec![0; ranks.service_count()], ranks })
     }
@@ -63,13 +63,13 @@ impl<T> JoinBoundedShortestRankedQueue<T> {
     }
 
     /// Returns the number of requests of `service` that wait at the NIC.
-    pub fn waiting(&self, service: u8) -> u64 {
+    pub fn waiting_count(&self, service: u8) -> u64 {
         self.queue.waiting_count(service) as u64
     }
 
     /// Returns the largest number of waiting requests of `service` since the last call.
     pub fn take_waiting_peak(&mut self, service: u8) -> u64 {
-        let waiting = self.waiting(service);
+        let waiting = self.waiting_count(service);
         std::mem::replace(&mut self.waiting_peaks[usize::from(service)], waiting)
     }
 
@@ -97,10 +97,10 @@ impl<T> JoinBoundedShortestRankedQueue<T> {
         Some((ReleasedRequest { service, core }, request))
     }
 
-    /// Accounts for answered requests: see [`RankArrays::feedback`]. Fails when fewer requests are outstanding.
+    /// Accounts for answered requests: see [`RankArrays::record_feedback`]. Fails when fewer requests are outstanding.
     #[inline]
-    pub fn feedback(&mut self, service: u8, core: u16, count: u32) -> Result<(), FeedbackError> {
-        self.ranks.feedback(service, core, count)
+    pub fn record_feedback(&mut self, service: u8, core: u16, count: u32) -> Result<(), FeedbackError> {
+        self.ranks.record_feedback(service, core, count)
     }
 }
 
@@ -114,7 +114,7 @@ impl Dispatcher for JoinBoundedShortestRankedQueue {
 
     #[inline]
     fn record_completion(&mut self, core: u16, header: &DispatchHeader) {
-        self.feedback(header.service, core, 1).expect("a response answers a request");
+        self.record_feedback(header.service, core, 1).expect("a response answers a request");
     }
 
     #[inline]
@@ -179,7 +179,7 @@ mod tests {
         assert_eq!(jbsrq.release(0), Some(ReleasedRequest { service: 1, core: 1 }));
         jbsrq.record_completion(0, &header(0, 1));
         assert_eq!(jbsrq.release(0), Some(ReleasedRequest { service: 0, core: 0 }));
-        assert_eq!((jbsrq.waiting(0), jbsrq.waiting(1), jbsrq.release(0)), (0, 0, None));
+        assert_eq!((jbsrq.waiting_count(0), jbsrq.waiting_count(1), jbsrq.release(0)), (0, 0, None));
     }
 
     /// RingLeader, Sect. 5.2 and Fig. 7: depth 3, lambda 0.2. Service 1 has the paper's priority 2, service 2 its
@@ -206,9 +206,9 @@ mod tests {
         assert_eq!(jbsrq.ranks().eligible_services() >> SERVICE_2 & 1, 0, "steps 7 and 8");
         assert_eq!(jbsrq.submit(0, SERVICE_2, ()).sent, None, "held at the NIC");
 
-        jbsrq.feedback(SERVICE_1, 0, 1).unwrap();
+        jbsrq.record_feedback(SERVICE_1, 0, 1).unwrap();
         assert_eq!(arrays(&jbsrq, 0), [2000, 400, 400], "step 9, F");
-        jbsrq.feedback(SERVICE_2, 0, 1).unwrap();
+        jbsrq.record_feedback(SERVICE_2, 0, 1).unwrap();
         assert_eq!(arrays(&jbsrq, 0), [1000, 200, 200], "step 9, A");
         assert_eq!(jbsrq.next(0), Some((ReleasedRequest { service: SERVICE_2, core: 0 }, ())));
         assert_eq!(jbsrq.next(0), None);
@@ -232,7 +232,7 @@ mod tests {
         config.queues[0].member.limit = Some(RateLimit { interval: 10, burst: 1 });
         let mut jbsrq = JoinBoundedShortestRankedQueue::with_ranks(dispatcher(2, 4).ranks, &config).unwrap();
         assert!(jbsrq.submit(0, 0, 'a').sent.is_some() && jbsrq.submit(1, 0, 'b').sent.is_none());
-        assert_eq!((jbsrq.next(9), jbsrq.queue().next_allowed()), (None, Some(10)));
+        assert_eq!((jbsrq.next(9), jbsrq.queue().next_token_time()), (None, Some(10)));
         assert_eq!(jbsrq.next(10), Some((ReleasedRequest { service: 0, core: 1 }, 'b')));
     }
 
@@ -255,7 +255,10 @@ mod tests {
             for (now, (step, service, core)) in (0u64..).zip(steps) {
                 match step {
                     0 | 1 => prop_assert_eq!(direct.submit(now, service, now), queued.submit(now, service, now)),
-                    2 => prop_assert_eq!(direct.feedback(service, core, 1), queued.feedback(service, core, 1)),
+                    2 => {
+                        let expected = direct.record_feedback(service, core, 1);
+                        prop_assert_eq!(expected, queued.record_feedback(service, core, 1));
+                    }
                     _ => {
                         let enabled = !direct.ranks().is_enabled(service, core);
                         direct.set_enabled(service, core, enabled);

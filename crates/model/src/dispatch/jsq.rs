@@ -9,13 +9,13 @@ use super::{DispatchHeader, Dispatcher, LeastTree, ReleasedRequest};
 pub struct JoinShortestQueue {
     outstanding: LeastTree<u32>,
     bound: u32,
-    waiting: u64,
+    waiting_count: u64,
 }
 
 impl JoinShortestQueue {
     /// Returns a dispatcher that sends every request to a core at once.
     pub fn unbounded(cores: u16) -> Self {
-        Self { outstanding: LeastTree::new(cores, 0), bound: u32::MAX, waiting: 0 }
+        Self { outstanding: LeastTree::new(cores, 0), bound: u32::MAX, waiting_count: 0 }
     }
 
     /// Returns a dispatcher with at most `bound` outstanding requests at each core.
@@ -38,7 +38,7 @@ impl Dispatcher for JoinShortestQueue {
     #[inline]
     fn place(&mut self, _now: u64, _header: &DispatchHeader) -> Option<u16> {
         let core = self.take_shortest();
-        self.waiting += u64::from(core.is_none());
+        self.waiting_count += u64::from(core.is_none());
         core
     }
 
@@ -50,11 +50,11 @@ impl Dispatcher for JoinShortestQueue {
 
     #[inline]
     fn release(&mut self, _now: u64) -> Option<ReleasedRequest> {
-        if self.waiting == 0 {
+        if self.waiting_count == 0 {
             return None;
         }
         let core = self.take_shortest()?;
-        self.waiting -= 1;
+        self.waiting_count -= 1;
         Some(ReleasedRequest { service: 0, core })
     }
 }

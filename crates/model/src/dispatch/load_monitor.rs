@@ -35,7 +35,7 @@ impl Epoch {
 
 /// Condition of scaling up: one request waits at the NIC at two consecutive checks (Caladan's rule, OSDI'20).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct ScaleUp {
+pub struct ScaleUpCondition {
     /// Time between two checks.
     pub epoch: Epoch,
 }
@@ -43,7 +43,7 @@ pub struct ScaleUp {
 /// Condition of scaling down: the queue at the NIC is never longer than the threshold in some consecutive epochs. The
 /// paper requires a more conservative rule than for scaling up, without numbers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct ScaleDown {
+pub struct ScaleDownCondition {
     /// Time between two checks.
     pub epoch: Epoch,
     /// Maximum queue of a calm epoch, in requests.
@@ -58,10 +58,10 @@ pub struct ScaleDown {
 /// hint goes to the service's least loaded core: [`RankArrays::least_loaded`](super::RankArrays::least_loaded).
 #[derive(Debug, Clone, Default)]
 pub struct LoadMonitor {
-    scale_up: Option<(ScaleUp, CheckTimes)>,
-    scale_down: Option<(ScaleDown, CheckTimes)>,
+    scale_up: Option<(ScaleUpCondition, CheckTimes)>,
+    scale_down: Option<(ScaleDownCondition, CheckTimes)>,
     /// Maximum queue in the current epoch of `scale_down`.
-    peak: u64,
+    peak_queue_length: u64,
     /// Number of consecutive calm epochs.
     calm_epoch_count: u32,
     is_hint_in_flight: bool,
@@ -91,14 +91,14 @@ impl CheckTimes {
 
 impl LoadMonitor {
     /// Enables scaling up, or changes its condition. The first check is one epoch after `now`.
-    pub fn enable_scale_up(&mut self, now: u64, condition: ScaleUp) {
+    pub fn enable_scale_up(&mut self, now: u64, condition: ScaleUpCondition) {
         self.scale_up = Some((condition, CheckTimes::new(now, condition.epoch)));
     }
 
     /// Enables scaling down, or changes its condition. The first check is one epoch after `now`.
-    pub fn enable_scale_down(&mut self, now: u64, condition: ScaleDown) {
+    pub fn enable_scale_down(&mut self, now: u64, condition: ScaleDownCondition) {
         self.scale_down = Some((condition, CheckTimes::new(now, condition.epoch)));
-        (self.peak, self.calm_epoch_count) = (0, 0);
+        (self.peak_queue_length, self.calm_epoch_count) = (0, 0);
     }
 
     /// Disables the monitor of that hint. A hint in flight stays in flight.
@@ -139,11 +139,11 @@ impl LoadMonitor {
 
     fn check_scale_down(&mut self, now: u64, peak: u64) -> bool {
         let Some((condition, checks)) = &mut self.scale_down else { return false };
-        self.peak = self.peak.max(peak);
+        self.peak_queue_length = self.peak_queue_length.max(peak);
         if checks.take_due_check(now, condition.epoch).is_none() {
             return false;
         }
-        let is_calm = std::mem::take(&mut self.peak) <= condition.threshold;
+        let is_calm = std::mem::take(&mut self.peak_queue_length) <= condition.threshold;
         self.calm_epoch_count = if is_calm { self.calm_epoch_count.saturating_add(1) } else { 0 };
         is_calm && self.calm_epoch_count >= condition.calm_epochs
     }
@@ -174,8 +174,8 @@ mod tests {
 
     fn monitor(up: u64, down: u64, threshold: u64, calm_epochs: u32) -> LoadMonitor {
         let mut monitor = LoadMonitor::default();
-        monitor.enable_scale_up(0, ScaleUp { epoch: epoch(up) });
-        monitor.enable_scale_down(0, ScaleDown { epoch: epoch(down), threshold, calm_epochs });
+        monitor.enable_scale_up(0, ScaleUpCondition { epoch: epoch(up) });
+        monitor.enable_scale_down(0, ScaleDownCondition { epoch: epoch(down), threshold, calm_epochs });
         monitor
     }
 
@@ -197,12 +197,12 @@ mod tests {
     fn monitors_have_separate_switches_and_epochs() {
         let mut monitor = LoadMonitor::default();
         assert_eq!((monitor.next_check(), monitor.check(1000, Some(0), 9)), (None, None));
-        let condition = ScaleDown { epoch: Epoch::power_of_two(6).unwrap(), threshold: 2, calm_epochs: 1 };
+        let condition = ScaleDownCondition { epoch: Epoch::power_of_two(6).unwrap(), threshold: 2, calm_epochs: 1 };
         monitor.enable_scale_down(1000, condition);
         assert_eq!(monitor.next_check(), Some(1064));
         assert_eq!(monitor.check(1063, Some(0), 3), None);
         assert_eq!(monitor.check(1064, None, 0), None, "3 waited in this epoch");
-        monitor.enable_scale_up(1064, ScaleUp { epoch: Epoch::power_of_two(4).unwrap() });
+        monitor.enable_scale_up(1064, ScaleUpCondition { epoch: Epoch::power_of_two(4).unwrap() });
         assert_eq!(monitor.next_check(), Some(1080));
         monitor.disable(LoadHint::ScaleUp);
         assert_eq!(monitor.check(1128, Some(0), 2), Some(LoadHint::ScaleDown));

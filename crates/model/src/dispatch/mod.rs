@@ -21,24 +21,24 @@ mod stealing;
 mod weight;
 
 pub use assignment::{
-    Assignment, AssignmentChange, CoreAllocation, InvalidReservedCores, ReservedCores, UnknownAssignment,
+    AssignmentChange, CoreAllocation, CoreAssignment, InvalidReservedCores, ReservedCores, UnknownAssignment,
 };
 pub use class_bounds::{ClassBoundedShortestQueue, ClassBounds};
 pub use feo::{
-    FeoConfig, FeoConfigError, FirstEligibleOut, GroupConfig, MAX_SERVICES, MAX_WEIGHT, Member, QueueConfig, Ranking,
-    RateLimit, Selection,
+    FeoConfig, FeoConfigError, FirstEligibleOut, GroupConfig, MAX_SERVICES, MAX_WEIGHT, QueueConfig, Ranking,
+    RateLimit, SchedulingParameters, Selection,
 };
 pub use jbsrq::{JoinBoundedShortestRankedQueue, SubmitEffects};
 pub use jlq::JoinLightestQueue;
 pub use jsq::JoinShortestQueue;
 pub use least::{Key, LeastTree};
-pub use load_monitor::{Epoch, LoadHint, LoadMonitor, ScaleDown, ScaleUp};
+pub use load_monitor::{Epoch, LoadHint, LoadMonitor, ScaleDownCondition, ScaleUpCondition};
 pub use ranks::{FeedbackError, Lambda, LambdaOutOfRange, RankArrays, RankRule, RankedService};
-pub use repair::{LearnedTime, Liveness, expired_requests};
+pub use repair::{LearnedTime, StallDetector, expired_requests};
 pub use rss::{BucketHash, assign_buckets_to_cores};
 pub use spread::{RandomCore, RoundRobinCore};
 pub use stealing::{LongestQueueStealing, Steal};
-pub use weight::Weight;
+pub use weight::RoundedServiceTime;
 
 /// Fields of a request at the NIC.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -70,7 +70,7 @@ pub trait Dispatcher {
     /// Records the response to a request of `core`.
     fn record_completion(&mut self, core: u16, header: &DispatchHeader);
 
-    /// Returns a waiting request that may go at `now`, after [`Dispatcher::completed`]. Call it until `None`.
+    /// Returns a waiting request that may go at `now`, after [`Dispatcher::record_completion`]. Call it until `None`.
     fn release(&mut self, _now: u64) -> Option<ReleasedRequest> {
         None
     }

@@ -161,7 +161,7 @@ impl RankArrays {
     }
 
     /// Returns the number of requests of all services that `core` has.
-    pub fn load(&self, core: u16) -> u32 {
+    pub fn core_request_count(&self, core: u16) -> u32 {
         self.services.iter().map(|service| service.outstanding[usize::from(core)]).sum()
     }
 
@@ -188,7 +188,7 @@ impl RankArrays {
     /// Accounts for `count` requests of `service` that `core` has answered (RingLeader's LoadFeedback). Fails, without
     /// effect, when fewer requests are outstanding at the core.
     #[inline]
-    pub fn feedback(&mut self, service: u8, core: u16, count: u32) -> Result<(), FeedbackError> {
+    pub fn record_feedback(&mut self, service: u8, core: u16, count: u32) -> Result<(), FeedbackError> {
         let outstanding = &mut self.services[usize::from(service)].outstanding[usize::from(core)];
         let Some(left) = outstanding.checked_sub(count) else {
             return Err(FeedbackError { service, core, count, outstanding: *outstanding });
@@ -279,12 +279,12 @@ mod tests {
     fn feedback_for_requests_never_sent_is_an_error() {
         let mut ranks = RankArrays::new(2, &services(&[0, 1]), RankRule::Ranked, DEPTH);
         fill(&mut ranks, 1, 0, 2);
-        let error = ranks.feedback(1, 0, 3).unwrap_err();
+        let error = ranks.record_feedback(1, 0, 3).unwrap_err();
         let expected = "feedback for 3 requests of service 1 at core 0: 2 are outstanding";
         assert_eq!(error.to_string(), expected);
         assert_eq!((ranks.outstanding(1, 0), ranks.rank(1, 0)), (2, 2000), "nothing changes");
-        assert_eq!((ranks.feedback(0, 0, 0), ranks.feedback(1, 0, 2)), (Ok(()), Ok(())));
-        assert_eq!(ranks.load(0), 0);
+        assert_eq!((ranks.record_feedback(0, 0, 0), ranks.record_feedback(1, 0, 2)), (Ok(()), Ok(())));
+        assert_eq!(ranks.core_request_count(0), 0);
     }
 
     #[test]
@@ -335,7 +335,7 @@ mod tests {
                     0 | 1 => prop_assert_eq!(ranks.assign_request(service), expected),
                     2 => {
                         let count = ranks.outstanding(service, core).min(2);
-                        prop_assert!(ranks.feedback(service, core, count).is_ok());
+                        prop_assert!(ranks.record_feedback(service, core, count).is_ok());
                     }
                     _ => ranks.set_enabled(service, core, !ranks.is_enabled(service, core)),
                 }

@@ -17,13 +17,13 @@ pub fn expired_requests(ages: &[u32], queued: usize, timeout: u32) -> Vec<usize>
 
 /// Detector of a stalled worker: datagrams wait, and the worker has not answered for a while.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Liveness {
+pub struct StallDetector {
     responses: u64,
     /// Last time at which the worker had no work, or had answered.
     last_progress: Duration,
 }
 
-impl Liveness {
+impl StallDetector {
     /// Returns a detector that starts at `now` with the worker's number of responses.
     pub fn new(now: Duration, responses: u64) -> Self {
         Self { responses, last_progress: now }
@@ -86,7 +86,7 @@ mod tests {
     #[test]
     fn worker_with_a_queue_and_no_response_is_stalled() {
         let ms = Duration::from_millis;
-        let mut worker = Liveness::new(ms(0), 5);
+        let mut worker = StallDetector::new(ms(0), 5);
         assert!(!worker.is_stalled(ms(1000), 5, 0, ms(300)), "nothing to do");
         assert!(!worker.is_stalled(ms(1299), 5, 1, ms(300)));
         assert!(worker.is_stalled(ms(1300), 5, 1, ms(300)));

@@ -7,7 +7,7 @@ use super::LeastTree;
 #[derive(Debug, Clone)]
 pub struct LongestQueueStealing {
     /// Queue lengths, inverted so that the longest queue has the smallest key.
-    lengths: LeastTree<u32>,
+    inverted_queue_lengths: LeastTree<u32>,
     /// [`IDLE`] or [`BUSY`] for each core.
     states: LeastTree<u32>,
 }
@@ -28,7 +28,7 @@ pub struct Steal {
 impl LongestQueueStealing {
     /// Returns a dispatcher with idle cores and empty queues.
     pub fn new(cores: u16) -> Self {
-        Self { lengths: LeastTree::new(cores, EMPTY), states: LeastTree::new(cores, IDLE) }
+        Self { inverted_queue_lengths: LeastTree::new(cores, EMPTY), states: LeastTree::new(cores, IDLE) }
     }
 
     /// Sets whether `core` serves a request.
@@ -37,14 +37,14 @@ impl LongestQueueStealing {
     }
 
     /// Sets the length of `core`'s queue, without the request in service.
-    pub fn set_queued(&mut self, core: u16, length: u32) {
-        self.lengths.set(core, EMPTY - length);
+    pub fn set_queue_length(&mut self, core: u16, length: u32) {
+        self.inverted_queue_lengths.set(core, EMPTY - length);
     }
 
     /// Returns the next steal: the idle core and the longest queue with the lowest indices. `None`: no core is idle, or
     /// no request is queued.
     pub fn next_steal(&self) -> Option<Steal> {
-        let ((thief, state), (victim, length)) = (self.states.least(), self.lengths.least());
+        let ((thief, state), (victim, length)) = (self.states.least(), self.inverted_queue_lengths.least());
         (state == IDLE && length != EMPTY).then_some(Steal { thief, victim })
     }
 }
@@ -58,12 +58,12 @@ mod tests {
         let mut stealing = LongestQueueStealing::new(3);
         assert_eq!(stealing.next_steal(), None);
         (0..3).for_each(|core| stealing.set_busy(core, true));
-        stealing.set_queued(1, 2);
-        stealing.set_queued(2, 3);
+        stealing.set_queue_length(1, 2);
+        stealing.set_queue_length(2, 3);
         assert_eq!(stealing.next_steal(), None);
         stealing.set_busy(0, false);
         assert_eq!(stealing.next_steal(), Some(Steal { thief: 0, victim: 2 }));
-        stealing.set_queued(2, 2);
+        stealing.set_queue_length(2, 2);
         assert_eq!(stealing.next_steal(), Some(Steal { thief: 0, victim: 1 }));
     }
 }

@@ -5,16 +5,16 @@ use std::time::Duration;
 /// A service time rounded to a mantissa of 11 bits and a power of two, from 1 ns to more than an hour. The entry stores
 /// it, so a response subtracts exactly what its request added, even if the learned time has changed.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct Weight(u16);
+pub struct RoundedServiceTime(u16);
 
 const MANTISSA_BITS: u32 = 11;
 const MANTISSA_MASK: u16 = (1 << MANTISSA_BITS) - 1;
 
-impl Weight {
+impl RoundedServiceTime {
     /// Maximum weight: 2047 << 31 ns, 73 minutes.
     pub const MAX: Duration = Duration::from_nanos((MANTISSA_MASK as u64) << 31);
 
-    /// Returns the nearest weight, within 1/2048; longer times count as [`Weight::MAX`].
+    /// Returns the nearest weight, within 1/2048; longer times count as [`RoundedServiceTime::MAX`].
     pub fn new(time: Duration) -> Self {
         let ns = time.min(Self::MAX).as_nanos() as u64;
         let bits = u64::BITS - ns.leading_zeros();
@@ -51,19 +51,19 @@ mod tests {
 
     proptest! {
         #[test]
-        fn weight_is_close_and_monotonic(ns in 0u64..Weight::MAX.as_nanos() as u64) {
-            let weight = Weight::new(Duration::from_nanos(ns));
+        fn weight_is_close_and_monotonic(ns in 0u64..RoundedServiceTime::MAX.as_nanos() as u64) {
+            let weight = RoundedServiceTime::new(Duration::from_nanos(ns));
             let difference = weight.as_ns().abs_diff(ns);
             prop_assert!(difference <= ns / 2048 + u64::from(ns >= 2048), "{ns} became {}", weight.as_ns());
-            prop_assert!(Weight::new(Duration::from_nanos(ns + 1)).as_ns() >= weight.as_ns());
-            prop_assert_eq!(Weight::from_bits(weight.bits()), weight);
+            prop_assert!(RoundedServiceTime::new(Duration::from_nanos(ns + 1)).as_ns() >= weight.as_ns());
+            prop_assert_eq!(RoundedServiceTime::from_bits(weight.bits()), weight);
         }
     }
 
     #[test]
     fn range_limits_are_accepted() {
-        assert_eq!(Weight::new(Duration::ZERO).as_ns(), 0);
-        assert_eq!(Weight::new(Duration::from_nanos(2047)).as_ns(), 2047);
-        assert_eq!(Weight::new(Duration::MAX).as_ns(), Weight::MAX.as_nanos() as u64);
+        assert_eq!(RoundedServiceTime::new(Duration::ZERO).as_ns(), 0);
+        assert_eq!(RoundedServiceTime::new(Duration::from_nanos(2047)).as_ns(), 2047);
+        assert_eq!(RoundedServiceTime::new(Duration::MAX).as_ns(), RoundedServiceTime::MAX.as_nanos() as u64);
     }
 }

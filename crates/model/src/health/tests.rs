@@ -6,7 +6,7 @@ fn thresholds(rise: u32, fall: u32) -> Thresholds {
     Thresholds::new(rise, fall).unwrap()
 }
 
-fn verdicts(results: &[bool], thresholds: Thresholds) -> Vec<Option<Verdict>> {
+fn verdicts(results: &[bool], thresholds: Thresholds) -> Vec<Option<HealthVerdict>> {
     let mut judge = HealthTracker::default();
     let after = |passed: &bool| {
         judge.record_result(*passed, thresholds);
@@ -17,7 +17,7 @@ fn verdicts(results: &[bool], thresholds: Thresholds) -> Vec<Option<Verdict>> {
 
 #[test]
 fn server_falls_and_rises_after_its_thresholds() {
-    use Verdict::{Down, Up};
+    use HealthVerdict::{Down, Up};
     let results = [true, false, false, true, false, false, false, true, false, true, true, false];
     let expected = [Up, Up, Up, Up, Up, Up, Down, Down, Down, Down, Up, Up];
     assert_eq!(verdicts(&results, thresholds(2, 3)), expected.map(Some));
@@ -26,8 +26,8 @@ fn server_falls_and_rises_after_its_thresholds() {
 #[test]
 fn first_failure_keeps_the_server_up() {
     let none = None;
-    assert_eq!(verdicts(&[false, false, false], thresholds(2, 3)), [none, none, Some(Verdict::Down)]);
-    assert_eq!(verdicts(&[false, true], thresholds(2, 3)), [none, Some(Verdict::Up)]);
+    assert_eq!(verdicts(&[false, false, false], thresholds(2, 3)), [none, none, Some(HealthVerdict::Down)]);
+    assert_eq!(verdicts(&[false, true], thresholds(2, 3)), [none, Some(HealthVerdict::Up)]);
 }
 
 #[test]
@@ -39,18 +39,18 @@ fn status_range_contains_its_bounds() {
     assert_eq!((StatusRange::new(204, 200), StatusRange::new(99, 200), StatusRange::new(200, 600)), (None, None, None));
 }
 
-fn observer(verdicts: &[(u8, Verdict)]) -> BTreeMap<u8, Verdict> {
+fn observer(verdicts: &[(u8, HealthVerdict)]) -> BTreeMap<u8, HealthVerdict> {
     verdicts.iter().copied().collect()
 }
 
-fn decided(observers: &[BTreeMap<u8, Verdict>], before: Verdict) -> Vec<(u8, Verdict)> {
+fn decided(observers: &[BTreeMap<u8, HealthVerdict>], before: HealthVerdict) -> Vec<(u8, HealthVerdict)> {
     let observers: Vec<_> = observers.iter().collect();
     majority_verdicts(&observers, |_| before).into_iter().collect()
 }
 
 #[test]
 fn majority_decides_and_a_tie_changes_nothing() {
-    use Verdict::{Down, Up};
+    use HealthVerdict::{Down, Up};
     let a = observer(&[(1, Up), (2, Down)]);
     let b = observer(&[(1, Up), (2, Up)]);
     for before in [Up, Down] {
@@ -62,7 +62,7 @@ fn majority_decides_and_a_tie_changes_nothing() {
 
 #[test]
 fn load_balancer_that_reaches_no_server_is_overruled() {
-    use Verdict::{Down, Up};
+    use HealthVerdict::{Down, Up};
     let blind = observer(&[(1, Down), (2, Down), (3, Down)]);
     let sees = observer(&[(1, Up), (2, Down), (3, Up)]);
     assert_eq!(decided(&[blind.clone(), blind.clone(), sees], Up), [(1, Up), (2, Down), (3, Up)]);
@@ -80,9 +80,9 @@ proptest! {
             let before = if now == 0 { None } else { found[now - 1] };
             let in_a_row = results[..=now].iter().rev().take_while(|passed| **passed == results[now]).count() as u32;
             let expected = match (before, results[now]) {
-                (None, true) => Some(Verdict::Up),
-                (None | Some(Verdict::Up), false) if in_a_row >= fall => Some(Verdict::Down),
-                (Some(Verdict::Down), true) if in_a_row >= rise => Some(Verdict::Up),
+                (None, true) => Some(HealthVerdict::Up),
+                (None | Some(HealthVerdict::Up), false) if in_a_row >= fall => Some(HealthVerdict::Down),
+                (Some(HealthVerdict::Down), true) if in_a_row >= rise => Some(HealthVerdict::Up),
                 _ => before,
             };
             prop_assert_eq!(found[now], expected, "result {}", now);
@@ -101,7 +101,7 @@ proptest! {
             }
             passed = !passed;
         }
-        prop_assert_eq!(judge.verdict(), Some(Verdict::Up));
+        prop_assert_eq!(judge.verdict(), Some(HealthVerdict::Up));
     }
 
     #[test]
@@ -117,12 +117,12 @@ proptest! {
         seen in prop::collection::vec(prop::collection::btree_map(0u8..8, any::<bool>(), 1..8), 1..5),
         down_before: bool,
     ) {
-        let verdict = |up: bool| if up { Verdict::Up } else { Verdict::Down };
-        let mut observers: Vec<BTreeMap<u8, Verdict>> =
+        let verdict = |up: bool| if up { HealthVerdict::Up } else { HealthVerdict::Down };
+        let mut observers: Vec<BTreeMap<u8, HealthVerdict>> =
             seen.iter().map(|seen| seen.iter().map(|(target, up)| (*target, verdict(*up))).collect()).collect();
-        prop_assume!(observers.iter().any(|seen| seen.values().any(|verdict| *verdict == Verdict::Up)));
+        prop_assume!(observers.iter().any(|seen| seen.values().any(|verdict| *verdict == HealthVerdict::Up)));
         let expected = decided(&observers, verdict(!down_before));
-        observers.push((0..8).map(|target| (target, Verdict::Down)).collect());
+        observers.push((0..8).map(|target| (target, HealthVerdict::Down)).collect());
         prop_assert_eq!(decided(&observers, verdict(!down_before)), expected);
     }
 }
@@ -135,7 +135,7 @@ fn local_fault_gives_no_verdict() {
     assert!(!judge.record_result(false, thresholds));
     assert!(!judge.record_local_fault(thresholds));
     assert!(!judge.record_local_fault(thresholds));
-    assert_eq!(judge.verdict(), Some(Verdict::Up));
+    assert_eq!(judge.verdict(), Some(HealthVerdict::Up));
     assert!(judge.record_local_fault(thresholds), "it has not seen the server for long");
     assert_eq!(judge.verdict(), None);
     assert!(!judge.record_local_fault(thresholds));

@@ -6,13 +6,13 @@ use coreward_intf as intf;
 
 use super::decision::{Decision, Identification};
 use super::encapsulation::set_macs;
-use super::flow::{Datagram, FlowEntryKind};
+use super::flow::{FlowEntryKind, FragmentKey};
 use super::ip_packet::{FragmentPart, IpPacket, NOT_A_SERVICE, ParseEnd};
 use super::packet::{self, Packet, RST, SYN};
 use super::packet_ipv6::PROTOCOL_ICMPV6;
 use super::stateful::IndexLookup;
 use super::{BroadcastReason, FlowEntry, LoadBalancer, Mac, Outcome, ServerTraffic};
-use crate::consistency::{Consistency, Transfer};
+use crate::consistency::{Consistency, ServiceMigration};
 use crate::cookie::{self, Cookie};
 use crate::lb_stamping;
 use crate::tuple::Protocol;
@@ -38,7 +38,7 @@ impl LoadBalancer {
             return answered;
         }
         let mut read = None;
-        let decision = self.read_and_decide(frame, now_ns, &mut read).unwrap_or_else(Decision::end);
+        let decision = self.read_and_decide(frame, now_ns, &mut read).unwrap_or_else(Decision::from_counter);
         let outcome = decision.outcome(read);
         if decision.forwards() {
             let bytes = frame.len() as u64;
@@ -73,7 +73,7 @@ impl LoadBalancer {
             let forwarding = self.service(place).mode.forwarding;
             if forwarding.encapsulates() {
                 let tunnel = *self.tunnels.get(&server).ok_or(intf::LB_COUNTER_DROP_SERVER_UNRESOLVED)?;
-                let mtu = self.constants.outer_header.mtu - forwarding.overhead(tunnel.address);
+                let mtu = self.settings.outer_header.mtu - forwarding.overhead(tunnel.address);
                 if packet::ip_length(frame) > mtu {
                     return Err(self.drop_exceeding(frame, place, mtu, now_ns));
                 }
@@ -126,12 +126,12 @@ impl LoadBalancer {
 
     /// Whether the program handles the protocol: UDP is not compiled in while no service needs it.
     fn is_balanced_protocol(&self, protocol: u8) -> bool {
-        let udp = || self.by_address.keys().any(|(.., protocol)| *protocol == UDP);
+        let udp = || self.service_slots_by_address.keys().any(|(.., protocol)| *protocol == UDP);
         matches!(protocol, TCP | packet::PROTOCOL_ICMP) || protocol == UDP && udp()
     }
 
     pub(super) fn service_at(&self, vip: IpAddr, port: u16, protocol: u8) -> Result<usize, ParseEnd> {
-        self.by_address.get(&(vip, port, protocol)).copied().ok_or(NOT_A_SERVICE)
+        self.service_slots_by_address.get(&(vip, port, protocol)).copied().ok_or(NOT_A_SERVICE)
     }
 
     /// Sends an ICMP error to the server whose packet it quotes: by the cookie in the quoted TSval, by the flow table,
@@ -188,7 +188,7 @@ impl LoadBalancer {
     }
 
     fn decide_later_fragment(&self, whole: &IpPacket<'_>, read: &mut Option<usize>) -> Result<Decision, ParseEnd> {
-        let known = self.fragments.get(&Datagram::of(whole)).filter(|(service_slot, id)| {
+        let known = self.fragments.get(&FragmentKey::of(whole)).filter(|(service_slot, id)| {
             self.services[*service_slot].as_ref().is_some_and(|service| service.server(*id).is_some())
         });
         let (service_slot, id) = *known.ok_or(intf::LB_COUNTER_DROP_FRAGMENT)?;
@@ -198,7 +198,7 @@ impl LoadBalancer {
 
     fn remember_fragment(&mut self, whole: &IpPacket<'_>, service_slot: usize, decision: &Decision) {
         if let (FragmentPart::First, true, Some(server)) = (whole.part, decision.forwards(), decision.server) {
-            self.fragments.insert(Datagram::of(whole), (service_slot, server));
+            self.fragments.insert(FragmentKey::of(whole), (service_slot, server));
         }
     }
 
@@ -211,7 +211,7 @@ impl LoadBalancer {
     }
 
     fn count_traffic(&mut self, server: ServerId, bytes: u64) {
-        if self.constants.counts_traffic {
+        if self.settings.counts_traffic {
             let traffic = self.traffic.entry(server).or_default();
             traffic.packets += 1;
             traffic.bytes += bytes;
@@ -219,11 +219,11 @@ impl LoadBalancer {
     }
 
     fn decide(&mut self, service_slot: usize, packet: &Packet, sender: &Sender, now_ns: u64) -> Decision {
-        let Some(transfer) = self.service(service_slot).mode.transfer else {
+        let Some(transfer) = self.service(service_slot).mode.migration else {
             return self.decide_without_counting(service_slot, packet, sender, now_ns);
         };
         let (other, first) = (transfer.other_balancer(), packet.flags & SYN != 0);
-        if first && matches!(transfer, Transfer::HandedOverTo(_)) {
+        if first && matches!(transfer, ServiceMigration::HandedOverTo(_)) {
             return self.decide_other_balancer(service_slot, other);
         }
         let decision = self.decide_without_counting(service_slot, packet, sender, now_ns);
@@ -263,7 +263,7 @@ impl LoadBalancer {
         let first = packet.flags & SYN != 0;
         if self.is_lb_stamped(service_slot) {
             return match first && packet.tsecr.is_some() {
-                true => match self.plain_server(service_slot, packet) {
+                true => match self.find_unstamped_server(service_slot, packet) {
                     Some(id) => self.deliver_to(service_slot, id, intf::LB_COUNTER_NEW_CONNECTION),
                     None => self.decide_by_rule(service_slot, packet, intf::LB_COUNTER_NEW_CONNECTION),
                 },
@@ -290,8 +290,8 @@ impl LoadBalancer {
     /// unknown.
     pub(super) fn deliver_to(&self, service_slot: usize, id: ServerId, counter: intf::lb_counter) -> Decision {
         match self.service(service_slot).server(id).and_then(|server| server.mac) {
-            Some(mac) => Decision { destination: mac, server: Some(id), ..Decision::end(counter) },
-            None => Decision::end(intf::LB_COUNTER_DROP_SERVER_UNRESOLVED),
+            Some(mac) => Decision { destination: mac, server: Some(id), ..Decision::from_counter(counter) },
+            None => Decision::from_counter(intf::LB_COUNTER_DROP_SERVER_UNRESOLVED),
         }
     }
 
@@ -302,10 +302,10 @@ impl LoadBalancer {
         counter: intf::lb_counter,
     ) -> Decision {
         let service = self.services[service_slot].as_mut().expect("in the directory");
-        let recent = (packet.protocol == Protocol::Tcp).then_some(&mut self.recent);
+        let recent = (packet.protocol == Protocol::Tcp).then_some(&mut self.recent_placements);
         match service.place(service_slot, recent, &packet.tuple()) {
             Some(id) => self.deliver_to(service_slot, id, counter).opening(counter == placement_counter(true)),
-            None => Decision::end(intf::LB_COUNTER_DROP_NO_ELIGIBLE_SERVER),
+            None => Decision::from_counter(intf::LB_COUNTER_DROP_NO_ELIGIBLE_SERVER),
         }
     }
 
@@ -361,9 +361,9 @@ impl LoadBalancer {
         {
             Some(choice) => {
                 let decision = self.deliver_to(service_slot, choice.server, intf::LB_COUNTER_BUCKET_HASH);
-                (Some(choice), decision.with_previous_server(choice.previous_server_field()))
+                (Some(choice), decision.with_previous_server(choice.encode_state_field()))
             }
-            None => (None, Decision::end(intf::LB_COUNTER_DROP_NO_ELIGIBLE_SERVER)),
+            None => (None, Decision::from_counter(intf::LB_COUNTER_DROP_NO_ELIGIBLE_SERVER)),
         }
     }
 
@@ -402,7 +402,7 @@ impl LoadBalancer {
             packet,
             entry,
             kind,
-            decision.with_previous_server(entry.previous_server_field()),
+            decision.with_previous_server(entry.encode_state_field()),
         )
     }
 
@@ -410,11 +410,11 @@ impl LoadBalancer {
         let first = packet.flags & SYN != 0;
         let service = self.service(service_slot);
         let by_bucket = service.mode.consistency == Consistency::Beamer;
-        let found = if by_bucket && !service.has_flows { None } else { self.find_flow_of(service_slot, packet) };
+        let found = if by_bucket && !service.has_flows { None } else { self.find_packet_flow(service_slot, packet) };
         if let Some(entry) = found.filter(|entry| self.is_usable(service_slot, entry.server, first)) {
             return self
                 .deliver_to(service_slot, entry.server, intf::LB_COUNTER_FLOW_TABLE)
-                .with_previous_server(entry.previous_server_field());
+                .with_previous_server(entry.encode_state_field());
         }
         if first {
             return self.decide_new_without_cookie(service_slot, packet, found);
@@ -430,7 +430,7 @@ impl LoadBalancer {
         }
         // Connections of this load balancer are in the flow table since their second packet. The other load balancer
         // must get all packets of its own connections.
-        if let Some(Transfer::HandedOverTo(other)) = self.service(service_slot).mode.transfer {
+        if let Some(ServiceMigration::HandedOverTo(other)) = self.service(service_slot).mode.migration {
             return self.decide_other_balancer(service_slot, other);
         }
         let (choice, decision) = self.decide_by_bucket(service_slot, packet);
@@ -446,7 +446,7 @@ impl LoadBalancer {
         // A datagram without a known flow begins one.
         let first = syn || udp;
         let known =
-            self.find_flow_of(service_slot, packet).filter(|entry| self.is_usable(service_slot, entry.server, syn));
+            self.find_packet_flow(service_slot, packet).filter(|entry| self.is_usable(service_slot, entry.server, syn));
         if let Some(entry) = known.filter(|entry| !udp || !self.service(service_slot).is_down(entry.server)) {
             return self.deliver_to(
                 service_slot,
@@ -488,10 +488,10 @@ impl LoadBalancer {
         now_ns: u64,
     ) -> Decision {
         if self.service(of.0).mode.forwarding.encapsulates() || !self.has_broadcast_vlan(of.0) {
-            return Decision::end(intf::LB_COUNTER_DROP_NOT_BROADCAST);
+            return Decision::from_counter(intf::LB_COUNTER_DROP_NOT_BROADCAST);
         }
-        if !self.broadcast.take_tokens(&self.stateful.key, of, reason, &self.constants.broadcast, now_ns) {
-            return Decision::end(over_rate);
+        if !self.broadcast.take_tokens(&self.stateful.key, of, reason, &self.settings.broadcast_rates, now_ns) {
+            return Decision::from_counter(over_rate);
         }
         let lost = reason == intf::LIMITED_OWNER_LOST;
         Decision::forward(

@@ -3,7 +3,7 @@
 use coreward_intf as intf;
 
 use super::packet::Tsecr;
-use super::{Mac, Outcome, Verdict};
+use super::{Mac, Outcome, XdpVerdict};
 use crate::ServerId;
 
 /// New value of the IP header's identification.
@@ -31,7 +31,7 @@ pub(super) struct Decision {
 }
 
 impl Decision {
-    pub fn end(counter: intf::lb_counter) -> Self {
+    pub fn from_counter(counter: intf::lb_counter) -> Self {
         Self {
             counter,
             destination: [0; 6],
@@ -45,7 +45,7 @@ impl Decision {
     }
 
     pub fn forward(counter: intf::lb_counter, destination: Mac) -> Self {
-        Self { destination, ..Self::end(counter) }
+        Self { destination, ..Self::from_counter(counter) }
     }
 
     /// Sets the SYN's TSecr to `value` for the server.
@@ -79,7 +79,7 @@ impl Decision {
     }
 
     pub fn forwards(&self) -> bool {
-        self.outcome(None).verdict() == Verdict::Transmit
+        self.outcome(None).verdict() == XdpVerdict::Transmit
     }
 
     pub fn outcome(&self, service: Option<usize>) -> Outcome {

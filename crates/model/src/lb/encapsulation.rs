@@ -4,7 +4,7 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
 use coreward_intf as intf;
 
-use super::ip_packet::ETHERNET_HEADER;
+use super::ip_packet::ETHERNET_HEADER_BYTES;
 use super::packet::{self, ETHERTYPE_IPV4};
 use super::packet_ipv6::{ETHERTYPE_IPV6, IPV6_HEADER};
 use super::{LoadBalancer, Mac};
@@ -39,7 +39,7 @@ pub struct OuterHeader {
 }
 
 /// Fields of an IP header that differ between packets.
-pub(super) struct Header {
+pub(super) struct IpHeaderFields {
     /// IPv4: type of service.
     pub traffic_class: u8,
     /// IPv6 only.
@@ -61,13 +61,13 @@ impl LoadBalancer {
         let (client, ports) = packet::client_and_ports(frame);
         let flow = flow_port(client, ports);
         let inner_protocol = if client.is_ipv4() { PROTOCOL_IPV4 } else { PROTOCOL_IPV6 };
-        let header = Header {
+        let header = IpHeaderFields {
             traffic_class: packet::traffic_class(frame),
             flow_label: flow,
             length: packet::ip_length(frame) + forwarding.overhead(tunnel.address),
             protocol: if forwarding == Forwarding::Ipip { inner_protocol } else { PROTOCOL_UDP },
         };
-        let own = self.constants.outer_header;
+        let own = self.settings.outer_header;
         let (ethertype, mut outer) = match tunnel.address {
             IpAddr::V4(address) => (ETHERTYPE_IPV4, header.ipv4(own.address, address)),
             IpAddr::V6(address) => (ETHERTYPE_IPV6, header.ipv6(own.address_ipv6, address)),
@@ -78,11 +78,11 @@ impl LoadBalancer {
                 outer.extend(word.to_be_bytes());
             }
         }
-        frame.splice(ETHERNET_HEADER - 2..ETHERNET_HEADER, [&ethertype.to_be_bytes()[..], &outer].concat());
+        frame.splice(ETHERNET_HEADER_BYTES - 2..ETHERNET_HEADER_BYTES, [&ethertype.to_be_bytes()[..], &outer].concat());
     }
 }
 
-impl Header {
+impl IpHeaderFields {
     pub(super) fn ipv4(&self, source: Ipv4Addr, destination: Ipv4Addr) -> Vec<u8> {
         let [high, low] = (self.length as u16).to_be_bytes();
         let mut header = vec![0x45, self.traffic_class, high, low, 0, 0, DONT_FRAGMENT, 0, TTL, self.protocol, 0, 0];
@@ -125,7 +125,7 @@ mod tests {
     #[test]
     fn header_checksum_equals_a_known_example() {
         // The header of a captured packet: 10.0.0.1 to 10.9.0.2, 60 bytes of TCP in IP-in-IP.
-        let header = Header { traffic_class: 0, flow_label: 0, length: 80, protocol: PROTOCOL_IPV4 };
+        let header = IpHeaderFields { traffic_class: 0, flow_label: 0, length: 80, protocol: PROTOCOL_IPV4 };
         let header = header.ipv4(Ipv4Addr::new(10, 0, 0, 1), Ipv4Addr::new(10, 9, 0, 2));
         let sum: u32 = header.chunks(2).map(|word| u32::from(u16::from_be_bytes([word[0], word[1]]))).sum();
         assert_eq!((sum & 0xffff) + (sum >> 16), 0xffff);

@@ -25,12 +25,12 @@ pub struct FlowEntry {
     /// Server to which the flow's server forwards unknown packets.
     pub previous_server: Option<ServerId>,
     /// State of its TCP handshake.
-    pub handshake: Handshake,
+    pub handshake: HandshakeState,
 }
 
 /// State of a flow of a service with LB-side stamping; all others are [`Open`](Self::Open).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Handshake {
+pub enum HandshakeState {
     /// The client has sent a packet after the SYN-ACK.
     Open,
     /// Unstamped SYN-ACK without a later packet from the client (`HALF_OPEN_FLOW`), with bits of its TSval.
@@ -39,7 +39,7 @@ pub enum Handshake {
     Stamped,
 }
 
-impl Handshake {
+impl HandshakeState {
     /// Returns the state after an unstamped SYN-ACK with this TSval.
     pub(super) fn half_open(tsval: u32) -> Self {
         Self::HalfOpen((tsval >> intf::HALF_OPEN_TIME_SHIFT) as u16)
@@ -79,14 +79,14 @@ pub(super) enum FlowEntryKind {
 
 /// Key of a fragmented datagram.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(super) struct Datagram {
+pub(super) struct FragmentKey {
     client: IpAddr,
     vip: IpAddr,
     identification: u32,
     protocol: u8,
 }
 
-impl Datagram {
+impl FragmentKey {
     pub fn of(packet: &IpPacket<'_>) -> Self {
         let IpPacket { client, vip, identification, protocol, .. } = *packet;
         Self { client, vip, identification, protocol }
@@ -96,21 +96,21 @@ impl Datagram {
 impl FlowEntry {
     /// Returns the entry of a new connection.
     pub(super) fn of(server: ServerId) -> Self {
-        Self { server, previous_server: None, handshake: Handshake::Open }
+        Self { server, previous_server: None, handshake: HandshakeState::Open }
     }
 
     /// Returns the previous server in the form of `struct flow_table_entry`.
-    pub(super) fn previous_server_field(self) -> u16 {
+    pub(super) fn encode_state_field(self) -> u16 {
         match (self.handshake, self.previous_server) {
-            (Handshake::HalfOpen(time), _) => intf::HALF_OPEN_FLOW as u16 | time,
-            (Handshake::Stamped, _) => intf::STAMPED_FLOW as u16,
-            (Handshake::Open, Some(before)) => before.get(),
-            (Handshake::Open, None) => intf::NO_SERVER as u16,
+            (HandshakeState::HalfOpen(time), _) => intf::HALF_OPEN_FLOW as u16 | time,
+            (HandshakeState::Stamped, _) => intf::STAMPED_FLOW as u16,
+            (HandshakeState::Open, Some(before)) => before.get(),
+            (HandshakeState::Open, None) => intf::NO_SERVER as u16,
         }
     }
 
     fn low_word(self) -> u64 {
-        u64::from(self.previous_server_field()) << intf::FLOW_PREVIOUS_SHIFT | u64::from(self.server.get())
+        u64::from(self.encode_state_field()) << intf::FLOW_PREVIOUS_SHIFT | u64::from(self.server.get())
     }
 
     fn from_word(word: u64) -> Self {
@@ -119,7 +119,7 @@ impl FlowEntry {
         Self {
             server: id(word).expect("an entry holds a server's id"),
             previous_server: id(before),
-            handshake: Handshake::from_field(before as u16),
+            handshake: HandshakeState::from_field(before as u16),
         }
     }
 }
@@ -143,7 +143,7 @@ impl FlowKey {
     }
 }
 
-fn service_of(used: u64) -> u64 {
+fn flow_use_service(used: u64) -> u64 {
     used >> intf::FLOW_SERVICE_SHIFT & 0xffff
 }
 
@@ -194,9 +194,9 @@ impl FlowTable {
             let is_flow = flow >> intf::FLOW_TAG_SHIFT == key.tag();
             let is_free = flow == 0 || is_idle(use_of, now);
             let is_hint = use_of >> intf::FLOW_HINT_SHIFT & 1 == 1;
-            let own = service_of(use_of) == key.service;
-            let of_service = used.iter().filter(|other| service_of(**other) == service_of(use_of)).count();
-            let half_open = Handshake::from_field((flow >> intf::FLOW_PREVIOUS_SHIFT) as u16).is_half_open();
+            let own = flow_use_service(use_of) == key.service;
+            let of_service = used.iter().filter(|other| flow_use_service(**other) == flow_use_service(use_of)).count();
+            let half_open = HandshakeState::from_field((flow >> intf::FLOW_PREVIOUS_SHIFT) as u16).is_half_open();
             (is_flow, is_free, is_hint, of_service + usize::from(own), own, half_open, age(use_of, now))
         };
         let position = (0..ENTRY_COUNT).rev().max_by_key(|position| rank(*position)).expect("a set has entries");
@@ -216,7 +216,7 @@ impl FlowTable {
     pub fn remove_service(&mut self, service: usize) {
         for set in self.words.chunks_mut(SET_WORDS) {
             let (flows, used) = set.split_at_mut(ENTRY_COUNT);
-            let theirs = flows.iter_mut().zip(used).filter(|(_, used)| service_of(**used) == service as u64);
+            let theirs = flows.iter_mut().zip(used).filter(|(_, used)| flow_use_service(**used) == service as u64);
             theirs.for_each(|(flow, _)| *flow = 0);
         }
     }
@@ -234,13 +234,14 @@ impl LoadBalancer {
         self.flows.find(key, self.stateful.clock)
     }
 
-    pub(super) fn find_flow_of(&mut self, service: usize, packet: &Packet) -> Option<FlowEntry> {
+    pub(super) fn find_packet_flow(&mut self, service: usize, packet: &Packet) -> Option<FlowEntry> {
         self.find_flow(service, &packet.tuple(), packet.protocol)
     }
 
-    /// [`find_flow_of`](Self::find_flow_of) for a service with LB-side stamping; `None` for a stamped connection.
-    pub(super) fn find_plain_flow(&mut self, service: usize, packet: &Packet) -> Option<FlowEntry> {
-        self.find_flow_of(service, packet).filter(|entry| entry.handshake != Handshake::Stamped)
+    /// [`find_packet_flow`](Self::find_packet_flow) for a service with LB-side stamping; `None` for a stamped
+    /// connection.
+    pub(super) fn find_unstamped_flow(&mut self, service: usize, packet: &Packet) -> Option<FlowEntry> {
+        self.find_packet_flow(service, packet).filter(|entry| entry.handshake != HandshakeState::Stamped)
     }
 
     /// Inserts a packet's flow; returns false if it is a hint and there is no room for one.

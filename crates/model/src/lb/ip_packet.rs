@@ -4,7 +4,7 @@ use std::net::{IpAddr, SocketAddr};
 
 use coreward_intf as intf;
 
-pub(super) const ETHERNET_HEADER: usize = 14;
+pub(super) const ETHERNET_HEADER_BYTES: usize = 14;
 pub(super) const ICMP_HEADER: usize = 8;
 /// Minimum length in bytes of the payload that an error quotes (RFC 792).
 pub(super) const QUOTED_BYTES: usize = 8;

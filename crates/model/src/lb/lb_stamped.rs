@@ -5,20 +5,20 @@ use std::collections::HashMap;
 use coreward_intf as intf;
 
 use super::decision::{Decision, Identification};
-use super::flow::{FlowEntryKind, Handshake};
+use super::flow::{FlowEntryKind, HandshakeState};
 use super::ip_packet::FragmentPart;
 use super::packet::{self, Packet, RST, SYN};
 use super::{FlowEntry, LoadBalancer, Mac, Outcome, Server};
 use crate::consistency::Timestamps;
 use crate::cookie::{CookieKey, FleetKeys};
 use crate::key_activation;
-use crate::lb_stamping::{self, OwnOffsets, ServerClock, connection_word};
+use crate::lb_stamping::{self, ConnectionOffsets, ServerClock, connection_word};
 use crate::tuple::Protocol;
 use crate::{FourTuple, ServerId};
 
 /// The server behind a source address, and its clock.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct LbStamped {
+pub struct LbStampedServer {
     /// Server that the cookies name.
     pub server: ServerId,
     /// Clock of the server.
@@ -31,11 +31,11 @@ pub(super) struct LbStamping {
     /// TSval of this load balancer's clock from which the current key stamps.
     pub switch_ms: u32,
     /// Servers by the service's slot and the answers' source address.
-    servers: HashMap<(usize, Mac), LbStamped>,
+    servers: HashMap<(usize, Mac), LbStampedServer>,
     /// Last known source address of answers.
     server_macs: HashMap<(usize, ServerId), Mac>,
     time_keys: HashMap<usize, CookieKey>,
-    own_offsets: OwnOffsets,
+    own_offsets: ConnectionOffsets,
 }
 
 impl LbStamping {
@@ -64,12 +64,12 @@ impl LbStamping {
         }
         let here = self.servers.get(&(service_slot, mac)).copied();
         let other_stays =
-            |here: LbStamped| !eligible && self.server_macs.get(&(service_slot, here.server)) == Some(&mac);
+            |here: LbStampedServer| !eligible && self.server_macs.get(&(service_slot, here.server)) == Some(&mac);
         if here.is_some_and(|here| here.server != id && other_stays(here)) {
             return;
         }
         let clock = here.or(known).map(|known| known.clock).unwrap_or_default();
-        self.servers.insert((service_slot, mac), LbStamped { server: id, clock });
+        self.servers.insert((service_slot, mac), LbStampedServer { server: id, clock });
     }
 
     pub fn forget_server(&mut self, service_slot: usize, id: ServerId) {
@@ -106,8 +106,8 @@ impl LoadBalancer {
     }
 
     /// Returns the server of each source address.
-    pub fn lb_stamped(&self, service: usize) -> impl Iterator<Item = (Mac, LbStamped)> + '_ {
-        let of_service = move |((service_slot, mac), known): (&(usize, Mac), &LbStamped)| {
+    pub fn lb_stamped(&self, service: usize) -> impl Iterator<Item = (Mac, LbStampedServer)> + '_ {
+        let of_service = move |((service_slot, mac), known): (&(usize, Mac), &LbStampedServer)| {
             (*service_slot == service).then_some((*mac, *known))
         };
         self.lb_stamping.servers.iter().filter_map(of_service)
@@ -163,9 +163,10 @@ impl LoadBalancer {
             let connection = connection_word(&self.stateful.key, &packet.tuple());
             known.clock.record_sample(connection, own.value, self.now_ms());
         }
-        let stamped = self.stamps_answer(service_slot, &packet, &mut known, own.map(|own| own.value), &mut answered);
+        let stamped =
+            self.decide_reply_stamping(service_slot, &packet, &mut known, own.map(|own| own.value), &mut answered);
         if let Some(own) = own.filter(|_| stamped) {
-            let value = self.lb_stamped_value(service_slot, &packet, &mut known, own.value);
+            let value = self.lb_stamped_tsval(service_slot, &packet, &mut known, own.value);
             packet::set_tsecr(frame, &own, value);
             answered.counter = intf::LB_COUNTER_REPLY_STAMPED;
         }
@@ -175,20 +176,21 @@ impl LoadBalancer {
 
     /// Whether another server sent a SYN-ACK earlier. SYNs go to that server while it takes new connections.
     fn is_late_syn_ack(&mut self, service_slot: usize, packet: &Packet, server: ServerId) -> bool {
-        packet.flags & SYN != 0 && self.plain_server(service_slot, packet).is_some_and(|earlier| earlier != server)
+        packet.flags & SYN != 0
+            && self.find_unstamped_server(service_slot, packet).is_some_and(|earlier| earlier != server)
     }
 
     /// Returns whether the answer is stamped. The SYN-ACK decides that for its connection: an unstamped connection
     /// enters the flow table.
-    fn stamps_answer(
+    fn decide_reply_stamping(
         &mut self,
         service_slot: usize,
         packet: &Packet,
-        known: &mut LbStamped,
+        known: &mut LbStampedServer,
         milliseconds: Option<u32>,
         answered: &mut Outcome,
     ) -> bool {
-        let plain = self.find_plain_flow(service_slot, packet);
+        let plain = self.find_unstamped_flow(service_slot, packet);
         if packet.flags & SYN == 0 {
             // A server with an unstamped SYN-ACK sends data when the client has answered it, or by TCP Fast Open.
             let plain = plain.filter(|plain| !plain.handshake.is_half_open() || plain.server == known.server);
@@ -203,7 +205,7 @@ impl LoadBalancer {
         if milliseconds.is_some() && known.clock.can_be_stamped() && plain.is_none() {
             return true;
         }
-        let handshake = Handshake::half_open(milliseconds.unwrap_or(0));
+        let handshake = HandshakeState::half_open(milliseconds.unwrap_or(0));
         let entry = FlowEntry { handshake, ..FlowEntry::of(known.server) };
         if plain != Some(entry) {
             self.insert_flow(service_slot, packet, entry, FlowEntryKind::Needed);
@@ -212,30 +214,30 @@ impl LoadBalancer {
         false
     }
 
-    fn lb_stamped_value(
+    fn lb_stamped_tsval(
         &mut self,
         service_slot: usize,
         packet: &Packet,
-        known: &mut LbStamped,
+        known: &mut LbStampedServer,
         milliseconds: u32,
     ) -> u32 {
         let (tuple, now_ms) = (packet.tuple(), self.now_ms());
         let hash = self.connection_hash(service_slot, &tuple);
         let offset_ms = known.clock.learn_offset(&mut self.lb_stamping.own_offsets, hash, milliseconds, now_ms);
         let keys = self.keys.at_tsval(milliseconds.wrapping_sub(offset_ms), self.lb_stamping.switch_ms);
-        lb_stamping::stamp(&keys, &self.lb_stamping.time_key(service_slot), &tuple, known.server, milliseconds)
+        lb_stamping::stamp_tsval(&keys, &self.lb_stamping.time_key(service_slot), &tuple, known.server, milliseconds)
     }
 
     /// Returns the server of the unstamped connection with a packet's addresses and ports, if it takes new connections.
-    pub(super) fn plain_server(&mut self, service_slot: usize, packet: &Packet) -> Option<ServerId> {
-        let server = self.find_plain_flow(service_slot, packet)?.server;
+    pub(super) fn find_unstamped_server(&mut self, service_slot: usize, packet: &Packet) -> Option<ServerId> {
+        let server = self.find_unstamped_flow(service_slot, packet)?.server;
         self.service(service_slot).takes_new_connections(server).then_some(server)
     }
 
     /// Decides on a client's packet that opens no connection, or has no timestamps.
     pub(super) fn decide_lb_stamped(&mut self, service_slot: usize, packet: &Packet) -> Decision {
         let first = packet.flags & SYN != 0;
-        if let Some(entry) = self.find_plain_flow(service_slot, packet)
+        if let Some(entry) = self.find_unstamped_flow(service_slot, packet)
             && self.is_usable(service_slot, entry.server, first)
             && (first || !self.is_stamped_flow(service_slot, packet, entry))
         {
@@ -246,7 +248,7 @@ impl LoadBalancer {
         }
         let Some(tsecr) = packet.tsecr else {
             if packet.flags & RST != 0 {
-                return Decision::end(intf::LB_COUNTER_DROP_UNKNOWN_COOKIE);
+                return Decision::from_counter(intf::LB_COUNTER_DROP_UNKNOWN_COOKIE);
             }
             return match self.decide_by_bucket(service_slot, packet) {
                 (None, _) if first => self.decide_by_rule(service_slot, packet, intf::LB_COUNTER_NEW_CONNECTION),
@@ -256,7 +258,7 @@ impl LoadBalancer {
         let tuple = packet.tuple();
         let id = lb_stamping::decode_server_id(&self.keys, &tuple, tsecr.value);
         let Some(server) = self.service(service_slot).server(id) else {
-            return Decision::end(intf::LB_COUNTER_DROP_UNKNOWN_COOKIE);
+            return Decision::from_counter(intf::LB_COUNTER_DROP_UNKNOWN_COOKIE);
         };
         let decision = self.deliver_to(service_slot, id, intf::LB_COUNTER_ESTABLISHED).closing(packet.is_closing());
         let known = server.mac.and_then(|mac| self.lb_stamping.servers.get(&(service_slot, mac)));
@@ -274,19 +276,19 @@ impl LoadBalancer {
         let id = lb_stamping::decode_server_id(&self.keys, &packet.tuple(), tsecr.value);
         let is_known = self.service(service_slot).server(id).is_some();
         if is_known {
-            let stamped = FlowEntry { handshake: Handshake::Stamped, ..FlowEntry::of(id) };
+            let stamped = FlowEntry { handshake: HandshakeState::Stamped, ..FlowEntry::of(id) };
             self.insert_flow(service_slot, packet, stamped, FlowEntryKind::Needed);
         }
         is_known
     }
 
     /// Returns the TSval that the server sent; 0 ("no TSecr"): the connection's clock is not known.
-    fn restored_tsecr(&self, service_slot: usize, tuple: &FourTuple, tsecr: u32, known: &LbStamped) -> u32 {
+    fn restored_tsecr(&self, service_slot: usize, tuple: &FourTuple, tsecr: u32, known: &LbStampedServer) -> u32 {
         let hash = self.connection_hash(service_slot, tuple);
         let offset_ms = known.clock.offset_of(&self.lb_stamping.own_offsets, hash);
         offset_ms.map_or(0, |offset_ms| {
             let clock_ms = self.now_ms().wrapping_add(offset_ms);
-            lb_stamping::restore(&self.lb_stamping.time_key(service_slot), tuple, tsecr, clock_ms)
+            lb_stamping::restore_tsval(&self.lb_stamping.time_key(service_slot), tuple, tsecr, clock_ms)
         })
     }
 }

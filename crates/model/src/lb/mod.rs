@@ -37,21 +37,21 @@ use std::net::IpAddr;
 use coreward_intf as intf;
 
 use crate::connection_table::{ClockTicks, Connection, ConnectionIndex, OwnerNumber, TableSize};
-use crate::consistency::{Consistency, ServiceMode, Timestamps, Transfer};
+use crate::consistency::{Consistency, ServiceMigration, ServiceMode, Timestamps};
 use crate::cookie::{CookieKey, FleetKeys};
 use crate::placement::PlacementTable;
 use crate::vlan::Vlan;
 use crate::{ServerId, ServiceAddress};
 pub use encapsulation::{OuterHeader, Tunnel};
 pub use flow::FlowEntry;
-use flow::{Datagram, FlowTable};
-pub use lb_stamped::LbStamped;
+use flow::{FlowTable, FragmentKey};
+pub use lb_stamped::LbStampedServer;
 use lb_stamped::LbStamping;
 use place::{Placement, RecentPlacements};
 use rate::BroadcastLimiter;
 pub use rate::{BroadcastRates, BroadcastReason, REASON_COUNT, Rate, TokenBucket, TokenBucketSelector};
+use stateful::ConnectionTableState;
 pub use stateful::Owner;
-use stateful::Stateful;
 pub use vlan::Vlans;
 
 /// An Ethernet address in a frame's byte order.
@@ -59,7 +59,7 @@ pub type Mac = [u8; 6];
 
 /// The program's return value for a frame.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Verdict {
+pub enum XdpVerdict {
     /// `XDP_DROP`.
     Drop,
     /// `XDP_PASS`: to the kernel's network stack.
@@ -68,7 +68,7 @@ pub enum Verdict {
     Transmit,
 }
 
-impl Verdict {
+impl XdpVerdict {
     /// Returns the value of `enum xdp_action` (linux/bpf.h).
     pub fn xdp_action(self) -> i32 {
         match self {
@@ -96,15 +96,15 @@ pub struct Outcome {
 
 impl Outcome {
     /// Returns the verdict that follows from the counter: `enum lb_counter` is sorted by verdict, with one exception.
-    pub fn verdict(&self) -> Verdict {
+    pub fn verdict(&self) -> XdpVerdict {
         match self.counter {
             intf::LB_COUNTER_PASSED_NOT_SERVICE | intf::LB_COUNTER_REPLY_STAMPED | intf::LB_COUNTER_REPLY_UNCHANGED => {
-                Verdict::Pass
+                XdpVerdict::Pass
             }
             // The frame is an ICMP error to the sender.
-            intf::LB_COUNTER_DROP_FRAGMENTATION_NEEDED => Verdict::Transmit,
-            counter if counter < intf::LB_COUNTER_DROP_MALFORMED_IPV4 => Verdict::Transmit,
-            _ => Verdict::Drop,
+            intf::LB_COUNTER_DROP_FRAGMENTATION_NEEDED => XdpVerdict::Transmit,
+            counter if counter < intf::LB_COUNTER_DROP_MALFORMED_IPV4 => XdpVerdict::Transmit,
+            _ => XdpVerdict::Drop,
         }
     }
 }
@@ -171,7 +171,7 @@ impl Service {
 
     /// Returns the other load balancer of a migration, which has some of the service's connections.
     fn other_balancer(&self) -> Option<ServerId> {
-        self.mode.transfer.map(Transfer::other_balancer)
+        self.mode.migration.map(ServiceMigration::other_balancer)
     }
 
     fn server(&self, id: ServerId) -> Option<Server> {
@@ -197,7 +197,7 @@ impl Service {
 #[derive(Debug, Clone, Copy)]
 pub struct LbSettings {
     /// Rate limits of broadcasts, by reason of the broadcast.
-    pub broadcast: [BroadcastRates; REASON_COUNT],
+    pub broadcast_rates: [BroadcastRates; REASON_COUNT],
     /// Sets of the flow table.
     pub flow_set_count: u32,
     /// Size of the connection table.
@@ -213,21 +213,21 @@ pub struct LbSettings {
 /// Reference model of a load balancer.
 #[derive(Debug)]
 pub struct LoadBalancer {
-    constants: LbSettings,
+    settings: LbSettings,
     own_mac: Mac,
     keys: FleetKeys,
     services: Vec<Option<Service>>,
-    by_address: HashMap<(IpAddr, u16, u8), usize>,
+    service_slots_by_address: HashMap<(IpAddr, u16, u8), usize>,
     vips: HashSet<IpAddr>,
-    recent: RecentPlacements,
+    recent_placements: RecentPlacements,
     flows: FlowTable,
     broadcast: BroadcastLimiter,
-    fragments: HashMap<Datagram, (usize, ServerId)>,
+    fragments: HashMap<FragmentKey, (usize, ServerId)>,
     tunnels: HashMap<ServerId, Tunnel>,
     server_vlans: HashMap<ServerId, Vlan>,
     /// VLAN of broadcasts, by service slot.
     broadcast_vlans: HashMap<usize, Option<Vlan>>,
-    stateful: Stateful,
+    stateful: ConnectionTableState,
     lb_stamping: LbStamping,
     traffic: HashMap<ServerId, ServerTraffic>,
     /// New connections by service slot.
@@ -241,20 +241,20 @@ impl LoadBalancer {
         let mut lb_stamping = LbStamping::default();
         lb_stamping.set_keys(FleetKeys { keys: [no_key; 2], ..keys }, &keys, 0);
         Self {
-            constants,
+            settings: constants,
             own_mac,
             keys,
             services: (0..intf::MAX_SERVICES).map(|_| None).collect(),
-            by_address: HashMap::new(),
+            service_slots_by_address: HashMap::new(),
             vips: HashSet::new(),
-            recent: RecentPlacements::default(),
+            recent_placements: RecentPlacements::default(),
             flows: FlowTable::new(constants.flow_set_count),
             broadcast: BroadcastLimiter::default(),
             fragments: HashMap::new(),
             tunnels: HashMap::new(),
             server_vlans: HashMap::new(),
             broadcast_vlans: HashMap::new(),
-            stateful: Stateful::new(constants.connection_table),
+            stateful: ConnectionTableState::new(constants.connection_table),
             lb_stamping,
             traffic: HashMap::new(),
             opened_connections: HashMap::new(),
@@ -270,17 +270,17 @@ impl LoadBalancer {
 
     /// Sets the fields that all outer headers share.
     pub fn set_outer_header(&mut self, outer: OuterHeader) {
-        self.constants.outer_header = outer;
+        self.settings.outer_header = outer;
     }
 
     /// Sets the VLANs.
     pub fn set_vlans(&mut self, vlans: Vlans) {
-        self.constants.vlans = vlans;
+        self.settings.vlans = vlans;
     }
 
     /// Sets whether packets and bytes are counted by server.
     pub fn set_traffic_counting(&mut self, is_enabled: bool) {
-        self.constants.counts_traffic = is_enabled;
+        self.settings.counts_traffic = is_enabled;
     }
 
     /// Sets the services and returns the slot of each. A known service keeps its slot with its state; a new one gets
@@ -303,11 +303,11 @@ impl LoadBalancer {
         self.stateful.free_services(&not_any_more);
         let service_slots: Vec<usize> =
             services.iter().map(|(address, mode)| self.allocate_slot(*address, *mode)).collect();
-        self.by_address.clear();
+        self.service_slots_by_address.clear();
         self.vips.clear();
         for ((address, _), service_slot) in services.iter().zip(&service_slots) {
             let vip = address.socket;
-            self.by_address.insert((vip.ip(), vip.port(), address.protocol.number()), *service_slot);
+            self.service_slots_by_address.insert((vip.ip(), vip.port(), address.protocol.number()), *service_slot);
             self.vips.insert(vip.ip());
         }
         service_slots
@@ -453,7 +453,7 @@ impl LoadBalancer {
 
     /// Returns the words of `recent_placements`.
     pub fn recent_placements(&self) -> &[u64] {
-        self.recent.words()
+        self.recent_placements.words()
     }
 
     fn service(&self, service_slot: usize) -> &Service {

@@ -5,11 +5,11 @@ use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use coreward_intf as intf;
 
 use super::ip_packet::{
-    ETHERNET_HEADER, FragmentPart, FrameFields, ICMP_HEADER, IpPacket, NOT_A_SERVICE, ParseEnd, QUOTED_BYTES, Quote,
-    u16_at, u32_at,
+    ETHERNET_HEADER_BYTES, FragmentPart, FrameFields, ICMP_HEADER, IpPacket, NOT_A_SERVICE, ParseEnd, QUOTED_BYTES,
+    Quote, u16_at, u32_at,
 };
 use super::packet_ipv6::{self, PROTOCOL_ICMPV6};
-use super::timestamp_option::{Malformed, TCP_HEADER, quoted_tsval, timestamp_offset};
+use super::timestamp_option::{MalformedOptions, TCP_HEADER, quoted_tsval, timestamp_offset};
 use crate::FourTuple;
 use crate::tuple::Protocol;
 
@@ -18,7 +18,7 @@ pub(super) const ETHERTYPE_IPV4: u16 = 0x0800;
 const UDP_HEADER: usize = 8;
 /// Flag of a fragment with later ones (RFC 791, Sect. 3.1).
 const MORE_FRAGMENTS: u16 = 0x2000;
-pub(super) const FRAGMENT_OFFSET: u16 = 0x1fff;
+pub(super) const FRAGMENT_OFFSET_MASK: u16 = 0x1fff;
 pub(super) const PROTOCOL_ICMP: u8 = 1;
 /// ICMP errors that quote a packet (RFC 792): destination unreachable, time exceeded, parameter problem.
 const ICMP_ERRORS: [u8; 3] = [3, 11, 12];
@@ -42,19 +42,19 @@ pub(super) fn read_frame_fields(frame: &[u8]) -> Option<FrameFields> {
     if packet_ipv6::is_ipv6(frame) {
         return packet_ipv6::read_frame_fields(frame);
     }
-    if frame.len() < ETHERNET_HEADER + IPV4_HEADER || u16_at(frame, 12) != ETHERTYPE_IPV4 {
+    if frame.len() < ETHERNET_HEADER_BYTES + IPV4_HEADER || u16_at(frame, 12) != ETHERTYPE_IPV4 {
         return None;
     }
     Some(FrameFields {
         destination_mac: frame[..6].try_into().expect("six bytes"),
-        protocol: frame[ETHERNET_HEADER + 9],
-        vip: address_at(frame, ETHERNET_HEADER + 16),
+        protocol: frame[ETHERNET_HEADER_BYTES + 9],
+        vip: address_at(frame, ETHERNET_HEADER_BYTES + 16),
     })
 }
 
 fn fragment_part(packet: &[u8]) -> FragmentPart {
     match u16_at(packet, 6) {
-        field if field & FRAGMENT_OFFSET != 0 => FragmentPart::Later,
+        field if field & FRAGMENT_OFFSET_MASK != 0 => FragmentPart::Later,
         field if field & MORE_FRAGMENTS != 0 => FragmentPart::First,
         _ => FragmentPart::Whole,
     }
@@ -73,7 +73,7 @@ pub(super) fn parse_ip(frame: &[u8]) -> Result<IpPacket<'_>, ParseEnd> {
 
 fn parse_ipv4(frame: &[u8]) -> Result<IpPacket<'_>, ParseEnd> {
     const MALFORMED: ParseEnd = intf::LB_COUNTER_DROP_MALFORMED_IPV4;
-    let packet = &frame[ETHERNET_HEADER..];
+    let packet = &frame[ETHERNET_HEADER_BYTES..];
     let header = header_length(packet).ok_or(MALFORMED)?;
     let total = usize::from(u16_at(packet, 2));
     if total < header || total > packet.len() {
@@ -85,7 +85,7 @@ fn parse_ipv4(frame: &[u8]) -> Result<IpPacket<'_>, ParseEnd> {
         protocol: packet[9],
         identification: u16_at(packet, 4).into(),
         part: fragment_part(packet),
-        transport_offset: ETHERNET_HEADER + header,
+        transport_offset: ETHERNET_HEADER_BYTES + header,
         payload: &packet[header..total],
     })
 }
@@ -162,7 +162,7 @@ fn parse_tcp_header(packet: &IpPacket<'_>, ports: (u16, u16)) -> Result<Packet, 
         return Err(MALFORMED);
     }
     let options = &segment[TCP_HEADER..header];
-    let tsecr = timestamp_offset(options).map_err(|Malformed| MALFORMED)?.map(|at| Tsecr {
+    let tsecr = timestamp_offset(options).map_err(|MalformedOptions| MALFORMED)?.map(|at| Tsecr {
         value: u32_at(options, at + 6),
         transport_offset: packet.transport_offset,
         tsecr_offset: TCP_HEADER + at + 6,
@@ -260,15 +260,15 @@ pub(super) fn ip_length(frame: &[u8]) -> usize {
     if packet_ipv6::is_ipv6(frame) {
         return packet_ipv6::packet_length(frame);
     }
-    usize::from(u16_at(frame, ETHERNET_HEADER + 2))
+    usize::from(u16_at(frame, ETHERNET_HEADER_BYTES + 2))
 }
 
 /// Returns the type of service; of IPv6 the traffic class.
 pub(super) fn traffic_class(frame: &[u8]) -> u8 {
     if packet_ipv6::is_ipv6(frame) {
-        return (u16_at(frame, ETHERNET_HEADER) >> 4) as u8;
+        return (u16_at(frame, ETHERNET_HEADER_BYTES) >> 4) as u8;
     }
-    frame[ETHERNET_HEADER + 1]
+    frame[ETHERNET_HEADER_BYTES + 1]
 }
 
 /// Returns client and ports of a packet that is forwarded, as far as its outer header depends on them: ports are 0
@@ -285,7 +285,7 @@ pub(super) fn set_identification(frame: &mut [u8], identification: u16) {
     if packet_ipv6::is_ipv6(frame) {
         return packet_ipv6::set_flow_label(frame, identification);
     }
-    let (id, checksum) = (ETHERNET_HEADER + 4, ETHERNET_HEADER + 10);
+    let (id, checksum) = (ETHERNET_HEADER_BYTES + 4, ETHERNET_HEADER_BYTES + 10);
     let mended = updated_checksum(u16_at(frame, checksum), u16_at(frame, id), identification);
     frame[id..id + 2].copy_from_slice(&identification.to_be_bytes());
     frame[checksum..checksum + 2].copy_from_slice(&mended.to_be_bytes());

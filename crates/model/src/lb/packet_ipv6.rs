@@ -5,8 +5,8 @@ use std::net::{IpAddr, Ipv6Addr, SocketAddr};
 use coreward_intf as intf;
 
 use super::ip_packet::{
-    ETHERNET_HEADER, FragmentPart, FrameFields, ICMP_HEADER, IpPacket, NOT_A_SERVICE, ParseEnd, QUOTED_BYTES, Quote,
-    u16_at,
+    ETHERNET_HEADER_BYTES, FragmentPart, FrameFields, ICMP_HEADER, IpPacket, NOT_A_SERVICE, ParseEnd, QUOTED_BYTES,
+    Quote, u16_at,
 };
 use super::timestamp_option::quoted_tsval;
 use crate::tuple::Protocol;
@@ -26,7 +26,7 @@ const MAX_EXTENSION_HEADERS: usize = 6;
 const MAX_TRANSPORT_OFFSET: usize = 111;
 
 pub(super) fn is_ipv6(frame: &[u8]) -> bool {
-    frame.len() >= ETHERNET_HEADER + IPV6_HEADER && u16_at(frame, 12) == ETHERTYPE_IPV6
+    frame.len() >= ETHERNET_HEADER_BYTES + IPV6_HEADER && u16_at(frame, 12) == ETHERTYPE_IPV6
 }
 
 pub(super) fn address_at(bytes: &[u8], offset: usize) -> IpAddr {
@@ -37,14 +37,14 @@ pub(super) fn address_at(bytes: &[u8], offset: usize) -> IpAddr {
 pub(super) fn read_frame_fields(frame: &[u8]) -> Option<FrameFields> {
     Some(FrameFields {
         destination_mac: frame[..6].try_into().expect("six bytes"),
-        protocol: frame[ETHERNET_HEADER + 6],
-        vip: address_at(frame, ETHERNET_HEADER + 24),
+        protocol: frame[ETHERNET_HEADER_BYTES + 6],
+        vip: address_at(frame, ETHERNET_HEADER_BYTES + 24),
     })
 }
 
 /// Parses a frame that [`is_ipv6`] accepted.
 pub(super) fn parse_ipv6(frame: &[u8]) -> Result<IpPacket<'_>, ParseEnd> {
-    let packet = &frame[ETHERNET_HEADER..];
+    let packet = &frame[ETHERNET_HEADER_BYTES..];
     let end = IPV6_HEADER + usize::from(u16_at(packet, 4));
     if packet[0] >> 4 != 6 || end > packet.len() {
         return Err(intf::LB_COUNTER_DROP_MALFORMED_IPV6);
@@ -57,7 +57,7 @@ pub(super) fn parse_ipv6(frame: &[u8]) -> Result<IpPacket<'_>, ParseEnd> {
         protocol,
         identification,
         part,
-        transport_offset: ETHERNET_HEADER + transport,
+        transport_offset: ETHERNET_HEADER_BYTES + transport,
         payload: packet.get(transport..end).unwrap_or_default(),
     })
 }
@@ -88,7 +88,7 @@ fn skip_extension_headers(packet: &[u8]) -> Result<ExtensionChainEnd, ParseEnd> 
             AUTHENTICATION => (length + 2) * 4,
             _ => (length + 1) * 8,
         };
-        if ETHERNET_HEADER + at > MAX_TRANSPORT_OFFSET {
+        if ETHERNET_HEADER_BYTES + at > MAX_TRANSPORT_OFFSET {
             return Err(intf::LB_COUNTER_DROP_EXTENSION_HEADERS);
         }
         // An atomic fragment is a whole packet: all its bits are 0 but the reserved ones (RFC 6946).
@@ -129,10 +129,10 @@ pub(super) fn parse_quote(packet: &IpPacket<'_>) -> Result<Quote, ParseEnd> {
 }
 
 pub(super) fn packet_length(frame: &[u8]) -> usize {
-    IPV6_HEADER + usize::from(u16_at(frame, ETHERNET_HEADER + 4))
+    IPV6_HEADER + usize::from(u16_at(frame, ETHERNET_HEADER_BYTES + 4))
 }
 
 pub(super) fn set_flow_label(frame: &mut [u8], label: u16) {
-    frame[ETHERNET_HEADER + 1] &= 0xf0;
-    frame[ETHERNET_HEADER + 2..ETHERNET_HEADER + 4].copy_from_slice(&label.to_be_bytes());
+    frame[ETHERNET_HEADER_BYTES + 1] &= 0xf0;
+    frame[ETHERNET_HEADER_BYTES + 2..ETHERNET_HEADER_BYTES + 4].copy_from_slice(&label.to_be_bytes());
 }

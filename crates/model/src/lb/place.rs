@@ -4,12 +4,12 @@
 use coreward_intf as intf;
 
 use super::{FlowEntry, Service};
-use crate::placement::{PlacementState, PlacementTable, Rule, mix, two_draws};
+use crate::placement::{PlacementRule, PlacementState, PlacementTable, mix_hash, two_draws};
 use crate::rss::ToeplitzTables;
 use crate::{FourTuple, ServerId};
 
 /// Members tried when the chosen server cannot take a connection.
-const FALLBACK_MEMBERS: usize = 16;
+const MAX_FALLBACK_ATTEMPTS: usize = 16;
 
 #[derive(Debug, Clone)]
 pub(super) struct Placement {
@@ -30,7 +30,7 @@ impl Placement {
 
     /// Whether the rule can choose differently for the same packet.
     fn has_state(&self) -> bool {
-        matches!(self.table.rule, Rule::LeastAssigned | Rule::RoundRobin)
+        matches!(self.table.rule, PlacementRule::LeastAssigned | PlacementRule::RoundRobin)
     }
 
     /// Returns the bucket's server and its previous server, whatever the loads; `None`: the table has no members.
@@ -133,8 +133,9 @@ impl Service {
 
     /// Returns the next member that can take a connection, starting from a member drawn by hash.
     fn choose_fallback(&self, table: &PlacementTable, hash: u32) -> Option<ServerId> {
-        let (start, _) = two_draws(mix(hash), table.members.len() as u32);
-        let turns = table.members.iter().cycle().skip(start as usize).take(FALLBACK_MEMBERS.min(table.members.len()));
+        let (start, _) = two_draws(mix_hash(hash), table.members.len() as u32);
+        let turns =
+            table.members.iter().cycle().skip(start as usize).take(MAX_FALLBACK_ATTEMPTS.min(table.members.len()));
         turns.map(|member| member.server).find(|id| self.can_take_new_connections(*id))
     }
 }

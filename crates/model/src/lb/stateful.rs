@@ -12,8 +12,8 @@ use super::packet::{self, Packet};
 use super::{LoadBalancer, Mac};
 use crate::connection_table::table::{ConnectionTable, NewConnection, OwnMemory, RecentConnections, TakeError};
 use crate::connection_table::{
-    ClockTicks, Connection, ConnectionHash, ConnectionIndex, OwnerNumber, TableSize, Timeouts, owner_and_slot,
-    source_shard, syn_tsecr,
+    ClockTicks, Connection, ConnectionHash, ConnectionIndex, OwnerNumber, TableSize, Timeouts, decode_cookie_index,
+    encode_syn_tsecr, source_shard,
 };
 use crate::cookie::CookieKey;
 use crate::{FourTuple, ServerId};
@@ -31,7 +31,7 @@ pub enum Owner {
 }
 
 #[derive(Debug)]
-pub(super) struct Stateful {
+pub(super) struct ConnectionTableState {
     pub key: CookieKey,
     pub owner: Option<OwnerNumber>,
     pub owners: [Owner; intf::MAX_OWNERS as usize],
@@ -41,7 +41,7 @@ pub(super) struct Stateful {
     /// Entries that one source prefix may hold; `None`: any number.
     pub entries_per_source: Option<u32>,
     table: ConnectionTable<OwnMemory>,
-    recent: RecentConnections,
+    recent_connections: RecentConnections,
     /// Entries that each source prefix holds.
     entries_by_source: Vec<u32>,
 }
@@ -56,7 +56,7 @@ pub(super) enum IndexLookup {
     UnknownServer,
 }
 
-impl Stateful {
+impl ConnectionTableState {
     pub fn new(size: TableSize) -> Self {
         let table = ConnectionTable::new(OwnMemory::new(size), size);
         table.initialise();
@@ -68,7 +68,7 @@ impl Stateful {
             last_sweep: ClockTicks::default(),
             entries_per_source: None,
             table,
-            recent: RecentConnections::default(),
+            recent_connections: RecentConnections::default(),
             entries_by_source: vec![0; intf::SOURCE_SHARDS as usize],
         }
     }
@@ -131,7 +131,7 @@ impl LoadBalancer {
         from: Mac,
         now_ns: u64,
     ) -> IndexLookup {
-        let (owner, entry) = owner_and_slot(number);
+        let (owner, entry) = decode_cookie_index(number);
         if self.stateful.owner != Some(owner) {
             return IndexLookup::Decided(
                 self.decide_owner((service_slot, tuple.client().ip()), owner, from, now_ns),
@@ -185,15 +185,15 @@ impl LoadBalancer {
     ) -> Decision {
         let hash = self.connection_hash(service_slot, &packet.tuple());
         let owner = self.stateful.owner;
-        let recent = self.stateful.recent.find_slot(hash);
+        let recent = self.stateful.recent_connections.find_slot(hash);
         let before = recent.and_then(|recent| self.stateful.table.find(hash, recent, service_slot as u16));
         if let (Some((index, id)), Some(owner)) = (before, owner)
             && self.service(service_slot).takes_new_connections(id)
         {
             let opens = self.stateful.table.reopen(index, self.stateful.clock);
-            self.stateful.recent.remember(hash, index);
+            self.stateful.recent_connections.remember(hash, index);
             let decision = self.deliver_to(service_slot, id, intf::LB_COUNTER_NEW_CONNECTION).opening(opens);
-            return decision.with_tsecr(tsecr, syn_tsecr(owner, index.slot()));
+            return decision.with_tsecr(tsecr, encode_syn_tsecr(owner, index.slot()));
         }
         let decision = self.decide_by_rule(service_slot, packet, intf::LB_COUNTER_NEW_CONNECTION);
         let decision = if tsecr.value == 0 { decision } else { decision.with_tsecr(tsecr, 0) };
@@ -211,7 +211,7 @@ impl LoadBalancer {
             Err(TakeError::Contended) => unreachable!("no other operation takes entries here"),
         };
         *self.stateful.source_entries_mut(packet.client.ip()) += 1;
-        self.stateful.recent.remember(hash, index);
-        decision.with_tsecr(tsecr, syn_tsecr(owner, index.slot()))
+        self.stateful.recent_connections.remember(hash, index);
+        decision.with_tsecr(tsecr, encode_syn_tsecr(owner, index.slot()))
     }
 }

@@ -8,10 +8,10 @@ const OPTION_NOP: u8 = 1;
 const OPTION_TIMESTAMP: u8 = 8;
 const TIMESTAMP_LENGTH: usize = 10;
 
-pub(super) struct Malformed;
+pub(super) struct MalformedOptions;
 
 /// Returns the offset of the timestamp option. The options after it are not checked.
-pub(super) fn timestamp_offset(options: &[u8]) -> Result<Option<usize>, Malformed> {
+pub(super) fn timestamp_offset(options: &[u8]) -> Result<Option<usize>, MalformedOptions> {
     let mut at = 0;
     while at < options.len() {
         match options[at] {
@@ -20,7 +20,7 @@ pub(super) fn timestamp_offset(options: &[u8]) -> Result<Option<usize>, Malforme
             kind => {
                 let length = options.get(at + 1).copied().map_or(0, usize::from);
                 if length < 2 || at + length > options.len() {
-                    return Err(Malformed);
+                    return Err(MalformedOptions);
                 }
                 if kind == OPTION_TIMESTAMP && length == TIMESTAMP_LENGTH {
                     return Ok(Some(at));

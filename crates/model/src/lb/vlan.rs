@@ -3,15 +3,15 @@
 use coreward_intf as intf;
 
 use super::decision::Decision;
-use super::ip_packet::{ETHERNET_HEADER, u16_at};
-use super::{LoadBalancer, Outcome, Verdict};
+use super::ip_packet::{ETHERNET_HEADER_BYTES, u16_at};
+use super::{LoadBalancer, Outcome, XdpVerdict};
 use crate::ServerId;
 use crate::vlan::Vlan;
 
 const ETHERTYPE_VLAN: u16 = 0x8100;
 const TAG_BYTES: usize = 4;
 /// Offset of a tag, and of the ethertype without one.
-const TAG_OFFSET: usize = ETHERNET_HEADER - 2;
+const TAG_OFFSET: usize = ETHERNET_HEADER_BYTES - 2;
 const PRIORITY_MASK: u16 = 0xf000;
 const VLAN_ID_MASK: u16 = 0x0fff;
 
@@ -37,22 +37,22 @@ impl LoadBalancer {
 
     /// Whether one frame can reach all servers of the service.
     pub(super) fn has_broadcast_vlan(&self, service: usize) -> bool {
-        !self.constants.vlans.is_tagging_enabled || self.broadcast_vlans.get(&service) != Some(&None)
+        !self.settings.vlans.is_tagging_enabled || self.broadcast_vlans.get(&service) != Some(&None)
     }
 
     /// Processes `frame` and turns it into the frame that leaves. `now_ns` is a monotonic clock.
     pub fn receive(&mut self, frame: &mut Vec<u8>, now_ns: u64) -> Outcome {
-        if !self.constants.vlans.is_tagging_enabled {
+        if !self.settings.vlans.is_tagging_enabled {
             return self.receive_untagged(frame, now_ns);
         }
         let tag = self.remove_tag(frame);
-        let outcome = if tag.unwrap_or(0) & VLAN_ID_MASK == self.constants.vlans.vip.get() {
+        let outcome = if tag.unwrap_or(0) & VLAN_ID_MASK == self.settings.vlans.vip.get() {
             self.receive_untagged(frame, now_ns)
         } else {
-            let not_ours = || Decision::end(intf::LB_COUNTER_PASSED_NOT_SERVICE).outcome(None);
+            let not_ours = || Decision::from_counter(intf::LB_COUNTER_PASSED_NOT_SERVICE).outcome(None);
             self.process_reply(frame).unwrap_or_else(not_ours)
         };
-        if outcome.verdict() != Verdict::Drop {
+        if outcome.verdict() != XdpVerdict::Drop {
             let own = self
                 .egress_vlan(&outcome)
                 .map(|vlan| (vlan.get() != 0).then(|| tag.unwrap_or(0) & PRIORITY_MASK | vlan.get()));
@@ -63,7 +63,7 @@ impl LoadBalancer {
 
     /// Removes the tag of a frame to this load balancer, and returns the tag's priority and VLAN.
     fn remove_tag(&self, frame: &mut Vec<u8>) -> Option<u16> {
-        let is_ours = frame.len() >= ETHERNET_HEADER + TAG_BYTES
+        let is_ours = frame.len() >= ETHERNET_HEADER_BYTES + TAG_BYTES
             && frame[..6] == self.own_mac
             && u16_at(frame, TAG_OFFSET) == ETHERTYPE_VLAN;
         is_ours.then(|| {

@@ -3,18 +3,26 @@
 use coreward_intf as intf;
 use rand::Rng;
 
-use super::{BucketCount, Candidate, Core, Member, PlacementTable, Rule, rendezvous};
+use super::{BucketCount, Candidate, Member, PlacementRule, PlacementTable, ServerCore, rendezvous_table};
 use crate::ServerId;
 use crate::rss::{InputTransform, RssKey, uniform_below};
 
 impl PlacementTable {
     /// Returns a table of `servers` (at least one) with random keys and RSS inputs, loads and costs. Loads have few
     /// values, so that ties occur. `groups`: 1 to [`MAX_RSS_GROUPS`](intf::MAX_RSS_GROUPS).
-    pub fn random(rule: Rule, generation: u64, groups: usize, servers: &[ServerId], rng: &mut impl Rng) -> Self {
+    pub fn random(
+        rule: PlacementRule,
+        generation: u64,
+        groups: usize,
+        servers: &[ServerId],
+        rng: &mut impl Rng,
+    ) -> Self {
         let buckets = BucketCount::new(1 << uniform_below(rng, 10)).expect("a power of two");
         let cores = 1 + uniform_below(rng, 8);
-        let core_slots: Vec<Core> =
-            servers.iter().flat_map(|server| (0..cores as u16).map(|core| Core { server: *server, core })).collect();
+        let core_slots: Vec<ServerCore> = servers
+            .iter()
+            .flat_map(|server| (0..cores as u16).map(|core| ServerCore { server: *server, core }))
+            .collect();
         let most = intf::MAX_TABLE_CANDIDATES / (groups as u32 * buckets.get());
         let per_bucket = 1 + uniform_below(rng, intf::MAX_CANDIDATES.min(most));
         let mut candidate = || {
@@ -26,7 +34,7 @@ impl PlacementTable {
         // Some servers occur twice, like servers of more weight.
         let turns = servers.iter().chain(&servers[..uniform_below(rng, servers.len() as u32) as usize]);
         let members = turns.map(|server| Member { server: *server, load: uniform_below(rng, 5) * 1000 }).collect();
-        let consistent = rendezvous(servers, buckets);
+        let consistent = rendezvous_table(servers, buckets);
         let before = |server: &ServerId| match uniform_below(rng, 3) {
             0 => None,
             1 => Some(*server),

@@ -99,7 +99,7 @@ mod tests {
         // One connection per table: the bound of the paper holds exactly.
         let mut open = [0u32; 7];
         for connection in 0..2_000u32 {
-            let bucket = crate::placement::mix(connection) as usize % BUCKET_COUNT;
+            let bucket = crate::placement::mix_hash(connection) as usize % BUCKET_COUNT;
             open[usize::from(servers_of_buckets(&open)[bucket]) - 1] += 1;
             let bound = (BALANCE_FACTOR * f64::from(connection + 1) / 7.0).ceil();
             assert!(open.iter().all(|count| f64::from(*count) <= bound), "{open:?}, bound {bound}");

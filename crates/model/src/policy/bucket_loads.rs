@@ -1,12 +1,12 @@
 //! Loads that the buckets of a group reach at each of its servers, and the least loaded cores, kept between tables.
 
 use super::PoolServer;
-use super::least_loaded::{LeastLoaded, RankedCore};
-use super::loads::Loads;
+use super::least_loaded::{LeastLoadedCores, RankedCore};
+use super::loads::ServerLoads;
 use crate::ServerId;
 use crate::load::CoreLoads;
-use crate::placement::{BucketCount, Core};
-use crate::rss::{Rss, RssKey};
+use crate::placement::{BucketCount, ServerCore};
+use crate::rss::{RssConfig, RssKey};
 
 /// Maximum number of loads kept for a group: 32 MiB. In larger groups each load is looked up when it is needed.
 const MAX_LOADS: usize = 4 << 20;
@@ -19,14 +19,14 @@ pub struct BucketLoads {
     /// Loads by bucket, then by server as in `columns`; empty if they would be too many.
     loads: Vec<f64>,
     /// Least loaded cores by bucket; empty where another value than the load is compared.
-    least: Vec<LeastLoaded>,
+    least_loaded_cores: Vec<LeastLoadedCores>,
 }
 
 #[derive(Debug)]
 struct Column {
     server: ServerId,
     /// Source of the server's loads; `None`: neutral loads, which depend on other servers.
-    source: Option<(CoreLoads, Option<Rss>)>,
+    source: Option<(CoreLoads, Option<RssConfig>)>,
 }
 
 impl BucketLoads {
@@ -41,15 +41,15 @@ impl BucketLoads {
             let count = servers.len() * buckets.get() as usize;
             self.loads.clear();
             self.loads.resize(if count <= MAX_LOADS { count } else { 0 }, neutral);
-            self.least.clear();
+            self.least_loaded_cores.clear();
         }
         if self.loads.is_empty() {
             return;
         }
         if most == 0 {
-            self.least.clear();
+            self.least_loaded_cores.clear();
         } else {
-            self.least.resize_with(buckets.get() as usize, LeastLoaded::default);
+            self.least_loaded_cores.resize_with(buckets.get() as usize, LeastLoadedCores::default);
         }
         for (position, server) in servers.iter().enumerate() {
             self.follow_server(position, server, key, buckets, neutral);
@@ -66,9 +66,9 @@ impl BucketLoads {
         neutral: f64,
     ) {
         let column = &mut self.columns[position];
-        let cores = server.loads.as_ref().and_then(Loads::cores).filter(|cores| !cores.is_empty());
+        let cores = server.loads.as_ref().and_then(ServerLoads::cores).filter(|cores| !cores.is_empty());
         let rss = server.rss.as_ref().filter(|rss| rss.key == *key);
-        let is_same = |(known, known_rss): &(CoreLoads, Option<Rss>)| {
+        let is_same = |(known, known_rss): &(CoreLoads, Option<RssConfig>)| {
             cores.is_some_and(|cores| cores == known) && known_rss.as_ref() == rss
         };
         if column.source.as_ref().is_some_and(is_same) {
@@ -76,13 +76,13 @@ impl BucketLoads {
         }
         column.source = cores.map(|cores| (cores.clone(), rss.cloned()));
         let stride = self.columns.len();
-        let (loads, least) = (&mut self.loads, &mut self.least);
+        let (loads, least) = (&mut self.loads, &mut self.least_loaded_cores);
         for_each_reached(server, rss, buckets, neutral, |bucket, core, load| {
             let old = std::mem::replace(&mut loads[bucket * stride + position], load);
             if let Some(least) = least.get_mut(bucket) {
                 least.update_source(
                     old,
-                    RankedCore { load, core: Core { server: server.id, core }, source: position as u32 },
+                    RankedCore { load, core: ServerCore { server: server.id, core }, source: position as u32 },
                 );
             }
         });
@@ -92,7 +92,9 @@ impl BucketLoads {
     fn find_least(&mut self, servers: &[&PoolServer], key: &RssKey, most: usize) {
         let stride = self.columns.len();
         let limit = most.min(stride);
-        for (bucket, least) in (0..).zip(&mut self.least).filter(|(_, least)| least.ranked_cores().len() < limit) {
+        for (bucket, least) in
+            (0..).zip(&mut self.least_loaded_cores).filter(|(_, least)| least.ranked_cores().len() < limit)
+        {
             let loads = &self.loads[bucket as usize * stride..][..stride];
             let place = |((source, load), server): ((u32, &f64), &&PoolServer)| {
                 std::iter::once(RankedCore { load: *load, core: core_at(server, key, bucket), source })
@@ -108,21 +110,21 @@ impl BucketLoads {
     }
 
     /// Returns the least loaded cores of the bucket, enough if they exist; `None`: not cached.
-    pub fn least(&self, bucket: u32) -> Option<&[RankedCore]> {
-        self.least.get(bucket as usize).map(LeastLoaded::ranked_cores)
+    pub fn least_loaded_cores(&self, bucket: u32) -> Option<&[RankedCore]> {
+        self.least_loaded_cores.get(bucket as usize).map(LeastLoadedCores::ranked_cores)
     }
 }
 
 /// Calls `take` with each bucket and the core that it reaches at the server, with its load.
 fn for_each_reached(
     server: &PoolServer,
-    rss: Option<&Rss>,
+    rss: Option<&RssConfig>,
     buckets: BucketCount,
     neutral: f64,
     mut take: impl FnMut(usize, u16, f64),
 ) {
     let queues = rss.map(|rss| rss.indirection_table.queues());
-    match (server.loads.as_ref().and_then(Loads::cores), queues) {
+    match (server.loads.as_ref().and_then(ServerLoads::cores), queues) {
         // Each bucket reaches one entry: the result of `core_of`, in a loop without its divisions.
         (Some(cores), Some(queues)) if queues.len() <= buckets.get() as usize => {
             let beyond = server.mean_load(neutral);
@@ -138,14 +140,20 @@ fn for_each_reached(
 }
 
 /// Returns the core that a bucket's connections reach at a server of the group with that key.
-pub fn core_at(server: &PoolServer, key: &RssKey, bucket: u32) -> Core {
+pub fn core_at(server: &PoolServer, key: &RssKey, bucket: u32) -> ServerCore {
     let rss = server.rss.as_ref().filter(|rss| rss.key == *key);
-    Core { server: server.id, core: rss.map_or(0, |rss| reached_queue(rss, bucket)) }
+    ServerCore { server: server.id, core: rss.map_or(0, |rss| reached_queue(rss, bucket)) }
 }
 
 /// Returns the core of the server that a bucket's connections reach, and its load. A server that only shares the
 /// group's table (`rss`: none of that key) counts as one core.
-pub fn core_of(server: &PoolServer, rss: Option<&Rss>, bucket: u32, buckets: BucketCount, neutral: f64) -> (u16, f64) {
+pub fn core_of(
+    server: &PoolServer,
+    rss: Option<&RssConfig>,
+    bucket: u32,
+    buckets: BucketCount,
+    neutral: f64,
+) -> (u16, f64) {
     match rss {
         Some(rss) => reached_core(server, rss, bucket, buckets, neutral),
         None => (0, server.mean_load(neutral)),
@@ -154,7 +162,13 @@ pub fn core_of(server: &PoolServer, rss: Option<&Rss>, bucket: u32, buckets: Buc
 
 /// Returns the core of a server with this RSS that a bucket's connections reach, and its load; `neutral` if unknown.
 /// If the server's table is longer than the number of buckets, a bucket reaches several of its entries, evenly.
-pub fn reached_core(server: &PoolServer, rss: &Rss, bucket: u32, buckets: BucketCount, neutral: f64) -> (u16, f64) {
+pub fn reached_core(
+    server: &PoolServer,
+    rss: &RssConfig,
+    bucket: u32,
+    buckets: BucketCount,
+    neutral: f64,
+) -> (u16, f64) {
     let table = &rss.indirection_table;
     let entries = (table.entry_count() / buckets.get() as usize).max(1);
     let cores = (0..entries as u32).map(|step| table.queue(bucket + step * buckets.get()));
@@ -163,6 +177,6 @@ pub fn reached_core(server: &PoolServer, rss: &Rss, bucket: u32, buckets: Bucket
 }
 
 /// Returns the queue that a bucket's connections reach; of several, the first.
-fn reached_queue(rss: &Rss, bucket: u32) -> u16 {
+fn reached_queue(rss: &RssConfig, bucket: u32) -> u16 {
     rss.indirection_table.queue(bucket)
 }

@@ -2,7 +2,7 @@
 //! STOC'97). A change of the pool moves the minimum, but the shares are uneven.
 
 use crate::ServerId;
-use crate::placement::mix;
+use crate::placement::mix_hash;
 
 pub const NAME: &str = "consistent-hash";
 
@@ -24,7 +24,7 @@ pub fn weighted_ring_table(servers: &[(ServerId, f64)], size: usize) -> Vec<usiz
     let mut points: Vec<(u64, usize)> = Vec::with_capacity(servers.len() * POINT_COUNT as usize);
     for (position, (server, share)) in servers.iter().enumerate() {
         let own = ((f64::from(POINT_COUNT) * share).round() as u32).max(1);
-        points.extend((0..own).map(|point| (mix(point << 16 | u32::from(server.get())), position)));
+        points.extend((0..own).map(|point| (mix_hash(point << 16 | u32::from(server.get())), position)));
     }
     points.sort_unstable();
     let Some(first) = points.first().copied() else { return Vec::new() };

@@ -5,7 +5,7 @@
 use super::groups::{fill_candidates, rss_groups};
 use super::policy_cache::PolicyCache;
 use super::{Policy, Pool, independent_key, modulo_placement, table_with};
-use crate::placement::{BucketCount, PlacementTable, Rule};
+use crate::placement::{BucketCount, PlacementRule, PlacementTable};
 use crate::rss::RssKey;
 
 pub const NAME: &str = "crossrss";
@@ -31,7 +31,7 @@ impl Policy for CrossRss {
     }
 
     fn compute_table(&mut self, pool: &Pool, buckets: BucketCount, generation: u64) -> PlacementTable {
-        core_aware_table(pool, buckets, generation, &self.key, Rule::Table, |_, _| 1, &mut self.cache)
+        core_aware_table(pool, buckets, generation, &self.key, PlacementRule::Table, |_, _| 1, &mut self.cache)
     }
 }
 
@@ -43,16 +43,16 @@ pub fn core_aware_table(
     buckets: BucketCount,
     generation: u64,
     fallback: &RssKey,
-    rule: Rule,
+    rule: PlacementRule,
     per_bucket: impl Fn(usize, usize) -> usize,
     kept: &mut PolicyCache,
 ) -> PlacementTable {
     let groups = rss_groups(pool, fallback);
     let nobody = pool.eligible().next().is_none();
-    if nobody || (!pool.has_loads() && rule == Rule::Table) {
+    if nobody || (!pool.has_loads() && rule == PlacementRule::Table) {
         return modulo_placement(pool, buckets, generation, groups[0].key.clone());
     }
-    let consistent = kept.consistent(pool, buckets);
+    let consistent = kept.consistent_servers(pool, buckets);
     let mut table = table_with(pool, rule, buckets, generation, groups[0].key.clone(), consistent);
     let per_bucket = per_bucket(table.members.len(), groups.len());
     fill_candidates(&mut table, &groups, buckets, pool, per_bucket, kept);

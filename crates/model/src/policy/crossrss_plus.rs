@@ -29,10 +29,10 @@ use coreward_intf as intf;
 use super::crossrss::core_aware_table;
 use super::normalized_load::NormalizedLoad;
 use super::policy_cache::PolicyCache;
-use super::{LoadSpread, Loads, Policy, Pool, ServerClass, TelemetryLevel, independent_key};
+use super::{LoadHistogram, Policy, Pool, ServerClass, ServerLoads, TelemetryLevel, independent_key};
 use crate::ServerId;
-use crate::load::{CoreLoads, fixed_point};
-use crate::placement::{BucketCount, PlacementTable, Rule};
+use crate::load::{CoreLoads, to_fixed_point};
+use crate::placement::{BucketCount, PlacementRule, PlacementTable};
 use crate::rss::RssKey;
 
 pub const NAME: &str = "crossrss-plus";
@@ -54,7 +54,7 @@ const OPENED_ALPHA: f64 = 0.1;
 const SHARE_OF_MEAN: f64 = 0.5;
 
 /// Cost of an assigned connection.
-enum Cost {
+enum ConnectionCost {
     /// Cost by the deficits and the smoothed connections per interval.
     Deficit { opened: Option<f64> },
     /// This share of an open connection's mean load.
@@ -64,7 +64,7 @@ enum Cost {
 /// Policy `crossrss-plus`.
 pub struct CrossRssPlus {
     key: RssKey,
-    cost: Cost,
+    cost: ConnectionCost,
     recent: RecentLoads,
     pub(super) cache: PolicyCache,
 }
@@ -72,24 +72,24 @@ pub struct CrossRssPlus {
 impl CrossRssPlus {
     /// Returns the policy of the registry.
     pub fn new(seed: u64) -> Self {
-        Self::with_cost(seed, Cost::Deficit { opened: None })
+        Self::with_cost(seed, ConnectionCost::Deficit { opened: None })
     }
 
     /// Returns the policy with a fixed cost, `share` of an open connection's mean load; 0 is `crossrss`.
     pub fn with_share(seed: u64, share: f64) -> Self {
-        Self::with_cost(seed, Cost::Share(share))
+        Self::with_cost(seed, ConnectionCost::Share(share))
     }
 
-    fn with_cost(seed: u64, cost: Cost) -> Self {
+    fn with_cost(seed: u64, cost: ConnectionCost) -> Self {
         Self { key: independent_key(seed), cost, recent: RecentLoads::default(), cache: PolicyCache::default() }
     }
 }
 
-impl Cost {
+impl ConnectionCost {
     fn connection_cost(&mut self, pool: &Pool, kept: &mut PolicyCache) -> f64 {
         match self {
-            Cost::Share(share) => *share * pool.load_per_connection(),
-            Cost::Deficit { opened } => {
+            ConnectionCost::Share(share) => *share * pool.load_per_connection(),
+            ConnectionCost::Deficit { opened } => {
                 let Some(newest) = pool.opened_connections else {
                     return SHARE_OF_MEAN * pool.load_per_connection();
                 };
@@ -100,7 +100,8 @@ impl Cost {
                     Some(old) => OPENED_ALPHA * newest + (1.0 - OPENED_ALPHA) * old,
                 };
                 *opened = Some(smoothed);
-                let load_to_assign = if pool.counts_requests { pool.load() } else { FILL_FACTOR * deficit(pool, kept) };
+                let load_to_assign =
+                    if pool.counts_requests { pool.total_load() } else { FILL_FACTOR * deficit(pool, kept) };
                 load_to_assign / smoothed.max(1.0)
             }
         }
@@ -110,7 +111,7 @@ impl Cost {
 /// Returns the work that brings every core below its level up to it, in work of a core of usual speed.
 fn deficit(pool: &Pool, kept: &mut PolicyCache) -> f64 {
     let levels = NormalizedLoad::of(pool);
-    let of_class = |(class, spread): (&ServerClass, &LoadSpread)| {
+    let of_class = |(class, spread): (&ServerClass, &LoadHistogram)| {
         let (level, speed) = levels.level(*class);
         speed * spread.missing_load(level)
     };
@@ -125,7 +126,7 @@ struct RecentLoads {
 
 struct RecentServer {
     id: ServerId,
-    recent: Vec<f64>,
+    recent_mean_loads: Vec<f64>,
     /// Loads in the newest report; `recent` has the mean over the last reports.
     newest: CoreLoads,
     smoothed_loads: CoreLoads,
@@ -134,7 +135,7 @@ struct RecentServer {
 impl RecentServer {
     /// Returns the loads of a server, which start with the present ones.
     fn new(id: ServerId, loads: &CoreLoads) -> Self {
-        Self { id, recent: loads.to_vec(), newest: loads.clone(), smoothed_loads: loads.clone() }
+        Self { id, recent_mean_loads: loads.to_vec(), newest: loads.clone(), smoothed_loads: loads.clone() }
     }
 
     /// Updates the loads. `fresh`: they are from a new report.
@@ -143,13 +144,13 @@ impl RecentServer {
             return;
         }
         // Cores may have been added or removed.
-        self.recent.resize(loads.len(), 0.0);
+        self.recent_mean_loads.resize(loads.len(), 0.0);
         let alpha = if fresh { RECENT_ALPHA } else { 0.0 };
         let level = |(load, recent): (&f64, &mut f64)| {
             *recent += alpha * (*load - *recent);
             (*load + *recent) / 2.0
         };
-        self.smoothed_loads = loads.iter().zip(&mut self.recent).map(level).collect();
+        self.smoothed_loads = loads.iter().zip(&mut self.recent_mean_loads).map(level).collect();
         self.newest = loads.clone();
     }
 }
@@ -164,7 +165,7 @@ impl RecentLoads {
         let mut levelled = pool.servers.clone();
         let mut before = std::mem::take(&mut self.of_servers).into_iter().peekable();
         for server in &mut levelled {
-            let Some(Loads::Local(loads)) = &mut server.loads else { continue };
+            let Some(ServerLoads::Local(loads)) = &mut server.loads else { continue };
             // Servers that left or do not report are forgotten.
             while before.next_if(|known| known.id < server.id).is_some() {}
             let known = before.next_if(|known| known.id == server.id);
@@ -178,7 +179,7 @@ impl RecentLoads {
 }
 
 /// Returns the number of candidates per bucket that the data plane and its table allow.
-fn scale_to_fit(buckets: BucketCount, groups: usize) -> usize {
+fn max_fitting_candidates(buckets: BucketCount, groups: usize) -> usize {
     let fits = intf::MAX_TABLE_CANDIDATES as usize / (groups * buckets.get() as usize);
     fits.min(intf::MAX_CANDIDATES as usize)
 }
@@ -197,19 +198,20 @@ impl Policy for CrossRssPlus {
     }
 
     fn max_candidates_per_bucket(&self, buckets: BucketCount) -> usize {
-        scale_to_fit(buckets, 1)
+        max_fitting_candidates(buckets, 1)
     }
 
     fn compute_table(&mut self, pool: &Pool, buckets: BucketCount, generation: u64) -> PlacementTable {
         let pool = &*self.preprocess(pool);
         let kept = &mut self.cache;
-        let per_bucket = |servers: usize, groups: usize| servers.min(scale_to_fit(buckets, groups)).max(1);
-        let mut table = core_aware_table(pool, buckets, generation, &self.key, Rule::LeastAssigned, per_bucket, kept);
+        let per_bucket = |servers: usize, groups: usize| servers.min(max_fitting_candidates(buckets, groups)).max(1);
+        let mut table =
+            core_aware_table(pool, buckets, generation, &self.key, PlacementRule::LeastAssigned, per_bucket, kept);
         // A load balancer counts only its own assignments; other load balancers assign about as many.
         let cost = self.cost.connection_cost(pool, kept) * f64::from(pool.load_balancer_count);
         // At least the smallest step: a burst in a pool of equal cores is then spread evenly and does not pile up on
         // the lowest id.
-        table.assignment_cost = fixed_point(cost).max(1);
+        table.assignment_cost = to_fixed_point(cost).max(1);
         table
     }
 }

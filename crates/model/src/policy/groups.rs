@@ -6,9 +6,9 @@ use super::bucket_loads::{BucketLoads, core_at, core_of};
 use super::normalized_load::NormalizedLoad;
 use super::policy_cache::{CachedGroup, PolicyCache};
 use super::rack_aggregate::RackAggregate;
-use super::{CandidateList, Loads, Pool, PoolServer};
-use crate::load::fixed_point;
-use crate::placement::{BucketCount, Candidate, Core, PlacementTable};
+use super::{CandidateList, Pool, PoolServer, ServerLoads};
+use crate::load::to_fixed_point;
+use crate::placement::{BucketCount, Candidate, PlacementTable, ServerCore};
 use crate::rss::RssKey;
 
 /// Servers that share buckets.
@@ -75,16 +75,16 @@ pub fn rss_key_count(pool: &Pool) -> usize {
 
 /// Core slots of a table, in the order of first use.
 struct CoreSlots<'a> {
-    slots: &'a mut Vec<Core>,
-    by_core: HashMap<Core, u16, foldhash::fast::FixedState>,
+    slots: &'a mut Vec<ServerCore>,
+    slot_by_core: HashMap<ServerCore, u16, foldhash::fast::FixedState>,
 }
 
 impl CoreSlots<'_> {
     /// Returns the core's slot. Beyond the data plane's limit cores share the last slot: their counts then add up,
     /// which only makes them look busier.
-    fn slot(&mut self, core: Core) -> u16 {
+    fn assign_slot(&mut self, core: ServerCore) -> u16 {
         let slots = &mut *self.slots;
-        *self.by_core.entry(core).or_insert_with(|| {
+        *self.slot_by_core.entry(core).or_insert_with(|| {
             if slots.len() < coreward_intf::MAX_CORE_SLOTS as usize {
                 slots.push(core);
             }
@@ -97,7 +97,7 @@ impl CoreSlots<'_> {
 /// to the lowest id).
 pub struct LeastCores {
     limit: usize,
-    kept_cores: Vec<(f64, f64, Core)>,
+    kept_cores: Vec<(f64, f64, ServerCore)>,
 }
 
 impl LeastCores {
@@ -107,8 +107,8 @@ impl LeastCores {
     }
 
     /// Offers a core and returns whether it is among the least so far; few of a thousand are.
-    pub fn offer(&mut self, compared: f64, load: f64, core: Core) -> bool {
-        let is_before = |(other, other_load, other_core): &(f64, f64, Core)| {
+    pub fn offer(&mut self, compared: f64, load: f64, core: ServerCore) -> bool {
+        let is_before = |(other, other_load, other_core): &(f64, f64, ServerCore)| {
             other.total_cmp(&compared).then(other_load.total_cmp(&load)).then(other_core.cmp(&core)).is_lt()
         };
         if self.kept_cores.len() == self.limit && self.kept_cores.last().is_some_and(is_before) {
@@ -127,7 +127,7 @@ impl LeastCores {
     }
 
     /// Returns the cores with load and compared value, the least first.
-    pub fn cores(&self) -> impl Iterator<Item = (Core, f64, f64)> {
+    pub fn cores(&self) -> impl Iterator<Item = (ServerCore, f64, f64)> {
         self.kept_cores.iter().map(|(compared, load, core)| (*core, *load, *compared))
     }
 }
@@ -145,16 +145,16 @@ pub fn fill_candidates(
     per_bucket: usize,
     kept: &mut PolicyCache,
 ) {
-    let cores = Cores::new(pool, buckets);
+    let cores = ReachableCores::new(pool, buckets);
     let without_loads = !pool.has_loads();
-    let mut core_slots = CoreSlots { slots: &mut table.core_slots, by_core: HashMap::default() };
+    let mut core_slots = CoreSlots { slots: &mut table.core_slots, slot_by_core: HashMap::default() };
     table.groups = groups.iter().map(|group| group.key.clone()).collect();
     table.candidates_per_bucket = per_bucket as u32;
     table.candidates.reserve(groups.len() * buckets.get() as usize * per_bucket);
     kept.groups.resize_with(groups.len(), CachedGroup::default);
     for (group, kept) in groups.iter().zip(&mut kept.groups) {
         let known = LocalServers::new(&cores, group, &mut kept.bucket_loads, per_bucket);
-        let relayed = RackCores::new(&cores, group, &mut kept.relayed, per_bucket);
+        let relayed = RackCores::new(&cores, group, &mut kept.rack_aggregate, per_bucket);
         for bucket in 0..buckets.get() {
             let found = if without_loads {
                 cores.rotate_equal_cores(group, bucket)
@@ -163,8 +163,8 @@ pub fn fill_candidates(
             };
             for position in 0..per_bucket {
                 let (core, compared) = found[position.min(found.len() - 1)];
-                let core_slot = core_slots.slot(core);
-                table.candidates.push(Candidate { server: core.server, load: fixed_point(compared), core_slot });
+                let core_slot = core_slots.assign_slot(core);
+                table.candidates.push(Candidate { server: core.server, load: to_fixed_point(compared), core_slot });
             }
         }
     }
@@ -182,10 +182,10 @@ struct LocalServers<'a, 'g> {
 }
 
 impl<'a, 'g> LocalServers<'a, 'g> {
-    fn new(cores: &Cores<'_>, group: &'g RssGroup<'a>, reached: &'g mut BucketLoads, most: usize) -> Self {
+    fn new(cores: &ReachableCores<'_>, group: &'g RssGroup<'a>, reached: &'g mut BucketLoads, most: usize) -> Self {
         let servers: Vec<&PoolServer> =
             group.all().filter(|server| !has_aggregated_loads(server) || !group.reaches_cores(server)).collect();
-        let is_partial = servers.iter().any(|server| server.ramp < 1.0);
+        let is_partial = servers.iter().any(|server| server.slow_start_fraction < 1.0);
         // A bucket keeps cores in the order of loads alone.
         let remembered = if cores.levels.is_uniform() && !is_partial { most } else { 0 };
         reached.update(&servers, &group.key, cores.buckets, cores.neutral_load, remembered);
@@ -203,7 +203,7 @@ struct RackCores<'a, 'g> {
 }
 
 impl<'a, 'g> RackCores<'a, 'g> {
-    fn new(cores: &Cores<'a>, group: &RssGroup<'_>, kept: &'g mut RackAggregate, most: usize) -> Self {
+    fn new(cores: &ReachableCores<'a>, group: &RssGroup<'_>, kept: &'g mut RackAggregate, most: usize) -> Self {
         let lists: Vec<&CandidateList> = cores.pool.candidate_lists(&group.key).collect();
         let is_kept = cores.levels.is_uniform() && !lists.is_empty();
         if is_kept {
@@ -214,7 +214,7 @@ impl<'a, 'g> RackCores<'a, 'g> {
 }
 
 /// The cores that buckets reach.
-struct Cores<'a> {
+struct ReachableCores<'a> {
     pool: &'a Pool,
     buckets: BucketCount,
     neutral_load: f64,
@@ -223,7 +223,7 @@ struct Cores<'a> {
     aggregated_servers: Vec<Option<&'a PoolServer>>,
 }
 
-impl<'a> Cores<'a> {
+impl<'a> ReachableCores<'a> {
     fn new(pool: &'a Pool, buckets: BucketCount) -> Self {
         let mut reduced = Vec::new();
         let mut is_reduced = pool.eligible().filter(|server| has_aggregated_loads(server)).peekable();
@@ -250,14 +250,14 @@ impl<'a> Cores<'a> {
         relayed: &RackCores<'_, '_>,
         bucket: u32,
         most: usize,
-    ) -> Vec<(Core, f64)> {
+    ) -> Vec<(ServerCore, f64)> {
         let mut least = LeastCores::new(most);
         self.offer_local(known, bucket, &mut least);
         self.offer_relayed(relayed, bucket, &mut least);
         if least.kept_cores.is_empty() {
             for server in known.group.all() {
                 let (core, load) = self.core(known.group, server, bucket);
-                least.offer(EXCLUDED_LOAD, load, Core { server: server.id, core });
+                least.offer(EXCLUDED_LOAD, load, ServerCore { server: server.id, core });
             }
         }
         least.cores().map(|(core, _, compared)| (core, compared)).collect()
@@ -265,7 +265,7 @@ impl<'a> Cores<'a> {
 
     fn offer_relayed(&self, relayed: &RackCores<'_, '_>, bucket: u32, least: &mut LeastCores) {
         // The rack may not know yet that a server takes no new connections, or only some.
-        let taking_part = |core: &Core| {
+        let taking_part = |core: &ServerCore| {
             let server = self.aggregated_servers.get(usize::from(core.server.get())).copied().flatten();
             server.filter(|server| self.pool.is_candidate(server, bucket))
         };
@@ -288,7 +288,7 @@ impl<'a> Cores<'a> {
     }
 
     fn offer_local(&self, known: &LocalServers<'_, '_>, bucket: u32, least: &mut LeastCores) {
-        if let Some(places) = known.bucket_loads.least(bucket) {
+        if let Some(places) = known.bucket_loads.least_loaded_cores(bucket) {
             places.iter().all(|place| least.offer(place.load, place.load, place.core));
             return;
         }
@@ -313,12 +313,12 @@ impl<'a> Cores<'a> {
     }
 
     /// Rotates equal cores, so that each server comes first in equally many buckets.
-    fn rotate_equal_cores(&self, group: &RssGroup<'_>, bucket: u32) -> Vec<(Core, f64)> {
+    fn rotate_equal_cores(&self, group: &RssGroup<'_>, bucket: u32) -> Vec<(ServerCore, f64)> {
         let candidate = |server: &PoolServer| {
             let (core, load) = self.core(group, server, bucket);
-            (Core { server: server.id, core }, self.levels.normalize(server.class(), load))
+            (ServerCore { server: server.id, core }, self.levels.normalize(server.class(), load))
         };
-        let mut found: Vec<(Core, f64)> = self.candidates_of_bucket(group, bucket).map(candidate).collect();
+        let mut found: Vec<(ServerCore, f64)> = self.candidates_of_bucket(group, bucket).map(candidate).collect();
         if found.is_empty() {
             found = group.all().map(|server| (candidate(server).0, EXCLUDED_LOAD)).collect();
         }
@@ -339,16 +339,16 @@ impl<'a> Cores<'a> {
 }
 
 fn has_aggregated_loads(server: &PoolServer) -> bool {
-    matches!(server.loads, Some(Loads::Aggregated { .. }))
+    matches!(server.loads, Some(ServerLoads::Aggregated { .. }))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::ServerId;
-    use crate::placement::{PlacementState, Rule};
+    use crate::placement::{PlacementRule, PlacementState};
     use crate::policy::crossrss::core_aware_table;
-    use crate::rss::{IndirectionTable, Rss};
+    use crate::rss::{IndirectionTable, RssConfig};
 
     const SERVER_COUNT: u64 = 4;
 
@@ -360,8 +360,8 @@ mod tests {
             let indirection_table = IndirectionTable::new(&[0, 1]).unwrap();
             PoolServer {
                 loads: loads.then(|| vec![if is_last { 0.0 } else { 0.5 }; 2].into()),
-                rss: Some(Rss { key, indirection_table }),
-                ramp: if is_last { ramp } else { 1.0 },
+                rss: Some(RssConfig { key, indirection_table }),
+                slow_start_fraction: if is_last { ramp } else { 1.0 },
                 ..PoolServer::new(ServerId::try_from(number).unwrap())
             }
         });
@@ -369,7 +369,7 @@ mod tests {
     }
 
     /// Returns the share of all connections that the last server gets.
-    fn part_of_last(pool: &Pool, rule: Rule, per_bucket: usize) -> f64 {
+    fn part_of_last(pool: &Pool, rule: PlacementRule, per_bucket: usize) -> f64 {
         const CONNECTION_COUNT: u32 = 20_000;
         let (key, mut kept) = (RssKey::new(&[1; 40]).unwrap(), PolicyCache::default());
         let buckets = BucketCount::new(1024).unwrap();
@@ -386,14 +386,14 @@ mod tests {
 
     #[test]
     fn ungrouped_server_in_slow_start_gets_its_share_of_buckets() {
-        for (rule, per_bucket) in [(Rule::Table, 1), (Rule::LeastAssigned, 3)] {
+        for (rule, per_bucket) in [(PlacementRule::Table, 1), (PlacementRule::LeastAssigned, 3)] {
             assert!(part_of_last(&pool(true, 1.0), rule, per_bucket) > 0.99, "{rule:?}");
             for ramp in [0.0, 0.25, 0.5] {
                 let part = part_of_last(&pool(true, ramp), rule, per_bucket);
                 assert!((part - ramp).abs() < 0.05, "{rule:?}: {part} of {ramp}");
             }
         }
-        let part = part_of_last(&pool(false, 0.25), Rule::LeastAssigned, 3);
+        let part = part_of_last(&pool(false, 0.25), PlacementRule::LeastAssigned, 3);
         assert!(part < 0.25, "without loads: {part}");
     }
 }

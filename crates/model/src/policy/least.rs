@@ -15,8 +15,8 @@ use coreward_intf as intf;
 
 use super::{LoadMetric, Policy, Pool, TelemetryLevel, base_table, independent_key, table_with};
 use crate::ServerId;
-use crate::load::fixed_point;
-use crate::placement::{BucketCount, Candidate, Core, PlacementTable, Rule};
+use crate::load::to_fixed_point;
+use crate::placement::{BucketCount, Candidate, PlacementRule, PlacementTable, ServerCore};
 use crate::rss::{RssKey, seeded_rng, uniform_below};
 
 /// Names of the policy by connections, packets, bytes and core loads.
@@ -57,9 +57,9 @@ impl LeastByMetric {
         let most = compared.iter().copied().fold(0.0, f64::max);
         let unit = match self.metric {
             LoadMetric::Connections => f64::from(connection_load(most)),
-            _ => f64::from(fixed_point(1.0)) / most.max(f64::MIN_POSITIVE),
+            _ => f64::from(to_fixed_point(1.0)) / most.max(f64::MIN_POSITIVE),
         };
-        let cost = ((per_connection * unit) as u32).clamp(1, fixed_point(1.0));
+        let cost = ((per_connection * unit) as u32).clamp(1, to_fixed_point(1.0));
         (compared.iter().map(|load| (load * unit) as u32).collect(), cost)
     }
 
@@ -104,7 +104,7 @@ impl Policy for LeastByMetric {
     }
 
     fn compute_table(&mut self, pool: &Pool, buckets: BucketCount, generation: u64) -> PlacementTable {
-        let mut table = base_table(pool, Rule::LeastAssigned, buckets, generation, self.key.clone());
+        let mut table = base_table(pool, PlacementRule::LeastAssigned, buckets, generation, self.key.clone());
         self.add_candidates(&mut table, pool);
         table
     }
@@ -114,7 +114,7 @@ impl LeastByMetric {
     /// Returns a table without the consistent choices. A load balancer replaces candidates whose loads are too old by
     /// this table's candidates.
     pub fn candidate_table(&self, pool: &Pool, buckets: BucketCount) -> PlacementTable {
-        let mut table = table_with(pool, Rule::LeastAssigned, buckets, 0, self.key.clone(), Vec::new());
+        let mut table = table_with(pool, PlacementRule::LeastAssigned, buckets, 0, self.key.clone(), Vec::new());
         self.add_candidates(&mut table, pool);
         table
     }
@@ -126,7 +126,7 @@ impl LeastByMetric {
         let (loads, cost) = self.loads(pool);
         // A load balancer counts only its own assignments; other load balancers assign about as many.
         table.assignment_cost = cost.saturating_mul(pool.load_balancer_count);
-        table.core_slots = table.members.iter().map(|member| Core { server: member.server, core: 0 }).collect();
+        table.core_slots = table.members.iter().map(|member| ServerCore { server: member.server, core: 0 }).collect();
         table.core_slots.truncate(intf::MAX_CORE_SLOTS as usize);
         let mut all: Vec<Candidate> = pool
             .eligible()
@@ -140,7 +140,7 @@ impl LeastByMetric {
             .collect();
         let per_bucket = all.len().min(self.candidate_count);
         let mut rng = seeded_rng(self.seed ^ table.generation, RNG_STREAM_CANDIDATES);
-        let joining = pool.eligible().any(|server| server.ramp < 1.0);
+        let joining = pool.eligible().any(|server| server.slow_start_fraction < 1.0);
         for bucket in 0..table.bucket_count.get() {
             if per_bucket < all.len() {
                 // The start of a shuffle by Fisher and Yates.
@@ -180,7 +180,7 @@ fn replace_excluded(candidates: &mut [Candidate], is_candidate: impl Fn(ServerId
 /// Returns the load of one connection: the fullest server has at most 1.0, and the result is at least the smallest
 /// step.
 fn connection_load(most: f64) -> u32 {
-    (fixed_point(1.0) / (most as u32).max(1)).max(1)
+    (to_fixed_point(1.0) / (most as u32).max(1)).max(1)
 }
 
 #[cfg(test)]
@@ -291,7 +291,7 @@ mod tests {
     fn joining_server_gets_only_its_share() {
         let mut servers: Vec<PoolServer> =
             (0..4u64).map(|n| PoolServer { open_connections: 100, ..PoolServer::new(n.try_into().unwrap()) }).collect();
-        (servers[3].open_connections, servers[3].ramp) = (0, 0.25);
+        (servers[3].open_connections, servers[3].slow_start_fraction) = (0, 0.25);
         let joined = counts_after(&mut LeastByMetric::new(1), &servers, 128)[3];
         // Without slow start all would go to the new server; its share is 32 of 128 buckets.
         assert!((20..=44).contains(&joined), "{joined}");

@@ -5,7 +5,7 @@
 //! left, all cores are compared again.
 
 use super::MAX_CANDIDATES;
-use crate::placement::Core;
+use crate::placement::ServerCore;
 
 /// Cores that a bucket keeps: twice as many as needed, so that a full search is rare.
 const MAX_KEPT_CORES: usize = 2 * MAX_CANDIDATES as usize;
@@ -16,7 +16,7 @@ pub struct RankedCore {
     /// Load that the bucket reaches at the core.
     pub load: f64,
     /// The core.
-    pub core: Core,
+    pub core: ServerCore,
     /// Position of the server or rack that reported it.
     pub source: u32,
 }
@@ -29,13 +29,13 @@ impl RankedCore {
 
 /// The least loaded cores of one bucket, the least first. No other core is before the last one.
 #[derive(Debug, Clone, Default)]
-pub struct LeastLoaded(Vec<RankedCore>);
+pub struct LeastLoadedCores(Vec<RankedCore>);
 
 /// Last kept core before a removal. No other core is before it, except cores of the removed source.
 #[derive(Debug, Clone, Copy)]
 pub struct Bound(RankedCore);
 
-impl LeastLoaded {
+impl LeastLoadedCores {
     /// Removes the cores of a source; returns `None` if no cores were kept.
     #[inline]
     pub fn remove_source(&mut self, source: u32) -> Option<Bound> {
@@ -101,11 +101,11 @@ mod tests {
 
     fn place(position: usize, load: f64) -> RankedCore {
         let server = ServerId::try_from((position as u64 * 37) % 61).unwrap();
-        RankedCore { load, core: Core { server, core: 0 }, source: position as u32 }
+        RankedCore { load, core: ServerCore { server, core: 0 }, source: position as u32 }
     }
 
     /// Checks that the kept cores are the first ones of all cores in order.
-    fn assert_is_prefix(least: &LeastLoaded, mut all: Vec<RankedCore>) -> Result<(), TestCaseError> {
+    fn assert_is_prefix(least: &LeastLoadedCores, mut all: Vec<RankedCore>) -> Result<(), TestCaseError> {
         all.sort_by(|left, right| left.load.total_cmp(&right.load).then(left.core.cmp(&right.core)));
         prop_assert_eq!(least.ranked_cores(), &all[..least.ranked_cores().len()]);
         Ok(())
@@ -115,7 +115,7 @@ mod tests {
         #[test]
         fn cached_cores_are_the_least_loaded(moves in prop::collection::vec((0..SERVER_COUNT, 0u32..20), 1..400)) {
             let mut loads = vec![1.0; SERVER_COUNT];
-            let mut least = LeastLoaded::default();
+            let mut least = LeastLoadedCores::default();
             for (position, twentieths) in moves {
                 let load = f64::from(twentieths) / 20.0;
                 let old = std::mem::replace(&mut loads[position], load);
@@ -142,7 +142,7 @@ mod tests {
                 list
             };
             let mut lists: Vec<Vec<RankedCore>> = (0..SERVER_COUNT / 4).map(|rack| list(rack, &[20; 4])).collect();
-            let mut least = LeastLoaded::default();
+            let mut least = LeastLoadedCores::default();
             for (rack, twentieths) in changes {
                 lists[rack] = list(rack, &twentieths);
                 if let Some(bound) = least.remove_source(rack as u32) {

@@ -5,7 +5,7 @@ use crate::load::CoreLoads;
 
 /// The smoothed loads of one server's cores, in fractions of their capacity.
 #[derive(Debug, Clone, PartialEq)]
-pub enum Loads {
+pub enum ServerLoads {
     /// Loads of each core, by receive queue, from the server's agent.
     Local(CoreLoads),
     /// Loads of each core, from the server's rack controller, after [`Policy::preprocess`](super::Policy::preprocess).
@@ -19,40 +19,40 @@ pub enum Loads {
     },
 }
 
-impl From<Vec<f64>> for Loads {
+impl From<Vec<f64>> for ServerLoads {
     fn from(cores: Vec<f64>) -> Self {
         Self::Local(cores.into())
     }
 }
 
-impl Loads {
+impl ServerLoads {
     /// Returns the load of each core; `None`: only the sum is known.
     pub fn cores(&self) -> Option<&CoreLoads> {
         match self {
-            Loads::Local(cores) | Loads::Relayed(cores) => Some(cores),
-            Loads::Aggregated { .. } => None,
+            ServerLoads::Local(cores) | ServerLoads::Relayed(cores) => Some(cores),
+            ServerLoads::Aggregated { .. } => None,
         }
     }
 
     /// Returns the sum over all cores in their order: the same number at the controller and at the rack.
     pub fn sum(&self) -> f64 {
         match self {
-            Loads::Local(cores) | Loads::Relayed(cores) => cores.sum(),
-            Loads::Aggregated { sum, .. } => *sum,
+            ServerLoads::Local(cores) | ServerLoads::Relayed(cores) => cores.sum(),
+            ServerLoads::Aggregated { sum, .. } => *sum,
         }
     }
 
     /// Returns the number of cores.
-    pub fn count(&self) -> u32 {
+    pub fn core_count(&self) -> u32 {
         match self {
-            Loads::Local(cores) | Loads::Relayed(cores) => cores.len() as u32,
-            Loads::Aggregated { core_count: cores, .. } => *cores,
+            ServerLoads::Local(cores) | ServerLoads::Relayed(cores) => cores.len() as u32,
+            ServerLoads::Aggregated { core_count: cores, .. } => *cores,
         }
     }
 
     /// Returns the mean over all cores; `None` without cores.
     pub fn mean(&self) -> Option<f64> {
-        (self.count() > 0).then(|| self.sum() / f64::from(self.count()))
+        (self.core_count() > 0).then(|| self.sum() / f64::from(self.core_count()))
     }
 }
 
@@ -106,22 +106,22 @@ const LOAD_UNIT: f64 = (1u64 << 32) as f64;
 /// wide as 1/128 of its loads. Two spreads add up to the spread of all their cores, to the last bit and in any order,
 /// because sums are whole numbers. So cores can also be subtracted.
 #[derive(Debug, Clone, Default)]
-pub struct LoadSpread {
+pub struct LoadHistogram {
     /// Bins by number, up to the last one in use so far.
     bins: Vec<Bin>,
 }
 
-impl PartialEq for LoadSpread {
+impl PartialEq for LoadHistogram {
     fn eq(&self, other: &Self) -> bool {
         self.bins().eq(other.bins())
     }
 }
 
-impl Eq for LoadSpread {}
+impl Eq for LoadHistogram {}
 
-/// Form of a [`LoadSpread`] that racks send: the bins with a core, by load. These are a few hundred of 2,000, and
+/// Form of a [`LoadHistogram`] that racks send: the bins with a core, by load. These are a few hundred of 2,000, and
 /// hundreds of racks are kept and added up.
-pub type SpreadBins = Vec<(u16, Bin)>;
+pub type HistogramBins = Vec<(u16, Bin)>;
 
 /// The cores in a bin.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -138,7 +138,7 @@ impl Bin {
     }
 }
 
-impl LoadSpread {
+impl LoadHistogram {
     /// Maximum number of bins.
     pub const BIN_COUNT: u16 = (bin_bits(MAX_BINNED_LOAD) - bin_bits(MIN_BINNED_LOAD)) as u16 + 2;
 
@@ -168,7 +168,7 @@ impl LoadSpread {
         }
     }
 
-    /// Adds the cores of a bin below [`LoadSpread::BIN_COUNT`].
+    /// Adds the cores of a bin below [`LoadHistogram::BIN_COUNT`].
     pub fn add_bin(&mut self, bin: u16, more: Bin) {
         let position = usize::from(bin);
         if position >= self.bins.len() {
@@ -212,8 +212,8 @@ mod tests {
 
     use super::*;
 
-    fn spread(loads: &[f64]) -> LoadSpread {
-        let mut spread = LoadSpread::default();
+    fn spread(loads: &[f64]) -> LoadHistogram {
+        let mut spread = LoadHistogram::default();
         loads.iter().for_each(|load| spread.add(*load));
         spread
     }
@@ -224,13 +224,13 @@ mod tests {
         let bins = loads.map(bin_of);
         assert!(bins.is_sorted() && bins[0] == bins[1] && bins[1] < bins[2] && bins[8] < bins[9], "{bins:?}");
         assert_eq!((bins[4], bins[9]), (bins[5], bins[10]));
-        assert!(bins[10] < LoadSpread::BIN_COUNT);
+        assert!(bins[10] < LoadHistogram::BIN_COUNT);
     }
 
     proptest! {
         #[test]
         fn parts_of_the_hash_add_up(loads in proptest::collection::vec(0.0..2.0f64, 0..200), part in 1usize..7) {
-            let mut sum = LoadSpread::default();
+            let mut sum = LoadHistogram::default();
             for of_part in 0..part {
                 let loads: Vec<f64> = loads.iter().copied().skip(of_part).step_by(part).collect();
                 sum.add_all(spread(&loads).bins());

@@ -3,12 +3,12 @@
 //! than the minimum.
 
 use crate::ServerId;
-use crate::placement::mix;
+use crate::placement::mix_hash;
 
 pub const NAME: &str = "maglev";
 
 /// The published table size: a prime, about a hundred times the servers of a moderate pool. The data plane's tables are
-/// smaller ([`BucketCount`]); a simulation can use this one.
+/// smaller ([`BucketCount`](crate::placement::BucketCount)); a simulation can use this one.
 pub const PUBLISHED_SIZE: usize = 65_537;
 
 /// Returns for each of `size` buckets the position in `servers` of its server; empty without servers.
@@ -55,7 +55,7 @@ struct BucketOrder {
 
 impl BucketOrder {
     fn of(server: ServerId, size: usize) -> Self {
-        let hash = mix(server.get().into());
+        let hash = mix_hash(server.get().into());
         let next = (hash as u32) as usize % size;
         // 1 to size - 1, as published for a prime size; otherwise the next number that shares no divisor with the size,
         // so that the order passes every bucket.

@@ -36,7 +36,7 @@ pub use groups::{RssGroup, rss_groups, rss_key_count};
 pub use hash::modulo_table;
 pub use least::LeastByMetric;
 pub use load_metric::{LoadMetric, TelemetryLevel};
-pub use loads::{Bin, LoadSpread, Loads, ServerClass, SpreadBins};
+pub use loads::{Bin, HistogramBins, LoadHistogram, ServerClass, ServerLoads};
 pub use maglev::{PUBLISHED_SIZE as MAGLEV_PUBLISHED_SIZE, maglev_table};
 pub use pool::{Pool, PoolServer, TrafficRates};
 pub use rack::{CandidateList, MAX_CANDIDATES, RackSummary, ReducedServer};
@@ -47,8 +47,10 @@ use std::borrow::Cow;
 use coreward_intf as intf;
 
 use crate::ServerId;
-use crate::load::fixed_point;
-use crate::placement::{BucketCount, Candidate, Core, Member, PlacementTable, Rule, weighted_rendezvous};
+use crate::load::to_fixed_point;
+use crate::placement::{
+    BucketCount, Candidate, Member, PlacementRule, PlacementTable, ServerCore, weighted_rendezvous,
+};
 use crate::rss::{RssKey, seeded_rng};
 
 /// Source of the tables of one service.
@@ -174,7 +176,7 @@ fn independent_key(seed: u64) -> RssKey {
 
 /// Returns a table with members and the consistent choice, and one group without candidates. Every policy starts from
 /// it.
-fn base_table(pool: &Pool, rule: Rule, buckets: BucketCount, generation: u64, key: RssKey) -> PlacementTable {
+fn base_table(pool: &Pool, rule: PlacementRule, buckets: BucketCount, generation: u64, key: RssKey) -> PlacementTable {
     let weights: Vec<(ServerId, u32)> = pool.eligible().map(|server| (server.id, server.weight.get())).collect();
     table_with(pool, rule, buckets, generation, key, weighted_rendezvous(&weights, buckets))
 }
@@ -182,7 +184,7 @@ fn base_table(pool: &Pool, rule: Rule, buckets: BucketCount, generation: u64, ke
 /// Like [`base_table`], with a known consistent choice.
 fn table_with(
     pool: &Pool,
-    rule: Rule,
+    rule: PlacementRule,
     buckets: BucketCount,
     generation: u64,
     key: RssKey,
@@ -191,7 +193,7 @@ fn table_with(
     let neutral = pool.neutral_load();
     let members: Vec<Member> = pool
         .eligible()
-        .map(|server| Member { server: server.id, load: fixed_point(server.mean_load(neutral)) })
+        .map(|server| Member { server: server.id, load: to_fixed_point(server.mean_load(neutral)) })
         .collect();
     PlacementTable {
         generation,
@@ -225,7 +227,7 @@ fn table_by_bucket(
     key: RssKey,
     positions: &[usize],
 ) -> PlacementTable {
-    let mut table = base_table(pool, Rule::Table, buckets, generation, key);
+    let mut table = base_table(pool, PlacementRule::Table, buckets, generation, key);
     if table.members.is_empty() {
         return table;
     }
@@ -236,7 +238,7 @@ fn table_by_bucket(
     };
     table.candidates = positions.iter().map(of_bucket).collect();
     table.candidates_per_bucket = 1;
-    table.core_slots = table.members.iter().map(|member| Core { server: member.server, core: 0 }).collect();
+    table.core_slots = table.members.iter().map(|member| ServerCore { server: member.server, core: 0 }).collect();
     table.core_slots.truncate(intf::MAX_CORE_SLOTS as usize);
     table
 }

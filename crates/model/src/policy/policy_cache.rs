@@ -8,8 +8,8 @@ use std::collections::BTreeMap;
 
 use super::Pool;
 use super::bucket_loads::BucketLoads;
-use super::loads::{LoadSpread, Loads, ServerClass};
-use super::rack_aggregate::{RackAggregate, RelayedSpreads};
+use super::loads::{LoadHistogram, ServerClass, ServerLoads};
+use super::rack_aggregate::{RackAggregate, RelayedHistograms};
 use crate::ServerId;
 use crate::load::CoreLoads;
 use crate::placement::{BucketCount, weighted_rendezvous};
@@ -18,8 +18,8 @@ use crate::placement::{BucketCount, weighted_rendezvous};
 #[derive(Debug, Default)]
 pub struct PolicyCache {
     pub(super) groups: Vec<CachedGroup>,
-    spreads: LoadSpreads,
-    relayed: RelayedSpreads,
+    spreads: LoadHistograms,
+    relayed: RelayedHistograms,
     consistent: ConsistentChoice,
 }
 
@@ -28,28 +28,28 @@ pub struct PolicyCache {
 pub struct CachedGroup {
     /// Loads of the group's servers that report to this controller.
     pub bucket_loads: BucketLoads,
-    pub relayed: RackAggregate,
+    pub rack_aggregate: RackAggregate,
 }
 
 impl PolicyCache {
-    pub(super) fn spreads(&mut self, pool: &Pool) -> Cow<'_, BTreeMap<ServerClass, LoadSpread>> {
+    pub(super) fn spreads(&mut self, pool: &Pool) -> Cow<'_, BTreeMap<ServerClass, LoadHistogram>> {
         self.spreads.update(pool);
         let relayed = self.relayed.update(&pool.racks);
         if relayed.is_empty() {
-            return Cow::Borrowed(&self.spreads.of_class);
+            return Cow::Borrowed(&self.spreads.by_class);
         }
         if self.spreads.counted.is_empty() {
             return Cow::Borrowed(relayed);
         }
         let mut all = relayed.clone();
-        for (class, spread) in &self.spreads.of_class {
+        for (class, spread) in &self.spreads.by_class {
             all.entry(*class).or_default().add_all(spread.bins());
         }
         Cow::Owned(all)
     }
 
     /// Returns the choice for connections without a cookie, by eligible servers and weights alone.
-    pub(super) fn consistent(&mut self, pool: &Pool, buckets: BucketCount) -> Vec<ServerId> {
+    pub(super) fn consistent_servers(&mut self, pool: &Pool, buckets: BucketCount) -> Vec<ServerId> {
         let weights = || pool.eligible().map(|server| (server.id, server.weight.get()));
         let is_same =
             |(known, of): &(Vec<(ServerId, u32)>, BucketCount)| *of == buckets && known.iter().copied().eq(weights());
@@ -71,8 +71,8 @@ struct ConsistentChoice {
 /// Load spreads of the eligible servers that report to this controller, in whole numbers, so that cores can be
 /// subtracted again.
 #[derive(Debug, Default)]
-struct LoadSpreads {
-    of_class: BTreeMap<ServerClass, LoadSpread>,
+struct LoadHistograms {
+    by_class: BTreeMap<ServerClass, LoadHistogram>,
     /// Counted servers, by id.
     counted: Vec<CountedServer>,
 }
@@ -84,11 +84,11 @@ struct CountedServer {
     cores: CoreLoads,
 }
 
-impl LoadSpreads {
+impl LoadHistograms {
     fn update(&mut self, pool: &Pool) {
         let mut before = std::mem::take(&mut self.counted).into_iter().peekable();
         for server in pool.eligible() {
-            let Some(cores) = server.loads.as_ref().and_then(Loads::cores) else { continue };
+            let Some(cores) = server.loads.as_ref().and_then(ServerLoads::cores) else { continue };
             while let Some(gone) = before.next_if(|counted| counted.server < server.id) {
                 self.remove(&gone);
             }
@@ -97,7 +97,7 @@ impl LoadSpreads {
                 Some(same) if same.class == now.class && same.cores == now.cores => {}
                 known => {
                     known.iter().for_each(|known| self.remove(known));
-                    let spread = self.of_class.entry(now.class).or_default();
+                    let spread = self.by_class.entry(now.class).or_default();
                     now.cores.iter().for_each(|load| spread.add(*load));
                 }
             }
@@ -107,7 +107,7 @@ impl LoadSpreads {
     }
 
     fn remove(&mut self, counted: &CountedServer) {
-        if let Some(spread) = self.of_class.get_mut(&counted.class) {
+        if let Some(spread) = self.by_class.get_mut(&counted.class) {
             counted.cores.iter().for_each(|load| spread.remove(*load));
         }
     }
@@ -120,7 +120,7 @@ mod tests {
     use super::super::crossrss::CrossRss;
     use super::super::{Capacity, CrossRssPlus, Policy, PoolServer, Weight};
     use super::*;
-    use crate::rss::{IndirectionTable, Rss, RssKey, seeded_rng};
+    use crate::rss::{IndirectionTable, RssConfig, RssKey, seeded_rng};
 
     prop_compose! {
         /// Few values of everything, so that much stays the same from one table to the next.
@@ -136,16 +136,16 @@ mod tests {
             capacity in prop::option::weighted(0.2, Just(6.0)),
             fresh: bool,
         ) -> PoolServer {
-            let rss = rss.map(|(key, table)| Rss {
+            let rss = rss.map(|(key, table)| RssConfig {
                 key: RssKey::random(&mut seeded_rng(key, 99)),
                 indirection_table: IndirectionTable::independent(table, 32, 3).unwrap(),
             });
             PoolServer {
                 eligible,
-                loads: loads.map(Loads::from),
+                loads: loads.map(ServerLoads::from),
                 rss,
                 weight: Weight::new(weight).unwrap(),
-                ramp,
+                slow_start_fraction: ramp,
                 capacity: capacity.map(|capacity| Capacity::new(capacity).unwrap()),
                 has_new_load: fresh,
                 ..PoolServer::new(ServerId::try_from(0).unwrap())

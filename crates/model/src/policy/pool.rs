@@ -2,11 +2,11 @@
 
 use std::sync::{Arc, OnceLock};
 
-use super::loads::{Loads, ServerClass};
+use super::loads::{ServerClass, ServerLoads};
 use super::{CandidateList, Capacity, RackSummary, Weight};
 use crate::ServerId;
-use crate::placement::mix;
-use crate::rss::{Rss, RssKey};
+use crate::placement::mix_hash;
+use crate::rss::{RssConfig, RssKey};
 
 /// A server of a pool as policies see it.
 #[derive(Debug, Clone, PartialEq)]
@@ -16,15 +16,15 @@ pub struct PoolServer {
     /// Whether the server takes new connections (neither draining nor unhealthy).
     pub eligible: bool,
     /// Loads of the cores; `None`: no fresh report, so the server counts as neutral.
-    pub loads: Option<Loads>,
+    pub loads: Option<ServerLoads>,
     /// Key and indirection table of the server's NIC; `None`: unknown, so all cores count as one.
-    pub rss: Option<Rss>,
+    pub rss: Option<RssConfig>,
     /// Open connections, of all services.
     pub open_connections: u32,
     /// Weight of the server. (A server of weight 0 is not eligible.)
     pub weight: Weight,
     /// Fraction of the server's share during slow start, above 0; otherwise 1.
-    pub ramp: f64,
+    pub slow_start_fraction: f64,
     /// Capacity configured by the operator; `None`: the number of cores counts.
     pub capacity: Option<Capacity>,
     /// Traffic from load balancers; `None`: not counted yet.
@@ -128,7 +128,7 @@ impl Pool {
     pub fn replace_server(&mut self, server: PoolServer) {
         let Some(known) = self.position(server.id).map(|position| &mut self.servers[position]) else { return };
         let relayed = match (&server.loads, &known.loads) {
-            (None, Some(loads)) if !matches!(loads, Loads::Local(_)) => known.loads.take(),
+            (None, Some(loads)) if !matches!(loads, ServerLoads::Local(_)) => known.loads.take(),
             (None, Some(_)) => {
                 self.in_one_rack = false;
                 None
@@ -140,7 +140,7 @@ impl Pool {
     }
 
     /// Sets whether the server's load is newer than the previous table.
-    pub fn set_fresh(&mut self, id: ServerId, fresh: bool) {
+    pub fn set_has_new_load(&mut self, id: ServerId, fresh: bool) {
         if let Some(position) = self.position(id) {
             self.servers[position].has_new_load = fresh;
         }
@@ -165,7 +165,7 @@ impl Pool {
         self.totals = OnceLock::new();
         if self.in_one_rack && before.len() == racks.len() {
             let changed = || before.iter().zip(&racks).filter(|(before, now)| !Arc::ptr_eq(before, now));
-            changed().for_each(|(before, _)| self.forget(before));
+            changed().for_each(|(before, _)| self.remove_rack_loads(before));
             changed().for_each(|(_, now)| self.add_summary(now));
             if self.in_one_rack {
                 return self;
@@ -173,18 +173,18 @@ impl Pool {
         }
         self.in_one_rack = true;
         for server in &mut self.servers {
-            server.loads = server.loads.take().filter(|loads| matches!(loads, Loads::Local(_)));
+            server.loads = server.loads.take().filter(|loads| matches!(loads, ServerLoads::Local(_)));
         }
         racks.iter().for_each(|rack| self.add_summary(rack));
         self
     }
 
     /// Removes the loads of the rack's summary.
-    fn forget(&mut self, rack: &RackSummary) {
+    fn remove_rack_loads(&mut self, rack: &RackSummary) {
         for reduced in &rack.servers {
             if let Some(position) = self.position(reduced.id) {
                 let loads = &mut self.servers[position].loads;
-                *loads = loads.take().filter(|loads| matches!(loads, Loads::Local(_)));
+                *loads = loads.take().filter(|loads| matches!(loads, ServerLoads::Local(_)));
             }
         }
     }
@@ -195,7 +195,7 @@ impl Pool {
             let Some(position) = self.position(reduced.id) else { continue };
             match &mut self.servers[position].loads {
                 loads @ None => *loads = Some(reduced.loads.clone()),
-                Some(Loads::Local(_)) => {}
+                Some(ServerLoads::Local(_)) => {}
                 Some(_) => self.in_one_rack = false,
             }
         }
@@ -243,7 +243,7 @@ impl Pool {
             let (mut cores, mut sum, mut alike, mut first) = (0u64, -0.0, true, None);
             for server in self.eligible() {
                 if let Some(loads) = &server.loads {
-                    cores += u64::from(loads.count());
+                    cores += u64::from(loads.core_count());
                     sum += loads.sum();
                 }
                 let class = server.class();
@@ -253,7 +253,10 @@ impl Pool {
                 neutral_load: if cores == 0 { 0.0 } else { sum / cores as f64 },
                 has_loads: self.eligible().any(|server| server.loads.is_some()),
                 is_uniform: alike,
-                has_local_reports: self.servers.iter().any(|server| matches!(server.loads, Some(Loads::Local(_)))),
+                has_local_reports: self
+                    .servers
+                    .iter()
+                    .any(|server| matches!(server.loads, Some(ServerLoads::Local(_)))),
             }
         })
     }
@@ -270,7 +273,7 @@ impl Pool {
 
     /// Returns the share of every eligible server in new connections: weight x ramp.
     pub fn shares(&self) -> Vec<(ServerId, f64)> {
-        self.eligible().map(|server| (server.id, f64::from(server.weight.get()) * server.ramp)).collect()
+        self.eligible().map(|server| (server.id, f64::from(server.weight.get()) * server.slow_start_fraction)).collect()
     }
 
     /// Returns the capacity of each eligible server: the operator's value, or the number of cores. The number of cores
@@ -305,25 +308,25 @@ impl Pool {
     /// Whether the server takes part in the bucket's connections. A server in slow start takes part in a fraction of
     /// the buckets, always the same ones.
     pub fn is_candidate(&self, server: &PoolServer, bucket: u32) -> bool {
-        server.ramp >= 1.0 || hash_fraction(bucket, server.id) < server.ramp
+        server.slow_start_fraction >= 1.0 || hash_fraction(bucket, server.id) < server.slow_start_fraction
     }
 
     /// Returns the mean load of a connection: all load over all open connections.
     pub fn load_per_connection(&self) -> f64 {
         let known = self.servers.iter().filter(|server| server.loads.is_some());
         let connections: u64 = known.map(|server| u64::from(server.open_connections)).sum();
-        if connections == 0 { 0.0 } else { self.load() / connections as f64 }
+        if connections == 0 { 0.0 } else { self.total_load() / connections as f64 }
     }
 
     /// Returns the sum of all known loads of cores.
-    pub fn load(&self) -> f64 {
-        self.servers.iter().filter_map(|server| server.loads.as_ref()).map(Loads::sum).sum()
+    pub fn total_load(&self) -> f64 {
+        self.servers.iter().filter_map(|server| server.loads.as_ref()).map(ServerLoads::sum).sum()
     }
 }
 
 /// Returns a number from 0 to 1 that depends on bucket and server.
 fn hash_fraction(bucket: u32, server: ServerId) -> f64 {
-    let bits = mix(bucket << 16 | u32::from(server.get())).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+    let bits = mix_hash(bucket << 16 | u32::from(server.get())).wrapping_mul(0x9e37_79b9_7f4a_7c15);
     (bits >> 11) as f64 / (1u64 << 53) as f64
 }
 
@@ -337,7 +340,7 @@ impl PoolServer {
             rss: None,
             open_connections: 0,
             weight: Weight::ONE,
-            ramp: 1.0,
+            slow_start_fraction: 1.0,
             capacity: None,
             traffic: None,
             has_new_load: true,
@@ -347,7 +350,7 @@ impl PoolServer {
     /// Returns the load of core `core`. A queue beyond the reported cores has the mean of these cores, or `neutral` if
     /// there are none.
     pub fn core_load(&self, core: u16, neutral: f64) -> f64 {
-        let known = self.loads.as_ref().and_then(Loads::cores).and_then(|loads| loads.get(usize::from(core)));
+        let known = self.loads.as_ref().and_then(ServerLoads::cores).and_then(|loads| loads.get(usize::from(core)));
         known.copied().unwrap_or_else(|| self.mean_load(neutral))
     }
 
@@ -359,14 +362,14 @@ impl PoolServer {
 
     /// Returns the number of cores by the server's reports or its NIC's table; `None` when both are unknown.
     pub fn core_count(&self) -> Option<u32> {
-        let by_table = |rss: &Rss| rss.indirection_table.queues().iter().max().map(|last| u32::from(*last) + 1);
-        let reported = self.loads.as_ref().map(Loads::count);
+        let by_table = |rss: &RssConfig| rss.indirection_table.queues().iter().max().map(|last| u32::from(*last) + 1);
+        let reported = self.loads.as_ref().map(ServerLoads::core_count);
         reported.or_else(|| self.rss.as_ref().and_then(by_table))
     }
 
     /// Returns the mean load of all cores, or `neutral` when it is unknown.
     pub fn mean_load(&self, neutral: f64) -> f64 {
-        self.loads.as_ref().and_then(Loads::mean).unwrap_or(neutral)
+        self.loads.as_ref().and_then(ServerLoads::mean).unwrap_or(neutral)
     }
 }
 
@@ -382,7 +385,7 @@ mod tests {
         let pool = Pool::new(vec![server.clone()], 1);
         let mut before: Vec<u32> = Vec::new();
         for ramp in [0.1, 0.5, 0.9, 1.0] {
-            server.ramp = ramp;
+            server.slow_start_fraction = ramp;
             let buckets: Vec<u32> = (0..2048).filter(|bucket| pool.is_candidate(&server, *bucket)).collect();
             assert!((buckets.len() as f64 / 2048.0 - ramp).abs() < 0.03, "{ramp}: {}", buckets.len());
             assert!(before.iter().all(|bucket| buckets.contains(bucket)));
@@ -423,8 +426,8 @@ mod tests {
         servers.dedup_by_key(|(server, _)| *server);
         let of = |(server, tenths): &(u64, u32)| {
             let loads = match tenths {
-                1 => Loads::Relayed(vec![0.5; 2].into()),
-                _ => Loads::Aggregated { sum: f64::from(*tenths) / 10.0, core_count: 3 },
+                1 => ServerLoads::Relayed(vec![0.5; 2].into()),
+                _ => ServerLoads::Aggregated { sum: f64::from(*tenths) / 10.0, core_count: 3 },
             };
             crate::policy::ReducedServer { id: id(*server), loads }
         };
@@ -439,7 +442,7 @@ mod tests {
             let mut pool = Pool::new(servers.clone(), 1);
             for (here, relayed, count) in steps {
                 for (server, tenths) in here {
-                    let loads = tenths.map(|tenths| Loads::from(vec![f64::from(tenths) / 10.0; 2]));
+                    let loads = tenths.map(|tenths| ServerLoads::from(vec![f64::from(tenths) / 10.0; 2]));
                     servers[server] = PoolServer { loads, has_new_load: tenths != Some(1), ..servers[server].clone() };
                     pool.replace_server(servers[server].clone());
                 }

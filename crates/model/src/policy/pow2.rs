@@ -4,8 +4,8 @@
 
 use super::wrr_schedule::turns;
 use super::{LoadMetric, Policy, Pool, TelemetryLevel, base_table, independent_key};
-use crate::load::fixed_point;
-use crate::placement::{BucketCount, PlacementTable, Rule};
+use crate::load::to_fixed_point;
+use crate::placement::{BucketCount, PlacementRule, PlacementTable};
 use crate::rss::RssKey;
 
 /// Names of the policy by core loads, connections, packets and bytes.
@@ -41,13 +41,13 @@ impl Policy for PowerOfTwo {
     }
 
     fn compute_table(&mut self, pool: &Pool, buckets: BucketCount, generation: u64) -> PlacementTable {
-        let mut table = base_table(pool, Rule::PowerOfTwo, buckets, generation, self.key.clone());
+        let mut table = base_table(pool, PlacementRule::PowerOfTwo, buckets, generation, self.key.clone());
         if self.metric != LoadMetric::Cpu {
             let parts = self.metric.comparison_shares(pool);
             let full: Vec<f64> = self.metric.server_loads(pool).iter().zip(parts).map(|(of, part)| of / part).collect();
             let fullest = full.iter().copied().fold(f64::MIN_POSITIVE, f64::max);
             for (member, full) in table.members.iter_mut().zip(full) {
-                member.load = fixed_point(full / fullest);
+                member.load = to_fixed_point(full / fullest);
             }
         }
         let shares: Vec<f64> = pool.shares().into_iter().map(|(_, share)| share).collect();
@@ -75,7 +75,7 @@ mod tests {
             ..PoolServer::new(id.try_into().unwrap())
         };
         let servers = vec![server(1, 30, 100.0, 9.0), server(2, 60, 50.0, 18.0)];
-        let full = fixed_point(1.0);
+        let full = to_fixed_point(1.0);
         assert_eq!(members(LoadMetric::Connections, servers.clone()), [(1, full / 2), (2, full)]);
         assert_eq!(members(LoadMetric::Packets, servers.clone()), [(1, full), (2, full / 2)]);
         assert_eq!(members(LoadMetric::Bytes, servers.clone()), [(1, full / 2), (2, full)]);
@@ -92,6 +92,6 @@ mod tests {
         let members = members(LoadMetric::Connections, vec![server(1, 3), server(2, 1)]);
         assert_eq!(members.iter().filter(|(id, _)| *id == 1).count(), 3);
         let load = |server: u16| members.iter().find(|(id, _)| *id == server).unwrap().1;
-        assert_eq!((load(1), load(2)), (fixed_point(1.0 / 3.0), fixed_point(1.0)));
+        assert_eq!((load(1), load(2)), (to_fixed_point(1.0 / 3.0), to_fixed_point(1.0)));
     }
 }

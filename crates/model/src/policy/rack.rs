@@ -8,8 +8,8 @@
 //! rise. So a rack sends the k least of each class and needs no knowledge of other racks.
 //!
 //! Policies also use each server's mean load with its number of cores, and the total work missing to a level
-//! ([`LoadSpread`]). The level is known once all loads are. All sums are exact to the last bit. The controller handles
-//! servers with unknown loads, and servers in slow start, which take part in some buckets only.
+//! ([`LoadHistogram`]). The level is known once all loads are. All sums are exact to the last bit. The controller
+//! handles servers with unknown loads, and servers in slow start, which take part in some buckets only.
 //!
 //! `crates/model/tests/integration/racks.rs` compares every policy's tables with those of the same pool without racks.
 
@@ -17,10 +17,10 @@ use std::collections::BTreeMap;
 
 use super::bucket_loads::reached_core;
 use super::groups::LeastCores;
-use super::loads::{LoadSpread, Loads, ServerClass, SpreadBins};
+use super::loads::{HistogramBins, LoadHistogram, ServerClass, ServerLoads};
 use super::{Policy, Pool, PoolServer};
 use crate::ServerId;
-use crate::placement::{BucketCount, Core};
+use crate::placement::{BucketCount, ServerCore};
 use crate::rss::RssKey;
 
 /// Maximum number of candidates of a bucket: the limit of the data plane.
@@ -32,7 +32,7 @@ pub struct RackSummary {
     /// Servers by id.
     pub servers: Vec<ReducedServer>,
     /// Load spread of the eligible aggregated servers, by class.
-    pub spreads: Vec<(ServerClass, SpreadBins)>,
+    pub spreads: Vec<(ServerClass, HistogramBins)>,
     /// The least loaded cores of the eligible aggregated servers: a list for each RSS key and class.
     pub lists: Vec<CandidateList>,
 }
@@ -42,8 +42,8 @@ pub struct RackSummary {
 pub struct ReducedServer {
     /// Id of the server.
     pub id: ServerId,
-    /// Loads of the server: [`Loads::Aggregated`]; in slow start [`Loads::Relayed`].
-    pub loads: Loads,
+    /// Loads of the server: [`ServerLoads::Aggregated`]; in slow start [`ServerLoads::Relayed`].
+    pub loads: ServerLoads,
 }
 
 /// The least loaded cores of each bucket, of servers with one RSS key and of one class.
@@ -54,12 +54,12 @@ pub struct CandidateList {
     /// Number of candidates of each bucket, at least 1.
     pub per_bucket: usize,
     /// Candidates by bucket, the least loaded first (ties: lowest id), each with its load.
-    pub candidates: Vec<(Core, f64)>,
+    pub candidates: Vec<(ServerCore, f64)>,
 }
 
 impl CandidateList {
     /// Returns the candidates of a bucket; none where the list is for fewer buckets.
-    pub fn bucket(&self, bucket: u32) -> &[(Core, f64)] {
+    pub fn bucket(&self, bucket: u32) -> &[(ServerCore, f64)] {
         let start = bucket as usize * self.per_bucket;
         self.candidates.get(start..start + self.per_bucket).unwrap_or_default()
     }
@@ -73,16 +73,16 @@ impl RackSummary {
         let most = policy.max_candidates_per_bucket(buckets).min(most);
         let preprocessed = policy.preprocess(pool);
         let mut summary = Self { servers: Vec::new(), spreads: Vec::new(), lists: Vec::new() };
-        let mut spreads: BTreeMap<ServerClass, LoadSpread> = BTreeMap::new();
+        let mut spreads: BTreeMap<ServerClass, LoadHistogram> = BTreeMap::new();
         let mut listed: Vec<(&RssKey, ServerClass, Vec<&PoolServer>)> = Vec::new();
         for server in &preprocessed.servers {
             let Some(loads) = &server.loads else { continue };
             let Some(cores) = loads.cores().filter(|cores| !cores.is_empty()) else { continue };
-            if server.ramp < 1.0 {
-                summary.servers.push(ReducedServer { id: server.id, loads: Loads::Relayed(cores.clone()) });
+            if server.slow_start_fraction < 1.0 {
+                summary.servers.push(ReducedServer { id: server.id, loads: ServerLoads::Relayed(cores.clone()) });
                 continue;
             }
-            let loads = Loads::Aggregated { sum: loads.sum(), core_count: loads.count() };
+            let loads = ServerLoads::Aggregated { sum: loads.sum(), core_count: loads.core_count() };
             summary.servers.push(ReducedServer { id: server.id, loads });
             if !server.eligible {
                 continue;
@@ -98,7 +98,7 @@ impl RackSummary {
         }
         summary.spreads = spreads.into_iter().map(|(class, spread)| (class, spread.bins().collect())).collect();
         if most > 0 {
-            let lists = listed.into_iter().map(|(key, _, servers)| list(key, &servers, buckets, most));
+            let lists = listed.into_iter().map(|(key, _, servers)| build_candidate_list(key, &servers, buckets, most));
             summary.lists = lists.collect();
         }
         summary
@@ -106,7 +106,7 @@ impl RackSummary {
 }
 
 /// Returns the least loaded cores of servers of one key and class.
-fn list(key: &RssKey, servers: &[&PoolServer], buckets: BucketCount, most: usize) -> CandidateList {
+fn build_candidate_list(key: &RssKey, servers: &[&PoolServer], buckets: BucketCount, most: usize) -> CandidateList {
     let per_bucket = servers.len().min(most);
     let mut candidates = Vec::with_capacity(per_bucket * buckets.get() as usize);
     for bucket in 0..buckets.get() {
@@ -115,7 +115,7 @@ fn list(key: &RssKey, servers: &[&PoolServer], buckets: BucketCount, most: usize
             let rss = server.rss.as_ref().expect("servers are listed by their key");
             // All loads are known: no neutral value is needed.
             let (core, load) = reached_core(server, rss, bucket, buckets, 0.0);
-            least.offer(load, load, Core { server: server.id, core });
+            least.offer(load, load, ServerCore { server: server.id, core });
         }
         candidates.extend(least.cores().map(|(core, load, _)| (core, load)));
     }

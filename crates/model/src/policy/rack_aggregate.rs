@@ -4,8 +4,8 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use super::least_loaded::{LeastLoaded, RankedCore};
-use super::loads::{LoadSpread, ServerClass};
+use super::least_loaded::{LeastLoadedCores, RankedCore};
+use super::loads::{LoadHistogram, ServerClass};
 use super::{CandidateList, RackSummary};
 use crate::placement::BucketCount;
 use crate::rss::RssKey;
@@ -27,34 +27,34 @@ impl MergedSummaries {
 }
 
 #[derive(Debug, Default)]
-pub struct RelayedSpreads {
+pub struct RelayedHistograms {
     merged: MergedSummaries,
-    of_class: BTreeMap<ServerClass, LoadSpread>,
+    by_class: BTreeMap<ServerClass, LoadHistogram>,
 }
 
-impl RelayedSpreads {
+impl RelayedHistograms {
     /// Merges these summaries and returns the spread of each class.
-    pub fn update(&mut self, racks: &[Arc<RackSummary>]) -> &BTreeMap<ServerClass, LoadSpread> {
+    pub fn update(&mut self, racks: &[Arc<RackSummary>]) -> &BTreeMap<ServerClass, LoadHistogram> {
         match self.merged.update(racks) {
             Some(changed) => {
                 for (position, before) in changed {
                     for (class, spread) in &before.spreads {
-                        self.of_class.entry(*class).or_default().remove_all(spread.iter().copied());
+                        self.by_class.entry(*class).or_default().remove_all(spread.iter().copied());
                     }
                     self.add(&racks[position]);
                 }
             }
             None => {
-                self.of_class.clear();
+                self.by_class.clear();
                 racks.iter().for_each(|rack| self.add(rack));
             }
         }
-        &self.of_class
+        &self.by_class
     }
 
     fn add(&mut self, rack: &RackSummary) {
         for (class, spread) in &rack.spreads {
-            self.of_class.entry(*class).or_default().add_all(spread.iter().copied());
+            self.by_class.entry(*class).or_default().add_all(spread.iter().copied());
         }
     }
 }
@@ -66,7 +66,7 @@ pub struct RackAggregate {
     key: Option<RssKey>,
     count: usize,
     /// Least loaded cores by bucket.
-    least: Vec<LeastLoaded>,
+    least: Vec<LeastLoadedCores>,
 }
 
 impl RackAggregate {
@@ -80,7 +80,7 @@ impl RackAggregate {
             _ => {
                 self.key = Some(key.clone());
                 self.least.clear();
-                self.least.resize(buckets.get() as usize, LeastLoaded::default());
+                self.least.resize(buckets.get() as usize, LeastLoadedCores::default());
             }
         }
         self.count = racks.iter().flat_map(|rack| lists(rack, key)).map(|list| list.per_bucket).sum();
@@ -111,7 +111,7 @@ impl RackAggregate {
 
     /// Returns the least loaded cores of the bucket, at least as many as needed, if they exist.
     pub fn least(&self, bucket: u32) -> &[RankedCore] {
-        self.least.get(bucket as usize).map_or(&[], LeastLoaded::ranked_cores)
+        self.least.get(bucket as usize).map_or(&[], LeastLoadedCores::ranked_cores)
     }
 
     /// Whether `ranked_cores` are all cores that exist.

@@ -43,14 +43,14 @@ fn shares(pool: &Pool) -> Vec<f64> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::policy::{Capacity, Loads, PoolServer, Weight};
-    use crate::rss::{IndirectionTable, Rss};
+    use crate::policy::{Capacity, PoolServer, ServerLoads, Weight};
+    use crate::rss::{IndirectionTable, RssConfig};
 
     #[test]
     fn cores_are_known_by_load_or_by_table() {
         let server = |id: u64, loads: Option<Vec<f64>>, cores: Option<u16>| PoolServer {
-            loads: loads.map(Loads::from),
-            rss: cores.map(|cores| Rss {
+            loads: loads.map(ServerLoads::from),
+            rss: cores.map(|cores| RssConfig {
                 key: RssKey::microsoft(),
                 indirection_table: IndirectionTable::balanced(id, 128, cores).unwrap(),
             }),
@@ -63,7 +63,7 @@ mod tests {
         let reported = PoolServer {
             weight: Weight::new(3).unwrap(),
             capacity: Some(Capacity::new(2.5).unwrap()),
-            ramp: 0.5,
+            slow_start_fraction: 0.5,
             ..by_load.clone()
         };
         assert_eq!(shares(&Pool::new(vec![reported], 1)), [3.75]);

@@ -6,7 +6,7 @@ use std::collections::BinaryHeap;
 use coreward_intf as intf;
 
 use super::{Pool, base_table};
-use crate::placement::{BucketCount, PlacementTable, Rule};
+use crate::placement::{BucketCount, PlacementRule, PlacementTable};
 use crate::rss::RssKey;
 
 /// Returns a table with turns by `shares`: one share per eligible server of the pool, by id, above 0.
@@ -17,18 +17,18 @@ pub fn weighted_turn_table(
     key: RssKey,
     shares: &[f64],
 ) -> PlacementTable {
-    let mut table = base_table(pool, Rule::RoundRobin, buckets, generation, key);
+    let mut table = base_table(pool, PlacementRule::RoundRobin, buckets, generation, key);
     table.members = turns(shares).into_iter().map(|position| table.members[position]).collect();
     table
 }
 
 /// Turns per unit of share where shares are not whole numbers.
-const STEPS: f64 = 64.0;
+const TURNS_PER_SHARE: f64 = 64.0;
 
 /// Returns positions in `shares`, each as often as its share, evenly spread.
 pub fn turns(shares: &[f64]) -> Vec<usize> {
     let whole = shares.iter().all(|share| share.fract() == 0.0);
-    let scale = if whole { 1.0 } else { STEPS };
+    let scale = if whole { 1.0 } else { TURNS_PER_SHARE };
     let weights: Vec<u32> = shares.iter().map(|share| ((share * scale).round() as u32).max(1)).collect();
     interleaved(&scale_to_fit(&weights))
 }

@@ -10,7 +10,9 @@ use std::sync::atomic::AtomicU64 as PlainWord;
 use coreward_intf as intf;
 use coreward_model::ServerId;
 use coreward_model::connection_table::table::{AtomicStorage, ConnectionTable, NewConnection, StorageCell, TakeError};
-use coreward_model::connection_table::{ClockTicks, Connection, ConnectionHash, ConnectionIndex, Identity, TableSize};
+use coreward_model::connection_table::{
+    ClockTicks, Connection, ConnectionHash, ConnectionIndex, EntryIdentity, TableSize,
+};
 use coreward_model::cookie::CookieKey;
 use loom::sync::Arc;
 use loom::sync::atomic::{AtomicU64, Ordering};
@@ -139,12 +141,12 @@ fn take(table: &Table, client: u16) -> Result<ConnectionIndex, TakeError> {
     table.take(&packet(client), server(client), ClockTicks(5))
 }
 
-fn identity(client: u16, generation: u16) -> Identity {
-    Identity { tag: packet(client).hash.tag(), generation, service: SERVICE, server: server(client) }
+fn identity(client: u16, generation: u16) -> EntryIdentity {
+    EntryIdentity { tag: packet(client).hash.tag(), generation, service: SERVICE, server: server(client) }
 }
 
 /// Frees an entry as user space does. The grace period in between, which only keeps counters apart, is omitted.
-fn free(table: &Table, index: ConnectionIndex, identity: Identity) -> bool {
+fn free(table: &Table, index: ConnectionIndex, identity: EntryIdentity) -> bool {
     let released = table.release(index, identity);
     if released {
         table.push(index);

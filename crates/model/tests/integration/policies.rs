@@ -3,12 +3,12 @@
 use std::collections::{HashMap, HashSet};
 use std::net::Ipv4Addr;
 
-use coreward_model::placement::{BucketCount, PlacementState, PlacementTable, Rule};
+use coreward_model::placement::{BucketCount, PlacementRule, PlacementState, PlacementTable};
 use coreward_model::policy::{
     Capacity, Policy, Pool, PoolServer, REGISTRY, TelemetryLevel, TrafficRates, Weight, names, policy_by_name,
     telemetry_level,
 };
-use coreward_model::rss::{IndirectionTable, Rss, RssKey, seeded_rng};
+use coreward_model::rss::{IndirectionTable, RssConfig, RssKey, seeded_rng};
 use coreward_model::{FourTuple, ServerId};
 use proptest::prelude::*;
 
@@ -24,7 +24,10 @@ fn key(seed: u64) -> RssKey {
 fn server(number: u64, rss_key: &RssKey, loads: Option<[f64; 4]>) -> PoolServer {
     PoolServer {
         loads: loads.map(|loads| Vec::from(loads).into()),
-        rss: Some(Rss { key: rss_key.clone(), indirection_table: IndirectionTable::balanced(number, 128, 4).unwrap() }),
+        rss: Some(RssConfig {
+            key: rss_key.clone(),
+            indirection_table: IndirectionTable::balanced(number, 128, 4).unwrap(),
+        }),
         open_connections: 10,
         ..PoolServer::new(id(number))
     }
@@ -81,7 +84,7 @@ fn crossrss_takes_the_strictly_least_loaded_core_and_the_lowest_id_of_equals() {
     let servers: Vec<_> = (0..3).map(|n| server(n as u64 + 1, &rss_key, Some(loads[n]))).collect();
     let pool = Pool::new(servers, 1);
     let table = table_of(policy_by_name("crossrss", 1).unwrap().as_mut(), &pool, 1);
-    assert_eq!(table.rule, Rule::Table);
+    assert_eq!(table.rule, PlacementRule::Table);
     for bucket in 0..128 {
         let load = |server: &&PoolServer| {
             let core = server.rss.as_ref().unwrap().indirection_table.queue(bucket);
@@ -230,13 +233,13 @@ proptest! {
         let servers: Vec<PoolServer> = eligible.iter().enumerate().map(|(n, eligible)| PoolServer {
             eligible: *eligible,
             loads: known[n].then(|| (0..cores).map(|core| f64::from(core) / 10.0).collect::<Vec<_>>().into()),
-            rss: (n % 5 != 0).then(|| Rss {
+            rss: (n % 5 != 0).then(|| RssConfig {
                 key: key(n as u64 % 6),
                 indirection_table: IndirectionTable::independent(n as u64, 1 << (n % 8), cores).unwrap(),
             }),
             open_connections: n as u32,
             weight: Weight::new(n as u64 % 4 + 1).unwrap(),
-            ramp: if n % 3 == 0 { 0.2 } else { 1.0 },
+            slow_start_fraction: if n % 3 == 0 { 0.2 } else { 1.0 },
             capacity: (n % 4 == 0).then(|| Capacity::new(n as f64 + 0.5).unwrap()),
             traffic: known[n].then(|| TrafficRates { packets: n as f64 * 1e3, bytes: 1e9 / (n + 1) as f64 }),
             ..PoolServer::new(id(n as u64 * 37))
@@ -273,7 +276,7 @@ fn load_independent_policies_have_one_table_for_any_loads() {
             let table = policy.compute_table(pool, BucketCount::PUBLISHED, 1);
             let members: Vec<ServerId> = table.members.iter().map(|member| member.server).collect();
             let loads: Vec<u32> = table.members.iter().map(|member| member.load).collect();
-            (table.candidates, members, if table.rule == Rule::PowerOfTwo { loads } else { Vec::new() })
+            (table.candidates, members, if table.rule == PlacementRule::PowerOfTwo { loads } else { Vec::new() })
         });
         assert_eq!(left != right, policy.reads_loads(), "{name}");
     }

@@ -5,9 +5,9 @@ use std::sync::Arc;
 use coreward_model::ServerId;
 use coreward_model::placement::BucketCount;
 use coreward_model::policy::{
-    Capacity, Loads, Pool, PoolServer, RackSummary, TrafficRates, Weight, names, policy_by_name,
+    Capacity, Pool, PoolServer, RackSummary, ServerLoads, TrafficRates, Weight, names, policy_by_name,
 };
-use coreward_model::rss::{IndirectionTable, Rss, RssKey, seeded_rng};
+use coreward_model::rss::{IndirectionTable, RssConfig, RssKey, seeded_rng};
 use proptest::prelude::*;
 
 /// Number of reports, more than one because policies store loads.
@@ -38,17 +38,17 @@ prop_compose! {
         rack in prop::option::weighted(0.8, 0usize..4),
         seed: u64,
     ) -> RackServer {
-        let rss = key.map(|key| Rss {
+        let rss = key.map(|key| RssConfig {
             key: RssKey::random(&mut seeded_rng(key, 99)),
             indirection_table: IndirectionTable::independent(seed, 1 << table_bits, queues).unwrap(),
         });
         let server = PoolServer {
             eligible,
-            loads: loads.map(Loads::from),
+            loads: loads.map(ServerLoads::from),
             rss,
             open_connections,
             weight: Weight::new(weight).unwrap(),
-            ramp,
+            slow_start_fraction: ramp,
             capacity: capacity.map(|capacity| Capacity::new(capacity).unwrap()),
             traffic: traffic.map(|(packets, bytes)| TrafficRates { packets, bytes }),
             ..PoolServer::new(ServerId::try_from(0).unwrap())
@@ -63,22 +63,22 @@ fn pool_of(servers: &[PoolServer], requests: bool) -> Pool {
 }
 
 /// Changes the servers to those of the next report: loads differ, and some servers are silent, join or leave.
-fn later(servers: &mut [RackServer], report: u64) {
+fn apply_next_report(servers: &mut [RackServer], report: u64) {
     for (position, RackServer { server, .. }) in servers.iter_mut().enumerate() {
         let turn = (position as u64).wrapping_mul(0x9e37_79b9).wrapping_add(report * 7) % 23;
         match turn {
             0 => server.eligible = !server.eligible,
             1 => server.loads = None,
             2 => server.loads = Some(vec![0.3; 4].into()),
-            3 => server.ramp = 1.0,
+            3 => server.slow_start_fraction = 1.0,
             _ => {
-                let cores = server.loads.as_ref().and_then(Loads::cores).map(|cores| {
+                let cores = server.loads.as_ref().and_then(ServerLoads::cores).map(|cores| {
                     cores
                         .iter()
                         .enumerate()
                         .map(|(core, load)| (load * 3.0 + core as f64 * 0.1 + turn as f64 * 0.05) % 1.3)
                 });
-                server.loads = cores.map(|cores| Loads::Local(cores.collect()));
+                server.loads = cores.map(|cores| ServerLoads::Local(cores.collect()));
             }
         }
     }
@@ -126,7 +126,7 @@ proptest! {
                 prop_assert_eq!(&going_on.compute_table(&pool, buckets, report), &expected, "{}, report {}, going \
                  on", name, report);
                 kept = Some(pool);
-                later(&mut servers, report);
+                apply_next_report(&mut servers, report);
             }
         }
     }
@@ -140,7 +140,7 @@ proptest! {
         let key = RssKey::microsoft();
         let server = |(id, load): (usize, &f64)| PoolServer {
             loads: Some(vec![*load].into()),
-            rss: Some(Rss { key: key.clone(), indirection_table: IndirectionTable::balanced(1, 1, 1).unwrap() }),
+            rss: Some(RssConfig { key: key.clone(), indirection_table: IndirectionTable::balanced(1, 1, 1).unwrap() }),
             ..PoolServer::new(ServerId::try_from(id as u64).unwrap())
         };
         let servers: Vec<PoolServer> = loads.iter().enumerate().map(server).collect();

@@ -2,10 +2,10 @@
 
 use std::num::NonZeroU16;
 
-use coreward_model::dispatch::{Assignment, Epoch, ReservedCores, ScaleDown, ScaleUp};
+use coreward_model::dispatch::{CoreAssignment, Epoch, ReservedCores, ScaleDownCondition, ScaleUpCondition};
 use coreward_orchestrator::engine::EngineConfig;
 use coreward_runtime::allocation::CoreAllocator;
-use coreward_runtime::message::Trigger;
+use coreward_runtime::message::HintTrigger;
 use coreward_runtime::worker::Worker;
 
 use crate::engine::{TestEngine, config};
@@ -15,7 +15,7 @@ const EPOCH: u64 = 16;
 
 /// By core: the services that run there, as digits.
 fn assignment(bench: &TestEngine) -> [String; CORE_COUNT as usize] {
-    let ranks = bench.engine.balancer().ranks();
+    let ranks = bench.engine.dispatch_policy().ranks();
     let services = |core| ['0', '1'].into_iter().zip(0..).filter(move |(_, service)| ranks.is_enabled(*service, core));
     std::array::from_fn(|core| services(core as u16).map(|(name, _)| name).collect())
 }
@@ -34,7 +34,7 @@ fn check_monitors(bench: &mut TestEngine, allocator: &CoreAllocator, workers: &m
 
 /// Completes all requests of all cores.
 fn complete_all(bench: &mut TestEngine, workers: &mut [Worker<'_>], now: u64) {
-    while (0..CORE_COUNT).any(|core| bench.engine.balancer().ranks().load(core) > 0) {
+    while (0..CORE_COUNT).any(|core| bench.engine.dispatch_policy().ranks().core_request_count(core) > 0) {
         for worker in &mut *workers {
             while let Some(request) = worker.take_request().unwrap() {
                 worker.respond(&request, b"").unwrap();
@@ -45,16 +45,16 @@ fn complete_all(bench: &mut TestEngine, workers: &mut [Worker<'_>], now: u64) {
 }
 
 /// The assignment at first, during a burst of service 0, and after calm epochs.
-fn assignments(kind: Assignment) -> Vec<[String; CORE_COUNT as usize]> {
-    let engine = EngineConfig { core_count: CORE_COUNT, depth: NonZeroU16::new(1).unwrap(), ..config() };
+fn assignments(kind: CoreAssignment) -> Vec<[String; CORE_COUNT as usize]> {
+    let engine = EngineConfig { core_count: CORE_COUNT, rank_bound: NonZeroU16::new(1).unwrap(), ..config() };
     let mut bench = TestEngine::new(&engine);
     let runtime = bench.runtime();
     let allocator = CoreAllocator::new(kind, CORE_COUNT, ReservedCores([1, 1]));
     let mut workers: Vec<Worker<'_>> = (0..CORE_COUNT).map(|core| bench.attach(&runtime, core)).collect();
     workers.iter_mut().for_each(|worker| allocator.attach(worker).unwrap());
     let epoch = Epoch::power_of_two(4).unwrap();
-    let down = ScaleDown { epoch, threshold: 0, calm_epochs: 2 };
-    for trigger in [Trigger::ScaleUp(ScaleUp { epoch }), Trigger::ScaleDown(down)] {
+    let down = ScaleDownCondition { epoch, threshold: 0, calm_epochs: 2 };
+    for trigger in [HintTrigger::ScaleUp(ScaleUpCondition { epoch }), HintTrigger::ScaleDown(down)] {
         workers[0].enable_load_monitor(0, trigger).unwrap();
     }
     bench.poll(0);
@@ -78,17 +78,17 @@ fn assignments(kind: Assignment) -> Vec<[String; CORE_COUNT as usize]> {
 #[test]
 fn dedicated_cores_change_hands_up_to_the_reserved_ones() {
     let expected = [["0", "0", "1", "1"], ["0", "0", "0", "1"], ["1", "1", "0", "1"]];
-    assert_eq!(assignments(Assignment::Dedicated), expected.map(|cores| cores.map(str::to_owned)));
+    assert_eq!(assignments(CoreAssignment::Dedicated), expected.map(|cores| cores.map(str::to_owned)));
 }
 
 #[test]
 fn own_cores_of_hybrid_follow_the_load() {
     let expected = [["0", "01", "01", "1"], ["0", "0", "0", "1"], ["01", "01", "0", "1"]];
-    assert_eq!(assignments(Assignment::Hybrid), expected.map(|cores| cores.map(str::to_owned)));
+    assert_eq!(assignments(CoreAssignment::Hybrid), expected.map(|cores| cores.map(str::to_owned)));
 }
 
 #[test]
 fn complete_share_ignores_hints() {
-    let found = assignments(Assignment::CompleteShare);
+    let found = assignments(CoreAssignment::CompleteShare);
     assert!(found.iter().flatten().all(|services| services == "01"), "{found:?}");
 }

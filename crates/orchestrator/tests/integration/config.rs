@@ -16,7 +16,7 @@ const REQUIRED_KEYS: &str = "memory = \"/run/cores\"\ncores = 4\n";
 #[test]
 fn shortest_file_gets_defaults() {
     let config = parse(&format!("{REQUIRED_KEYS}[[service]]\nlisten = \"127.0.0.1:4000\"\n")).unwrap();
-    let EngineConfig { depth, rank_rule: rule, payload_bytes, services, scheduler, .. } = &config.engine;
+    let EngineConfig { rank_bound: depth, rank_rule: rule, payload_bytes, services, scheduler, .. } = &config.engine;
     assert_eq!((depth.get(), *rule, *payload_bytes), (4, RankRule::Ranked, 1472));
     assert_eq!(services[0].lambda, Lambda::PUBLISHED);
     assert_eq!((scheduler.capacity, scheduler.selection), (4096, Selection::FirstEligible));

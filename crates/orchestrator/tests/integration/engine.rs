@@ -6,9 +6,11 @@ use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 use std::time::{Duration, Instant};
 
-use coreward_model::dispatch::{Epoch, FeoConfig, Lambda, LoadHint, RankRule, RateLimit, ScaleDown, ScaleUp};
+use coreward_model::dispatch::{
+    Epoch, FeoConfig, Lambda, LoadHint, RankRule, RateLimit, ScaleDownCondition, ScaleUpCondition,
+};
 use coreward_orchestrator::engine::{Engine, EngineConfig, ServiceConfig, ServiceCounters};
-use coreward_runtime::message::Trigger;
+use coreward_runtime::message::HintTrigger;
 use coreward_runtime::serve::{Context, Handler, Reply, Request, ServeOptions};
 use coreward_runtime::worker::{Runtime, Worker};
 use coreward_runtime::{RuntimeError, ServiceEntry};
@@ -26,7 +28,7 @@ pub fn config() -> EngineConfig {
         |priority| ServiceConfig { entry: ServiceEntry { address: address(), priority }, lambda: Lambda::PUBLISHED };
     EngineConfig {
         core_count: 2,
-        depth: NonZeroU16::new(2).unwrap(),
+        rank_bound: NonZeroU16::new(2).unwrap(),
         rank_rule: RankRule::Ranked,
         services: vec![service(0), service(1)],
         scheduler: FeoConfig { capacity: 4, ..FeoConfig::strict_priority(0..2) },
@@ -91,7 +93,7 @@ impl TestEngine {
     }
 
     fn outstanding(&self) -> [u32; 2] {
-        [0, 1].map(|core| self.engine.balancer().ranks().load(core))
+        [0, 1].map(|core| self.engine.dispatch_policy().ranks().core_request_count(core))
     }
 
     pub fn counters(&self, service: usize) -> ServiceCounters {
@@ -102,9 +104,9 @@ impl TestEngine {
     pub fn check_accounts(&self) {
         for (service, counters) in self.engine.service_counters().iter().enumerate() {
             let ServiceCounters { received, dropped, rejected, completed, lost } = counters;
-            let ranks = self.engine.balancer().ranks();
+            let ranks = self.engine.dispatch_policy().ranks();
             let outstanding: u32 = (0..self.cores).map(|core| ranks.outstanding(service as u8, core)).sum();
-            let waiting = self.engine.balancer().waiting(service as u8);
+            let waiting = self.engine.dispatch_policy().waiting_count(service as u8);
             assert_eq!(*received, dropped + rejected + completed + lost + waiting + u64::from(outstanding));
         }
     }
@@ -137,7 +139,7 @@ fn requests_are_spread_and_answered() {
     for number in 0..6 {
         bench.submit(1, 1, &[number]);
     }
-    assert_eq!((bench.outstanding(), bench.engine.balancer().waiting(1)), ([2, 2], 2));
+    assert_eq!((bench.outstanding(), bench.engine.dispatch_policy().waiting_count(1)), ([2, 2], 2));
     let (stop, started) = (AtomicBool::new(false), Instant::now());
     let mut answers = Vec::new();
     std::thread::scope(|scope| {
@@ -149,7 +151,7 @@ fn requests_are_spread_and_answered() {
         }
         stop.store(true, SeqCst);
         // The workers disable their services before they end.
-        while bench.engine.balancer().ranks().eligible_services() != 0 && started.elapsed() < TIMEOUT {
+        while bench.engine.dispatch_policy().ranks().eligible_services() != 0 && started.elapsed() < TIMEOUT {
             bench.poll(3);
         }
     });
@@ -157,7 +159,7 @@ fn requests_are_spread_and_answered() {
     answers.sort_by_key(|answer| answer[1]);
     assert_eq!(answers.iter().map(|answer| answer[1]).collect::<Vec<_>>(), [0, 1, 2, 3, 4, 5]);
     assert_eq!(answers[..4].iter().map(|answer| answer[0]).collect::<Vec<_>>(), [0, 1, 0, 1]);
-    assert_eq!((bench.counters(1).completed, bench.engine.balancer().ranks().eligible_services()), (6, 0));
+    assert_eq!((bench.counters(1).completed, bench.engine.dispatch_policy().ranks().eligible_services()), (6, 0));
 }
 
 #[test]
@@ -166,16 +168,16 @@ fn requests_of_an_ended_worker_are_lost_and_counted() {
     let runtime = bench.runtime();
     let first = bench.worker(&runtime, 0);
     (0..5).for_each(|_| bench.submit(1, 1, b"x"));
-    assert_eq!((bench.outstanding(), bench.engine.balancer().waiting(1)), ([2, 0], 3));
+    assert_eq!((bench.outstanding(), bench.engine.dispatch_policy().waiting_count(1)), ([2, 0], 3));
     bench.check_workers(2);
     assert_eq!(bench.outstanding(), [2, 0], "the worker lives");
     drop(first);
     bench.check_workers(3);
     assert_eq!((bench.outstanding(), bench.counters(1).lost), ([0, 0], 2));
-    assert_eq!(bench.engine.balancer().ranks().eligible_services(), 0);
+    assert_eq!(bench.engine.dispatch_policy().ranks().eligible_services(), 0);
     // A worker at the same core gets the requests that waited, and a second one that replaces it before the check.
     let second = bench.worker(&runtime, 0);
-    assert_eq!((bench.outstanding(), bench.engine.balancer().waiting(1)), ([2, 0], 1));
+    assert_eq!((bench.outstanding(), bench.engine.dispatch_policy().waiting_count(1)), ([2, 0], 1));
     drop(second);
     let _third = bench.worker(&runtime, 0);
     assert_eq!((bench.outstanding(), bench.counters(1).lost), ([1, 0], 4));
@@ -196,7 +198,7 @@ fn stalled_worker_loses_eligibility_until_it_completes_a_request() {
     (0..2).for_each(|_| bench.submit(3, 0, b"x"));
     assert_eq!(bench.outstanding(), [1, 2], "the other core takes all");
     bench.submit(4, 0, b"x");
-    assert_eq!((bench.outstanding(), bench.engine.balancer().waiting(0)), ([1, 2], 1));
+    assert_eq!((bench.outstanding(), bench.engine.dispatch_policy().waiting_count(0)), ([1, 2], 1));
     complete(&mut other, 0, 2);
     complete(&mut stalls, 0, 1);
     bench.poll(5 + STALL_AFTER_NS);
@@ -212,7 +214,7 @@ fn full_buffer_drops_the_lowest_priority() {
     for service in [1, 1, 0, 0, 0, 1, 0] {
         bench.submit(1, service, b"x");
     }
-    assert_eq!([0, 1].map(|service| bench.engine.balancer().waiting(service)), [4, 0]);
+    assert_eq!([0, 1].map(|service| bench.engine.dispatch_policy().waiting_count(service)), [4, 0]);
     assert_eq!([0, 1].map(|service| bench.counters(service).dropped), [0, 3]);
     bench.submit(1, 0, b"x");
     bench.submit(1, 0, &[0; 101]);
@@ -245,16 +247,20 @@ fn hint_reaches_the_least_loaded_core_once_until_rearmed() {
     let runtime = bench.runtime();
     let mut workers = [0, 1].map(|core| bench.worker(&runtime, core));
     let epoch = Epoch::power_of_two(4).unwrap();
-    workers[0].enable_load_monitor(1, Trigger::ScaleUp(ScaleUp { epoch })).unwrap();
+    workers[0].enable_load_monitor(1, HintTrigger::ScaleUp(ScaleUpCondition { epoch })).unwrap();
     bench.poll(0);
     (0..5).for_each(|_| bench.submit(1, 1, b"x"));
-    assert_eq!((bench.outstanding(), bench.engine.balancer().waiting(1)), ([2, 2], 1));
+    assert_eq!((bench.outstanding(), bench.engine.dispatch_policy().waiting_count(1)), ([2, 2], 1));
     assert_eq!(bench.engine.next_timer_ns(4), Some(16));
     bench.engine.check_monitors(16);
     bench.engine.check_monitors(32);
     bench.engine.check_monitors(48);
     let hint = workers[0].next_hint().unwrap();
-    assert_eq!((hint.service, hint.hint, hint.waiting), (1, LoadHint::ScaleUp, 0b10), "core 0 is the first of equals");
+    assert_eq!(
+        (hint.service, hint.hint, hint.waiting_services),
+        (1, LoadHint::ScaleUp, 0b10),
+        "core 0 is the first of equals"
+    );
     assert_eq!((workers[0].next_hint(), workers[1].next_hint()), (None, None));
     workers[0].rearm_load_monitor(1).unwrap();
     bench.poll(50);
@@ -267,8 +273,8 @@ fn hint_reaches_the_least_loaded_core_once_until_rearmed() {
     assert_eq!(bench.counters(1).lost, 2);
     bench.engine.check_monitors(80);
     assert_eq!(second.next_hint().map(|hint| hint.hint), Some(LoadHint::ScaleUp));
-    let down = ScaleDown { epoch, threshold: 0, calm_epochs: 1 };
-    second.enable_load_monitor(0, Trigger::ScaleDown(down)).unwrap();
+    let down = ScaleDownCondition { epoch, threshold: 0, calm_epochs: 1 };
+    second.enable_load_monitor(0, HintTrigger::ScaleDown(down)).unwrap();
     bench.poll(81);
     drop(second);
     bench.check_workers(82);
@@ -298,7 +304,7 @@ fn worker_with_damaged_queues_is_released() {
     let runtime = bench.runtime();
     let mut worker = bench.worker(&runtime, 0);
     // The orchestrator reads the worker's cursor when the queue looks full.
-    for _ in 0..config().depth.get().next_power_of_two() {
+    for _ in 0..config().rank_bound.get().next_power_of_two() {
         bench.submit(1, 0, b"x");
         let request = worker.take_request().unwrap().unwrap();
         worker.respond(&request, b"y").unwrap();
@@ -309,7 +315,7 @@ fn worker_with_damaged_queues_is_released() {
     file.write_all_at(&(1u32 << 31).to_ne_bytes(), 64 * 68).unwrap();
     bench.submit(3, 0, b"x");
     let error = worker.serve(&Echo, ServeOptions::default(), &AtomicBool::new(false)).unwrap_err();
-    assert!(matches!(error, RuntimeError::Released(0)), "{error}");
+    assert!(matches!(error, RuntimeError::WorkerReleased(0)), "{error}");
     assert_eq!((bench.engine.core_counters().damaged_queues, bench.counters(0).rejected), (1, 1));
     drop(worker);
     let _next = bench.worker(&runtime, 0);

@@ -10,7 +10,7 @@ use coreward_orchestrator::config::Config;
 use coreward_orchestrator::daemon::Daemon;
 use coreward_orchestrator::engine::CoreCounters;
 use coreward_orchestrator::intake::RequestIntake;
-use coreward_orchestrator::report::{Report, SharedReport};
+use coreward_orchestrator::report::{OrchestratorStatus, SharedStatus};
 
 use crate::engine::TIMEOUT;
 
@@ -62,15 +62,15 @@ fn metrics_show_requests_that_wait() {
 
 #[test]
 fn report_is_made_on_request_only() {
-    let report = |workers| Report {
+    let report = |workers| OrchestratorStatus {
         services: Vec::new(),
         cores: CoreCounters::default(),
         workers,
-        intake: RequestIntake::default().report(),
+        intake: RequestIntake::default().status(),
         unclassified: 0,
         unsent: 0,
     };
-    let (shared, mut made) = (SharedReport::new(report(0)), 0);
+    let (shared, mut made) = (SharedStatus::new(report(0)), 0);
     let mut publish = || {
         shared.publish(|| {
             made += 1;

@@ -53,13 +53,13 @@ struct Replay {
     outstanding_requests: [[VecDeque<u64>; SERVICE_COUNT]; CORE_COUNT as usize],
     next_number: u64,
     dropped: [u64; SERVICE_COUNT],
-    decisions: u64,
+    decision_count: u64,
 }
 
 impl Replay {
     fn new(config: &EngineConfig, lambda: Lambda) -> Self {
         let ranked = [0, 1].map(|priority| RankedService { priority, lambda });
-        let ranks = RankArrays::new(CORE_COUNT, &ranked, config.rank_rule, config.depth);
+        let ranks = RankArrays::new(CORE_COUNT, &ranked, config.rank_rule, config.rank_bound);
         let mut model = JoinBoundedShortestRankedQueue::with_ranks(ranks, &config.scheduler).unwrap();
         for core in 0..CORE_COUNT {
             (0..SERVICE_COUNT as u8).for_each(|service| model.set_enabled(service, core, false));
@@ -72,12 +72,12 @@ impl Replay {
         Self {
             model,
             weights: [0, 1].map(|own| [0, 1].map(|other| weight(own, other))),
-            bound: u32::from(config.depth.get()) * 1000,
+            bound: u32::from(config.rank_bound.get()) * 1000,
             enabled: Default::default(),
             outstanding_requests: Default::default(),
             next_number: 0,
             dropped: [0; SERVICE_COUNT],
-            decisions: 0,
+            decision_count: 0,
         }
     }
 
@@ -97,7 +97,7 @@ impl Replay {
                 if expected != Some(number) {
                     return Err(format!("core {core}, service {service}: request {number}, the model: {expected:?}"));
                 }
-                self.model.feedback(service, core, 1).map_err(|error| error.to_string())
+                self.model.record_feedback(service, core, 1).map_err(|error| error.to_string())
             }
             Record::Enabled { service, core, is_enabled } => {
                 self.enabled[usize::from(core)][usize::from(service)] = is_enabled;
@@ -119,7 +119,7 @@ impl Replay {
             return Err(format!("request {number} of service {service}: core {core}, of least rank is {least:?}"));
         }
         self.outstanding_requests[usize::from(core)][usize::from(service)].push_back(number);
-        self.decisions += 1;
+        self.decision_count += 1;
         Ok(())
     }
 
@@ -141,25 +141,31 @@ struct Recorder {
     bench: TestEngine,
     records: Vec<Record>,
     enabled: [[bool; SERVICE_COUNT]; CORE_COUNT as usize],
-    submitted: u64,
-    responses: u64,
+    submitted_count: u64,
+    response_count: u64,
 }
 
 impl Recorder {
     fn new(config: &EngineConfig) -> Self {
         let records = Vec::with_capacity(BATCH);
-        Self { bench: TestEngine::new(config), records, enabled: Default::default(), submitted: 0, responses: 0 }
+        Self {
+            bench: TestEngine::new(config),
+            records,
+            enabled: Default::default(),
+            submitted_count: 0,
+            response_count: 0,
+        }
     }
 
     fn submit(&mut self, now: u64, service: u8) {
         self.records.push(Record::Submit { now, service });
-        self.bench.engine.submit(now, service, "192.0.2.1:9".parse().unwrap(), &self.submitted.to_le_bytes());
-        self.submitted += 1;
+        self.bench.engine.submit(now, service, "192.0.2.1:9".parse().unwrap(), &self.submitted_count.to_le_bytes());
+        self.submitted_count += 1;
     }
 
     /// Returns the number of responses and messages.
     fn poll(&mut self, now: u64) -> usize {
-        let Self { bench, records, responses, .. } = self;
+        let Self { bench, records, response_count: responses, .. } = self;
         let received = bench.engine.poll(now, &mut |service, _, payload| {
             let (number, core) = payload.split_first_chunk().expect("a number and a core");
             let core = u16::from_le_bytes(core.try_into().unwrap());
@@ -168,7 +174,7 @@ impl Recorder {
         });
         for core in 0..CORE_COUNT {
             for service in [0, 1] {
-                let is_enabled = self.bench.engine.balancer().ranks().is_enabled(service, core);
+                let is_enabled = self.bench.engine.dispatch_policy().ranks().is_enabled(service, core);
                 let known = &mut self.enabled[usize::from(core)][usize::from(service)];
                 if std::mem::replace(known, is_enabled) != is_enabled {
                     self.records.push(Record::Enabled { service, core, is_enabled });
@@ -182,7 +188,7 @@ impl Recorder {
     /// Requests in the engine and at cores.
     fn in_flight(&self) -> u64 {
         let dropped: u64 = (0..SERVICE_COUNT).map(|service| self.bench.counters(service).dropped).sum();
-        self.submitted - self.responses - dropped
+        self.submitted_count - self.response_count - dropped
     }
 
     /// Replays the records since the last call, and compares counters.
@@ -191,8 +197,8 @@ impl Recorder {
         for service in 0..SERVICE_COUNT {
             let counters = self.bench.counters(service);
             assert_eq!((counters.dropped, counters.rejected, counters.lost), (replay.dropped[service], 0, 0));
-            let waiting = self.bench.engine.balancer().waiting(service as u8);
-            assert_eq!(waiting, replay.model.waiting(service as u8));
+            let waiting = self.bench.engine.dispatch_policy().waiting_count(service as u8);
+            assert_eq!(waiting, replay.model.waiting_count(service as u8));
         }
     }
 }
@@ -234,7 +240,7 @@ fn run(config: &EngineConfig, completed: u64, seed: u64, mut check: impl FnMut(&
         let workers = scope.spawn(|| serve(&runtime, seed, &stop));
         let (mut now, mut progress) = (0, Instant::now());
         for turn in 1u64.. {
-            if recorder.responses >= completed {
+            if recorder.response_count >= completed {
                 break;
             }
             now += u64::from(draw(20));
@@ -243,12 +249,12 @@ fn run(config: &EngineConfig, completed: u64, seed: u64, mut check: impl FnMut(&
             for _ in recorder.in_flight()..burst.into() {
                 recorder.submit(now, u8::from(draw(3) == 0));
             }
-            let before = recorder.responses;
+            let before = recorder.response_count;
             if recorder.poll(now) == 0 {
                 // The workers may share this CPU.
                 std::thread::yield_now();
             }
-            if recorder.responses > before {
+            if recorder.response_count > before {
                 progress = Instant::now();
             }
             assert!(progress.elapsed() < TIMEOUT && !workers.is_finished(), "no response, or no worker");
@@ -268,7 +274,7 @@ fn run(config: &EngineConfig, completed: u64, seed: u64, mut check: impl FnMut(&
 /// Each rank rule, scheduler and ranking, a rate limit, and queues of one request.
 fn configs() -> Vec<EngineConfig> {
     let with = |change: &dyn Fn(&mut EngineConfig)| {
-        let mut changed = EngineConfig { core_count: CORE_COUNT, depth: NonZeroU16::new(4).unwrap(), ..config() };
+        let mut changed = EngineConfig { core_count: CORE_COUNT, rank_bound: NonZeroU16::new(4).unwrap(), ..config() };
         changed.scheduler.capacity = CAPACITY;
         change(&mut changed);
         changed
@@ -283,7 +289,7 @@ fn configs() -> Vec<EngineConfig> {
     };
     vec![
         with(&|_| ()),
-        with(&|config| config.depth = NonZeroU16::MIN),
+        with(&|config| config.rank_bound = NonZeroU16::MIN),
         with(&|config| config.rank_rule = RankRule::Global),
         with(&|config| config.rank_rule = RankRule::PerService),
         with(&|config| config.scheduler.selection = Selection::Pifo),
@@ -305,8 +311,8 @@ fn decisions_replayed_on_the_model_are_the_same() {
     for (config, seed) in configs.iter().zip(0..) {
         let mut replay = Replay::new(config, Lambda::PUBLISHED);
         run(config, each, seed, |recorder| recorder.check(&mut replay));
-        assert!(replay.decisions >= each && replay.dropped[1] > 0, "{} decisions", replay.decisions);
-        replayed += replay.decisions;
+        assert!(replay.decision_count >= each && replay.dropped[1] > 0, "{} decisions", replay.decision_count);
+        replayed += replay.decision_count;
     }
     println!("{replayed} decisions in {:.1} s", started.elapsed().as_secs_f64());
 }

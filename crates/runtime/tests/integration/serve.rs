@@ -111,7 +111,7 @@ fn hint_is_acted_on_at_a_yield_point() {
         while !handler.low_has_started.load(SeqCst) {
             std::thread::yield_now();
         }
-        queues.send_hint(0, HintMessage { service: 1, hint: LoadHint::ScaleUp, waiting: 0 }).unwrap();
+        queues.send_hint(0, HintMessage { service: 1, hint: LoadHint::ScaleUp, waiting_services: 0 }).unwrap();
         handler.is_high_sent.store(true, SeqCst);
     });
     assert_eq!(handler.events.into_inner().unwrap(), ["low starts", "hint", "low ends"]);
@@ -170,7 +170,7 @@ fn hints_reach_the_handler() {
     let (_directory, path, mut queues) = orchestrator();
     let handler = Recorder::default();
     let (_, sent, _) = serve(&mut queues, &path, &handler, ServeOptions::default(), |queues| {
-        queues.send_hint(0, HintMessage { service: 1, hint: LoadHint::ScaleUp, waiting: 0 }).unwrap();
+        queues.send_hint(0, HintMessage { service: 1, hint: LoadHint::ScaleUp, waiting_services: 0 }).unwrap();
         while handler.events.lock().unwrap().is_empty() {
             std::thread::yield_now();
         }

@@ -5,10 +5,10 @@ use std::net::SocketAddrV4;
 use std::os::unix::fs::{FileExt as _, MetadataExt as _};
 use std::path::{Path, PathBuf};
 
-use coreward_model::dispatch::{Epoch, LoadHint, ScaleUp};
+use coreward_model::dispatch::{Epoch, LoadHint, ScaleUpCondition};
 use coreward_runtime::core_queues::{CoreQueues, RequestHeader};
 use coreward_runtime::layout::Geometry;
-use coreward_runtime::message::{HintMessage, Message, Trigger};
+use coreward_runtime::message::{HintMessage, HintTrigger, Message};
 use coreward_runtime::worker::{Runtime, Worker};
 use coreward_runtime::{RuntimeError, ServiceEntry};
 
@@ -57,7 +57,7 @@ fn interface_carries_calls_and_hints() {
     let mut worker = attach_worker(&mut queues, &runtime, 1);
     assert!(queues.has_worker(1) && !queues.has_worker(0) && !queues.has_new_worker(1));
     runtime.register_service(1, address(4000), 1).unwrap();
-    let trigger = Trigger::ScaleUp(ScaleUp { epoch: Epoch::power_of_two(14).unwrap() });
+    let trigger = HintTrigger::ScaleUp(ScaleUpCondition { epoch: Epoch::power_of_two(14).unwrap() });
     worker.enable_service(1, 0).unwrap();
     worker.load_feedback(1, 0, 3).unwrap();
     worker.enable_load_monitor(1, trigger).unwrap();
@@ -71,7 +71,7 @@ fn interface_carries_calls_and_hints() {
         Message::DisableService { service: 1, core: 0 },
     ];
     assert_eq!(receive_all_messages(&mut queues, 1), expected);
-    let hint = HintMessage { service: 1, hint: LoadHint::ScaleUp, waiting: 0b10 };
+    let hint = HintMessage { service: 1, hint: LoadHint::ScaleUp, waiting_services: 0b10 };
     queues.send_hint(1, hint).unwrap();
     assert_eq!((worker.next_hint(), worker.next_hint()), (Some(hint), None));
 }
@@ -166,8 +166,8 @@ fn memory_of_others_is_rejected() {
     let error = connect_after_write(&path, 12, &4_000_000u32.to_ne_bytes());
     assert!(error.starts_with("the memory belongs to user 4000000: expected user "), "{error}");
     let error = connect_after_write(&path, 24, &1u32.to_ne_bytes());
-    let expected = Geometry { core_count: 1, ..GEOMETRY }.bytes();
-    assert_eq!(error, format!("{} bytes of memory: expected {expected}", GEOMETRY.bytes()));
+    let expected = Geometry { core_count: 1, ..GEOMETRY }.segment_bytes();
+    assert_eq!(error, format!("{} bytes of memory: expected {expected}", GEOMETRY.segment_bytes()));
     assert_eq!(connect_after_write(&path, 24, &0u32.to_ne_bytes()), "cores 0: expected 1 to 256");
     let second = CoreQueues::create(&path, GEOMETRY, &[]).unwrap_err();
     assert_eq!(second.to_string(), "another orchestrator is running with this memory");
@@ -184,7 +184,7 @@ fn memory_of_others_is_rejected() {
 fn memory_is_reserved_when_it_is_created() {
     let (_directory, path, _queues) = orchestrator();
     let reserved = std::fs::metadata(&path).unwrap().blocks() * 512;
-    assert!(reserved >= GEOMETRY.bytes() as u64, "{reserved} of {} bytes", GEOMETRY.bytes());
+    assert!(reserved >= GEOMETRY.segment_bytes() as u64, "{reserved} of {} bytes", GEOMETRY.segment_bytes());
 }
 
 #[test]

@@ -17,7 +17,7 @@ use coreward_orchestrator::socket::BatchSocket;
 use coreward_runtime::worker::Runtime;
 
 use super::{CPUS, PAYLOAD, config, connect, free_address, veth};
-use crate::cpus::{THIS_THREAD, bind};
+use crate::cpus::{THIS_THREAD, bind_to_cpu};
 
 /// Number of requests that wait in the socket: they fit the kernel's default receive buffer.
 const BURST: u64 = 256;
@@ -29,8 +29,8 @@ const KSOFTIRQD_TIME: Duration = Duration::from_micros(50);
 /// Times per request in ns.
 #[derive(Debug, Clone, Copy)]
 pub struct Times {
-    pub server: f64,
-    pub delivery: f64,
+    pub server_ns: f64,
+    pub delivery_ns: f64,
 }
 
 fn loopback_client() -> anyhow::Result<BatchSocket> {
@@ -72,7 +72,7 @@ fn measure(
         receive_all(client)?;
     }
     let each = |time: Duration| time.as_nanos() as f64 / (bursts * BURST) as f64;
-    Ok(Times { server: each(busy), delivery: each(delivery) })
+    Ok(Times { server_ns: each(busy), delivery_ns: each(delivery) })
 }
 
 /// Measures a server with two system calls per request.
@@ -128,9 +128,16 @@ fn orchestrate_at(
     let rules = vec![(0, Some(Pattern { offset: 0, bytes: vec![!PAYLOAD[0]] })), (1, None)];
     let listeners = vec![(address, Classifier { rules })];
     let (engine, af_xdp_interface, sleep) = (config(CORE_COUNT, address), interface.map(str::to_owned), Duration::ZERO);
-    let config = Config { memory: memory.clone(), listeners, af_xdp_interface, engine, sleep, metrics: None };
+    let config = Config {
+        shared_memory_path: memory.clone(),
+        listeners,
+        af_xdp_interface,
+        engine,
+        idle_sleep: sleep,
+        metrics_address: None,
+    };
     let intake = RequestIntake::open(&config);
-    if let Some(reason) = intake.report().fallback_reason {
+    if let Some(reason) = intake.status().fallback_reason {
         bail!("no AF_XDP: {reason}");
     }
     let mut daemon = Daemon::start(&config, intake)?;
@@ -158,7 +165,7 @@ fn orchestrate_at(
 }
 
 fn answer_all(runtime: &Runtime, address: SocketAddrV4, stop: &AtomicBool) -> anyhow::Result<()> {
-    bind(THIS_THREAD, CPUS[1])?;
+    bind_to_cpu(THIS_THREAD, CPUS[1])?;
     let mut workers = connect(runtime, CORE_COUNT, address)?;
     while !stop.load(Relaxed) {
         for worker in &mut workers {

@@ -12,11 +12,13 @@ use coreward_dataplane::lb::{
 use coreward_dataplane::mac::MacAddress;
 use coreward_dataplane::test_run;
 use coreward_intf as intf;
-use coreward_model::connection_table::{Connection, ConnectionIndex, OwnerNumber, TableSize, cookie_number};
+use coreward_model::connection_table::{Connection, ConnectionIndex, OwnerNumber, TableSize, encode_cookie_index};
 use coreward_model::consistency::{Consistency, ServiceMode, Timestamps};
 use coreward_model::cookie::{self, Cookie, CookieKey, FleetKeys, KeyIndex};
 use coreward_model::lb_stamping;
-use coreward_model::placement::{BucketCount, Candidate, Core, Member, PlacementTable, Rule, rendezvous};
+use coreward_model::placement::{
+    BucketCount, Candidate, Member, PlacementRule, PlacementTable, ServerCore, rendezvous_table,
+};
 use coreward_model::rss::{RssKey, seeded_rng, uniform_below};
 use coreward_model::tuple::Protocol;
 use coreward_model::{ServerId, ServiceAddress};
@@ -58,18 +60,18 @@ pub struct Balancer {
 
 /// Placement of the service's new connections, and size of the connection table.
 #[derive(Debug, Clone, Copy)]
-pub struct Setup {
-    pub rule: Rule,
-    pub groups: usize,
+pub struct BalancerSetup {
+    pub rule: PlacementRule,
+    pub rss_group_count: usize,
     pub entries: TableSize,
     pub flow_entries: u32,
 }
 
-impl Setup {
+impl BalancerSetup {
     fn for_case(case: Case) -> anyhow::Result<Self> {
         let (rule, groups) = match case {
-            Case::NewConnection(NewConnection { rule, groups, .. }) => (rule, groups),
-            _ => (Rule::Table, 1),
+            Case::NewConnection(NewConnection { rule, rss_group_count: groups, .. }) => (rule, groups),
+            _ => (PlacementRule::Table, 1),
         };
         let entries = match case {
             Case::Established(Consistency::Stateful, _) => CONNECTION_TABLE_ENTRIES,
@@ -80,7 +82,7 @@ impl Setup {
         };
         // With LB-side stamping only connections without stamps use the flow table: here none.
         let flow_entries = if case.is_lb_stamped() { intf::DEFAULT_FLOW_TABLE_ENTRIES } else { FLOW_TABLE_ENTRIES };
-        Ok(Self { rule, groups, entries: TableSize::try_from(entries)?, flow_entries })
+        Ok(Self { rule, rss_group_count: groups, entries: TableSize::try_from(entries)?, flow_entries })
     }
 }
 
@@ -94,7 +96,7 @@ fn mac_of(n: usize) -> MacAddress {
 #[derive(Debug, Clone, Copy)]
 pub struct Run {
     /// Mean per packet (ns).
-    pub time: f64,
+    pub mean_ns: f64,
     /// Packets that the case's counter has counted.
     pub counted_packets: u64,
 }
@@ -103,11 +105,11 @@ impl Balancer {
     /// Returns a load balancer on which all connections of the case's packets are open. Fails without the capabilities
     /// to load BPF programs, or when a connection has no entry.
     pub fn new(case: Case) -> anyhow::Result<Self> {
-        Self::with_setup(case, Setup::for_case(case)?)
+        Self::with_setup(case, BalancerSetup::for_case(case)?)
     }
 
     /// Returns a load balancer with another setup.
-    pub fn with_setup(case: Case, setup: Setup) -> anyhow::Result<Self> {
+    pub fn with_setup(case: Case, setup: BalancerSetup) -> anyhow::Result<Self> {
         let mut rng = seeded_rng(1, 0);
         let mut lb = LoadBalancer::load(Options {
             flow_table_entries: setup.flow_entries,
@@ -120,14 +122,14 @@ impl Balancer {
         let timestamps = if case.is_lb_stamped() { Timestamps::LoadBalancer } else { Timestamps::Server };
         let (consistency, forwarding) = (case.consistency(), case.forwarding());
         let mode = ServiceMode { consistency, timestamps, forwarding, ..ServiceMode::default() };
-        lb.set_outer(OWN_ADDRESSES, ETHERNET_MTU);
+        lb.set_outer_header(OWN_ADDRESSES, ETHERNET_MTU);
         let service = lb.set_services(&[(address, mode)])?[0];
         let mut key = || CookieKey { k0: rng.next_u64(), k1: rng.next_u64() };
         let keys = FleetKeys { keys: [key(), key()], current: KeyIndex::First };
         lb.set_keys(&keys);
         lb.set_time_key(service, keys.keys[1]);
         let owner = OwnerNumber::try_from(5)?;
-        lb.set_owner(Some(owner));
+        lb.set_owner_number(Some(owner));
         // Ids are sparse, as those of the controller.
         let ids = if case.is_lb_stamped() { lb_stamping::SERVER_ID_COUNT } else { ServerId::COUNT as u64 };
         let step = ids / SERVER_COUNT;
@@ -139,7 +141,7 @@ impl Balancer {
             lb.set_server(service, *server, Server { mac: Some(mac), is_eligible: true });
             lb.set_tunnel(*server, Tunnel { address: case.server_address(*server), source_port: None })?;
         }
-        lb.install_table(service, &table(setup.rule, setup.groups, &servers, &mut rng))?;
+        lb.install_table(service, &table(setup.rule, setup.rss_group_count, &servers, &mut rng))?;
         let balancer = Self { case, lb: RefCell::new(lb), service, keys, servers, owner };
         balancer.open_connections()?;
         if case == Case::LbStamped(Direction::ToServer) {
@@ -190,7 +192,7 @@ impl Balancer {
             client_address: u32::from_ne_bytes(client.ip().octets()),
             ports: u32::from_ne_bytes(ports.try_into().expect("four bytes")),
             tsecr: tsecr.to_be(),
-            line: 0,
+            line_index: 0,
         }
     }
 
@@ -210,12 +212,12 @@ impl Balancer {
                 Case::Established(Consistency::Stateful, _) => {
                     let index =
                         places.get(&SocketAddr::from(*client)).with_context(|| format!("{client} has no entry"))?;
-                    Cookie::TableIndex(cookie_number(self.owner, index.slot()))
+                    Cookie::TableIndex(encode_cookie_index(self.owner, index.slot()))
                 }
                 _ => Cookie::Server(self.servers[uniform_below(&mut rng, self.servers.len() as u32) as usize]),
             };
             let tuple = self.case.tuple(client);
-            let tsecr = cookie::stamp(&self.keys, &self.keys.keys[0], &tuple, stamped, rng.next_u32());
+            let tsecr = cookie::stamp_tsval(&self.keys, &self.keys.keys[0], &tuple, stamped, rng.next_u32());
             Ok(self.packet(client, tsecr))
         });
         packets.collect()
@@ -224,7 +226,7 @@ impl Balancer {
     /// Returns TSecr of a packet to a random server.
     fn random_stamped_tsecr(&self, client: &SocketAddrV4, rng: &mut Xoshiro256PlusPlus) -> u32 {
         let server = self.servers[uniform_below(rng, self.servers.len() as u32) as usize];
-        lb_stamping::stamp(&self.keys, &self.keys.keys[1], &self.case.tuple(client), server, rng.next_u32())
+        lb_stamping::stamp_tsval(&self.keys, &self.keys.keys[1], &self.case.tuple(client), server, rng.next_u32())
     }
 
     /// Returns the index of each client's entry in the connection table.
@@ -279,7 +281,7 @@ impl Balancer {
         let run = self.run_and_count(runner, feed, packets)?;
         let (name, counted) = (COUNTER_NAMES[case.counter()], run.counted_packets);
         ensure!(counted == u64::from(packets), "{case}: {counted} of {packets} packets were counted as {name}");
-        Ok(run.time)
+        Ok(run.mean_ns)
     }
 
     /// Runs the program on `packets` packets, whatever their counters. Fails when the last packet's verdict differs
@@ -289,7 +291,7 @@ impl Balancer {
         let before = self.counters().packets[case.counter()];
         let (time, verdict) = runner.run(feed, self.lb.borrow().program(), packets)?;
         ensure!(verdict == expected, "{case}: the last packet's verdict was {verdict}, expected {expected}");
-        Ok(Run { time, counted_packets: self.counters().packets[case.counter()] - before })
+        Ok(Run { mean_ns: time, counted_packets: self.counters().packets[case.counter()] - before })
     }
 
     /// Frees all other entries of the connection table and returns their number. Fails when the kernel offers no grace
@@ -314,11 +316,11 @@ impl Balancer {
 }
 
 /// Returns a table of 128 buckets for the pool: with one candidate each as of `crossrss` (rule `Table`), or with eight.
-fn table(rule: Rule, groups: usize, servers: &[ServerId], rng: &mut Xoshiro256PlusPlus) -> PlacementTable {
+fn table(rule: PlacementRule, groups: usize, servers: &[ServerId], rng: &mut Xoshiro256PlusPlus) -> PlacementTable {
     let buckets = BucketCount::PUBLISHED;
-    let core_slots: Vec<Core> =
-        servers.iter().flat_map(|server| (0..CORE_COUNT).map(|core| Core { server: *server, core })).collect();
-    let candidates_per_bucket = if rule == Rule::Table { 1 } else { intf::MAX_CANDIDATES };
+    let core_slots: Vec<ServerCore> =
+        servers.iter().flat_map(|server| (0..CORE_COUNT).map(|core| ServerCore { server: *server, core })).collect();
+    let candidates_per_bucket = if rule == PlacementRule::Table { 1 } else { intf::MAX_CANDIDATES };
     let count = groups as u32 * buckets.get() * candidates_per_bucket;
     let mut candidate = |_| {
         let core_slot = uniform_below(rng, core_slots.len() as u32) as u16;
@@ -338,7 +340,7 @@ fn table(rule: Rule, groups: usize, servers: &[ServerId], rng: &mut Xoshiro256Pl
         assignment_cost: intf::LOAD_ONE / 1000,
         core_slots,
         members,
-        consistent_servers: rendezvous(servers, buckets),
+        consistent_servers: rendezvous_table(servers, buckets),
         previous_consistent_servers: Vec::new(),
         down_servers: Vec::new(),
         core_slot_ages: Vec::new(),

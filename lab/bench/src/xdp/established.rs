@@ -14,10 +14,10 @@ use super::{Args, Measured};
 use crate::report::Table;
 
 /// Numbers of open connections.
-const CONNECTIONS: [usize; 4] = [1, 1 << 14, 1 << 17, PACKET_COUNT];
+const CONNECTION_COUNTS: [usize; 4] = [1, 1 << 14, 1 << 17, PACKET_COUNT];
 
 /// Results for a number of open connections.
-pub struct ByConnections {
+pub struct ConnectionCountResult {
     pub connections: usize,
     pub stateless: Measured,
     pub stateful: Measured,
@@ -28,15 +28,15 @@ pub struct ByConnections {
     pub after_line: RoundTimes,
 }
 
-pub fn measure(args: &Args, progress: &dyn Fn(usize, usize)) -> anyhow::Result<Vec<ByConnections>> {
+pub fn measure(args: &Args, progress: &dyn Fn(usize, usize)) -> anyhow::Result<Vec<ConnectionCountResult>> {
     let measure = |(done, connections): (usize, &usize)| {
-        progress(done, CONNECTIONS.len());
+        progress(done, CONNECTION_COUNTS.len());
         measure_with(*connections, args).with_context(|| format!("{connections} connections"))
     };
-    CONNECTIONS.iter().enumerate().map(measure).collect()
+    CONNECTION_COUNTS.iter().enumerate().map(measure).collect()
 }
 
-fn measure_with(connections: usize, args: &Args) -> anyhow::Result<ByConnections> {
+fn measure_with(connections: usize, args: &Args) -> anyhow::Result<ConnectionCountResult> {
     let balancer = |consistency| Balancer::new(Case::Established(consistency, connections));
     let stateless = balancer(Consistency::Stateless)?;
     let stateful = balancer(Consistency::Stateful)?;
@@ -46,7 +46,7 @@ fn measure_with(connections: usize, args: &Args) -> anyhow::Result<ByConnections
     let (places, size) = (stateful.entries_by_client(), TableSize::try_from(CONNECTION_TABLE_ENTRIES)?);
     let mut packets = stateless.packets()?;
     for (packet, client) in packets.iter_mut().zip(clients(connections)) {
-        packet.line = places[&client.into()].position(size);
+        packet.line_index = places[&client.into()].position(size);
     }
     let usual = Runner::new(&stateless.case().frame(), &packets, CONNECTION_TABLE_ENTRIES as u32)?;
     let by_cookie = Turn::new(&usual, Program::Balancer(&stateless));
@@ -64,7 +64,7 @@ fn measure_with(connections: usize, args: &Args) -> anyhow::Result<ByConnections
         args.length.packets,
     )?;
     let [empty, swap, by_cookie, with_line, after_line, by_index, by_hash] = &times[..] else { unreachable!("seven") };
-    Ok(ByConnections {
+    Ok(ConnectionCountResult {
         connections,
         stateless: Measured::new(&stateless, [empty, swap, by_cookie])?,
         stateful: Measured::new(&stateful, [empty, swap, by_index])?,
@@ -75,7 +75,7 @@ fn measure_with(connections: usize, args: &Args) -> anyhow::Result<ByConnections
 }
 
 /// Returns a table of the cost of one cache miss, and its share in stateful mode.
-pub fn table(measured: &[ByConnections]) -> Table {
+pub fn table(measured: &[ConnectionCountResult]) -> Table {
     let mut table = Table::new(&[
         "connections",
         "stateless, ns",

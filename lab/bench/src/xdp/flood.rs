@@ -12,12 +12,12 @@ use anyhow::{Context as _, ensure};
 use coreward_intf as intf;
 use coreward_model::connection_table::{ConnectionIndex, TableSize};
 use coreward_model::consistency::Consistency;
-use coreward_model::placement::Rule;
+use coreward_model::placement::PlacementRule;
 use nix::sched::sched_getaffinity;
 use nix::unistd::Pid;
 
-use super::Length;
-use super::balancer::{Balancer, FLOW_TABLE_ENTRIES, Setup};
+use super::MeasurementLength;
+use super::balancer::{Balancer, BalancerSetup, FLOW_TABLE_ENTRIES};
 use super::interleaved::{RoundTimes, difference, median_of, quartiles};
 use super::runner::{Feed, Runner};
 use super::workload::{Case, XDP_TX};
@@ -95,14 +95,14 @@ struct Measured {
 
 /// Measures in a new thread, which is bound to a CPU. Fails without root, with fewer than two CPUs, or when a packet is
 /// not treated as expected.
-pub fn run(length: &Length) -> anyhow::Result<Report> {
+pub fn run(length: &MeasurementLength) -> anyhow::Result<Report> {
     namespace::measure_in_thread("flood", length, measure_all)
 }
 
-fn measure_all(length: &Length) -> anyhow::Result<Report> {
+fn measure_all(length: &MeasurementLength) -> anyhow::Result<Report> {
     let cpus = two_cpus("coreward-lab bench flood")?;
     let flooder = Flooder::start(cpus[1])?;
-    crate::cpus::bind(THIS_THREAD, cpus[0])?;
+    crate::cpus::bind_to_cpu(THIS_THREAD, cpus[0])?;
     let measured = Victim::ALL.map(|victim| measure(victim, length, &flooder).with_context(|| victim.to_string()));
     let measured = measured.into_iter().collect::<anyhow::Result<Vec<_>>>()?;
     Ok(report(&measured, length, cpus))
@@ -118,11 +118,16 @@ pub fn two_cpus(command: &str) -> anyhow::Result<[usize; 2]> {
     }
 }
 
-fn measure(victim: Victim, length: &Length, flooder: &Flooder) -> anyhow::Result<Measured> {
+fn measure(victim: Victim, length: &MeasurementLength, flooder: &Flooder) -> anyhow::Result<Measured> {
     let case = Case::Established(victim.consistency(), CONNECTION_COUNT);
     // The rule with the most memory writes for a new connection.
     let entries = TableSize::try_from(u64::from(victim.entries()))?;
-    let setup = Setup { rule: Rule::LeastAssigned, groups: 1, entries, flow_entries: FLOW_TABLE_ENTRIES };
+    let setup = BalancerSetup {
+        rule: PlacementRule::LeastAssigned,
+        rss_group_count: 1,
+        entries,
+        flow_entries: FLOW_TABLE_ENTRIES,
+    };
     let balancer = Balancer::with_setup(case, setup)?;
     let runner = Runner::new(&case.frame(), &balancer.packets()?, 0)?;
     let open: HashSet<ConnectionIndex> = balancer.entries_by_client().into_values().collect();
@@ -189,7 +194,7 @@ fn run_established(balancer: &Balancer, runner: &Runner, is_lb: bool, packets: u
     if is_lb {
         balancer.run_and_count(runner, Feed::Packet, CONNECTION_COUNT as u32)?;
         let run = balancer.run_and_count(runner, Feed::Packet, packets)?;
-        return Ok((run.time, run.counted_packets));
+        return Ok((run.mean_ns, run.counted_packets));
     }
     let (time, verdict) = runner.run(Feed::Packet, runner.empty.as_fd(), packets)?;
     ensure!(verdict == XDP_TX, "the empty program's verdict was {verdict}, expected {XDP_TX}");
@@ -216,7 +221,7 @@ fn excess_percent(rounds: &[f64], others: &[f64]) -> RoundTimes {
     rounds.iter().zip(others).map(|(time, other)| (time / other - 1.0) * 100.0).collect()
 }
 
-fn report(measured: &[Measured], length: &Length, cpus: [usize; 2]) -> Report {
+fn report(measured: &[Measured], length: &MeasurementLength, cpus: [usize; 2]) -> Report {
     let mut cost = Table::new(&[
         "established packets",
         "ns",
@@ -272,7 +277,7 @@ fn report(measured: &[Measured], length: &Length, cpus: [usize; 2]) -> Report {
             (m.memory[1].bytes / 1024).into(),
         ]);
     }
-    let Memory { arrays, hashes, .. } = measured[0].memory[1];
+    let Memory { array_count: arrays, hash_count: hashes, .. } = measured[0].memory[1];
     let about = format!(
         "CPU {} runs lb.bpf.c on packets of {CONNECTION_COUNT} open connections in random order. CPU {} runs the same \
          program with the same maps on SYNs of new clients, as fast as it can, on another receive queue; rule \

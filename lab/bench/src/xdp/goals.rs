@@ -2,11 +2,11 @@
 
 use coreward_model::consistency::Consistency;
 use coreward_model::forwarding::Forwarding;
-use coreward_model::placement::Rule;
+use coreward_model::placement::PlacementRule;
 use coreward_model::statistics::median;
 
 use super::Measured;
-use super::established::ByConnections;
+use super::established::ConnectionCountResult;
 use super::interleaved::{difference, median_of};
 use super::runner::PACKET_COUNT;
 use super::workload::{Case, NewConnection};
@@ -48,11 +48,11 @@ fn limit(case: Case) -> Option<CostLimit> {
 
 /// Returns the limit for a new connection on the goals' machine (ns).
 fn new_connection_limit(first: NewConnection) -> Option<f64> {
-    match (first.consistency, first.rule, first.groups) {
+    match (first.consistency, first.rule, first.rss_group_count) {
         (Consistency::Stateful, ..) => Some(160.0),
-        (Consistency::Stateless, Rule::Table, 1) => Some(45.0),
-        (Consistency::Stateless, Rule::LeastAssigned, 1) => Some(60.0),
-        (Consistency::Stateless, Rule::LeastAssigned, _) => Some(105.0),
+        (Consistency::Stateless, PlacementRule::Table, 1) => Some(45.0),
+        (Consistency::Stateless, PlacementRule::LeastAssigned, 1) => Some(60.0),
+        (Consistency::Stateless, PlacementRule::LeastAssigned, _) => Some(105.0),
         _ => None,
     }
 }
@@ -62,20 +62,20 @@ pub struct Goals<'a> {
     /// Cost of parsing and swapping MAC addresses above the empty program, ns.
     pub floor: f64,
     /// Cost of one cache miss that the packet waits for (ns), if measured.
-    miss: Option<f64>,
+    cache_miss_ns: Option<f64>,
     measured: Vec<&'a Measured>,
 }
 
 impl<'a> Goals<'a> {
     /// Reads floor and cache miss from the measurements. Panics without any.
-    pub fn new(established: &'a [ByConnections], alone: &'a [Measured]) -> Self {
+    pub fn new(established: &'a [ConnectionCountResult], alone: &'a [Measured]) -> Self {
         let of_modes = established.iter().flat_map(|of| [&of.stateless, &of.stateful, &of.hash_table]);
         let measured: Vec<&Measured> = of_modes.chain(alone).collect();
         let floors: Vec<f64> = measured.iter().map(|of| of.floor).collect();
         let largest = established.iter().find(|of| of.connections == PACKET_COUNT);
         Self {
             floor: median(&floors).expect("at least one case"),
-            miss: largest.map(|of| median_of(&difference(&of.after_line, &of.stateless.above_empty))),
+            cache_miss_ns: largest.map(|of| median_of(&difference(&of.after_line, &of.stateless.above_empty))),
             measured,
         }
     }
@@ -85,7 +85,7 @@ impl<'a> Goals<'a> {
         let of_reference = |ns: f64| ns * self.floor / REFERENCE_FLOOR;
         let ns = match limit(case)? {
             CostLimit::Reference(ns) => of_reference(ns),
-            CostLimit::MissAndReference(ns) => self.miss? + of_reference(ns),
+            CostLimit::MissAndReference(ns) => self.cache_miss_ns? + of_reference(ns),
             CostLimit::Ipv6Of(ipv4) => self.measured.iter().find(|of| of.case == ipv4)?.fastest * IPV6_FACTOR,
         };
         Some(Goal::AtMost(ns))
@@ -103,7 +103,7 @@ mod tests {
     #[test]
     fn goals_scale_with_the_floor_and_the_miss_does_not() {
         let at = |consistency, connections| measured(Case::Established(consistency, connections), 9.0, 30.0);
-        let established = [ByConnections {
+        let established = [ConnectionCountResult {
             connections: PACKET_COUNT,
             stateless: at(Consistency::Stateless, PACKET_COUNT),
             stateful: at(Consistency::Stateful, PACKET_COUNT),

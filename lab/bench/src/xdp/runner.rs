@@ -31,7 +31,7 @@ pub struct Packet {
     /// TSecr.
     pub tsecr: u32,
     /// In host byte order: cache line that [`Feed::WithLine`] and [`Feed::AfterLine`] load.
-    pub line: u32,
+    pub line_index: u32,
 }
 
 /// Frame, offsets of its variable fields, and its destination port.
@@ -83,7 +83,7 @@ impl Runner {
         let mut open =
             GeneratedPacketsSkelBuilder::default().open(&mut storage).context("opening generated_packets.bpf.o")?;
         let constants = open.maps.rodata_data.as_deref_mut().context("generated_packets.bpf.o has no constants")?;
-        constants.mask = packets.len() as u32 - 1;
+        constants.packet_index_mask = packets.len() as u32 - 1;
         constants.first_word = u64::from_ne_bytes(frame.bytes[..8].try_into().expect("eight bytes"));
         constants.second_word = u64::from_ne_bytes(frame.bytes[8..16].try_into().expect("eight bytes"));
         constants.frame_length = frame.bytes.len() as u32;
@@ -153,12 +153,12 @@ pub fn run_feed(
     repeat: u32,
     queue: Option<ReceiveQueue>,
 ) -> anyhow::Result<(f64, i32)> {
-    let start = thread_time()?;
+    let start = thread_cpu_time()?;
     let outcome = test_run::run_from(feed, frame, repeat, queue)?;
-    let elapsed = thread_time()? - start;
+    let elapsed = thread_cpu_time()? - start;
     Ok((elapsed.as_secs_f64() * 1e9 / f64::from(repeat), outcome.verdict))
 }
 
-pub fn thread_time() -> nix::Result<Duration> {
+pub fn thread_cpu_time() -> nix::Result<Duration> {
     Ok(Duration::from(clock_gettime(ClockId::CLOCK_THREAD_CPUTIME_ID)?))
 }

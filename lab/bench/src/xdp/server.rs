@@ -20,7 +20,7 @@ use libbpf_rs::skel::{OpenSkel as _, SkelBuilder as _};
 use nix::time::{ClockId, clock_gettime};
 use rand::Rng as _;
 
-use super::Length;
+use super::MeasurementLength;
 use super::interleaved::{RoundTimes, difference, fastest_difference, median_of, quartiles};
 use super::runner::{Frame, PACKET_COUNT, Packet, choose, run_feed};
 use super::workload::{VIP, VIP_IPV6, client_ipv6, clients, request, request_ipv6, response, response_ipv6};
@@ -129,7 +129,7 @@ impl Server {
         let milliseconds = now_ms()?;
         let packet = |client: &SocketAddrV4| {
             let (tuple, cookie) = (case.tuple(client), Cookie::Server(self.id));
-            let tsecr = cookie::stamp(&self.keys, &self.programs.time_key(), &tuple, cookie, milliseconds);
+            let tsecr = cookie::stamp_tsval(&self.keys, &self.programs.time_key(), &tuple, cookie, milliseconds);
             let mut ports = [client.port().to_be_bytes(), VIP.1.to_be_bytes()];
             if matches!(case.direction, Direction::Egress) {
                 ports.reverse();
@@ -138,7 +138,7 @@ impl Server {
                 client_address: u32::from_ne_bytes(client.ip().octets()),
                 ports: u32::from_ne_bytes(ports.concat().try_into().expect("four bytes")),
                 tsecr: tsecr.to_be(),
-                line: 0,
+                line_index: 0,
             }
         };
         Ok(clients(PACKET_COUNT).iter().map(packet).collect())
@@ -169,7 +169,7 @@ impl Runner {
         let mut open =
             GeneratedSegmentsSkelBuilder::default().open(&mut storage).context("opening generated_segments.bpf.o")?;
         let constants = open.maps.rodata_data.as_deref_mut().context("generated_segments.bpf.o has no constants")?;
-        constants.mask = packets.len() as u32 - 1;
+        constants.packet_index_mask = packets.len() as u32 - 1;
         constants.client_offset = frame.client_offset;
         constants.ports_offset = frame.ports_offset;
         constants.timestamp_offset = frame.tsecr_offset;
@@ -205,7 +205,7 @@ struct Measured {
     server: RoundTimes,
 }
 
-fn measure(case: Case, length: &Length) -> anyhow::Result<Measured> {
+fn measure(case: Case, length: &MeasurementLength) -> anyhow::Result<Measured> {
     let server = Server::new(case)?;
     let runner = Runner::new(case, &server.packets(case)?)?;
     let program = server.programs.program(case.direction);
@@ -232,7 +232,7 @@ fn measure(case: Case, length: &Length) -> anyhow::Result<Measured> {
 
 /// Measures every case. Fails without the capabilities to load BPF programs, or when a program does not do what the
 /// case expects.
-pub fn run(length: &Length) -> anyhow::Result<Report> {
+pub fn run(length: &MeasurementLength) -> anyhow::Result<Report> {
     let mut table = Table::new(&[
         "packet",
         "above empty, ns",

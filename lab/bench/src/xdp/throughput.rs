@@ -12,9 +12,9 @@ use coreward_dataplane::lb::Counters;
 use coreward_intf as intf;
 use coreward_model::connection_table::{ConnectionIndex, TableSize};
 use coreward_model::consistency::Consistency;
-use coreward_model::placement::Rule;
+use coreward_model::placement::PlacementRule;
 
-use super::balancer::{Balancer, CONNECTION_TABLE_ENTRIES, Setup};
+use super::balancer::{Balancer, BalancerSetup, CONNECTION_TABLE_ENTRIES};
 use super::flood::two_cpus;
 use super::interleaved::{RoundTimes, interleave, median_of, quartiles_with};
 use super::workload::{Case, syn};
@@ -46,7 +46,7 @@ impl Default for Args {
 struct ServiceTraffic {
     name: &'static str,
     consistency: Consistency,
-    rule: Rule,
+    rule: PlacementRule,
     /// Number of SYNs of new connections among 16 packets; the others belong to open connections.
     syns_per_16: usize,
     /// Goal for the ratio to the first baseline by CPU time.
@@ -59,7 +59,7 @@ impl ServiceTraffic {
     const FLOOR: ServiceTraffic = ServiceTraffic {
         name: "swap MACs",
         consistency: Consistency::None,
-        rule: Rule::Table,
+        rule: PlacementRule::Table,
         syns_per_16: 0,
         goal: None,
         floor: Some(Floor::SwapMacs),
@@ -94,7 +94,7 @@ impl ServiceTraffic {
             ServiceTraffic { name: "new, stateless, hash or crossrss", ..new },
             ServiceTraffic {
                 name: "new, stateless, crossrss-plus",
-                rule: Rule::LeastAssigned,
+                rule: PlacementRule::LeastAssigned,
                 goal: goal(0.87),
                 ..new
             },
@@ -121,7 +121,7 @@ impl ServiceTraffic {
         Case::Established(self.consistency, LIVE_PACKET_COUNT)
     }
 
-    fn setup(&self) -> anyhow::Result<Setup> {
+    fn setup(&self) -> anyhow::Result<BalancerSetup> {
         let entries = match self.consistency {
             Consistency::Stateful => CONNECTION_TABLE_ENTRIES,
             _ => u64::from(intf::CONNECTIONS_PER_PARTITION),
@@ -130,7 +130,7 @@ impl ServiceTraffic {
             Consistency::HashTable => intf::DEFAULT_FLOW_TABLE_ENTRIES,
             _ => intf::FLOW_SET_ENTRIES,
         };
-        Ok(Setup { rule: self.rule, groups: 1, entries: TableSize::try_from(entries)?, flow_entries })
+        Ok(BalancerSetup { rule: self.rule, rss_group_count: 1, entries: TableSize::try_from(entries)?, flow_entries })
     }
 
     /// Returns whether packet `number` is a SYN.
@@ -154,9 +154,9 @@ struct TestEnv {
 /// Results of one turn.
 struct TurnResult {
     /// CPU time per frame at the tested end, ns.
-    time: f64,
+    cpu_ns_per_frame: f64,
     /// Million frames per second by the clock.
-    rate: f64,
+    million_frames_per_second: f64,
     /// Fraction of the time in which the tested end's thread ran.
     busy_fraction: f64,
     /// Fraction of the frames that returned.
@@ -219,8 +219,8 @@ impl TestEnv {
         }
         ensure!(work.frames > 0, "{}: no frame arrived", self.service_traffic.name);
         Ok(TurnResult {
-            time: work.time as f64 / work.frames as f64,
-            rate: work.frames as f64 / elapsed / 1e6,
+            cpu_ns_per_frame: work.time as f64 / work.frames as f64,
+            million_frames_per_second: work.frames as f64 / elapsed / 1e6,
             busy_fraction: work.time as f64 / 1e9 / elapsed,
             returned_fraction: returned.frames as f64 / work.frames as f64,
         })
@@ -256,7 +256,7 @@ fn measure(args: &Args) -> anyhow::Result<Report> {
     let lanes = ServiceTraffic::all().into_iter().enumerate();
     let envs = lanes.map(|(number, lane)| TestEnv::new(lane, number, cpus).context(lane.name));
     let envs: Vec<TestEnv> = envs.collect::<anyhow::Result<_>>()?;
-    cpus::bind(THIS_THREAD, cpus[0])?;
+    cpus::bind_to_cpu(THIS_THREAD, cpus[0])?;
     raise_priority(nix::unistd::gettid())?;
     let turns = interleave(envs.len(), args.rounds, |position| {
         let env = &envs[position];
@@ -292,7 +292,7 @@ fn row(lane: &ServiceTraffic, turns: &[TurnResult], floor: &[TurnResult]) -> [Ce
     let paired = |ratio: fn(&TurnResult, &TurnResult) -> f64| -> RoundTimes {
         turns.iter().zip(floor).map(|(turn, floor)| ratio(turn, floor)).collect()
     };
-    let by_time = paired(|turn, floor| floor.time / turn.time);
+    let by_time = paired(|turn, floor| floor.cpu_ns_per_frame / turn.cpu_ns_per_frame);
     let [goal, verdict] = goal_cells(lane.goal, median_of(&by_time));
     [
         lane.name.into(),
@@ -300,9 +300,9 @@ fn row(lane: &ServiceTraffic, turns: &[TurnResult], floor: &[TurnResult]) -> [Ce
         quartiles_with(&by_time, 2).into(),
         goal,
         verdict,
-        median_of(&of(turns, |turn| turn.time)).into(),
-        median_of(&paired(|turn, floor| turn.time - floor.time)).into(),
-        median_of(&of(turns, |turn| turn.rate)).into(),
+        median_of(&of(turns, |turn| turn.cpu_ns_per_frame)).into(),
+        median_of(&paired(|turn, floor| turn.cpu_ns_per_frame - floor.cpu_ns_per_frame)).into(),
+        median_of(&of(turns, |turn| turn.million_frames_per_second)).into(),
         (median_of(&of(turns, |turn| turn.busy_fraction)) * 100.0).into(),
         (median_of(&of(turns, |turn| turn.returned_fraction)) * 100.0).into(),
     ]

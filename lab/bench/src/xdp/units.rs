@@ -6,7 +6,7 @@ use std::os::fd::AsFd as _;
 use anyhow::Context as _;
 use libbpf_rs::skel::{OpenSkel as _, SkelBuilder as _};
 
-use super::Length;
+use super::MeasurementLength;
 use super::interleaved::{Program, Turn, difference, fastest_difference, median_of, quartiles, run_interleaved};
 use super::runner::{Packet, Runner};
 use super::workload::request;
@@ -21,7 +21,7 @@ mod skeleton {
 const REPEATS: f64 = 64.0;
 
 /// Measures each operation. Fails without the right to load BPF programs.
-pub fn measure(length: &Length) -> anyhow::Result<Table> {
+pub fn measure(length: &MeasurementLength) -> anyhow::Result<Table> {
     let mut storage = MaybeUninit::uninit();
     let open = skeleton::UnitsSkelBuilder::default().open(&mut storage).context("opening units.bpf.o")?;
     let loaded = open.load().context("loading units.bpf.c")?;

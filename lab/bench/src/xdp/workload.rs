@@ -7,7 +7,7 @@ use coreward_dataplane::mac::MacAddress;
 use coreward_intf as intf;
 use coreward_model::consistency::Consistency;
 use coreward_model::forwarding::Forwarding;
-use coreward_model::placement::Rule;
+use coreward_model::placement::PlacementRule;
 use coreward_model::rss::seeded_rng;
 use coreward_model::{FourTuple, ServerId};
 use rand::Rng as _;
@@ -29,9 +29,9 @@ pub const OWN_MAC: MacAddress = MacAddress([2, 0, 0, 0, 0, 1]);
 /// Address of the first server.
 pub const FIRST_SERVER_MAC: MacAddress = MacAddress([2, 0, 0, 1, 0, 0]);
 /// Offset of the source address behind an Ethernet header.
-const CLIENT_AT: u32 = 14 + 12;
+const CLIENT_ADDRESS_OFFSET: u32 = 14 + 12;
 /// Offset of the TCP header behind an IPv4 header.
-const TCP_AT: usize = 14 + 20;
+const TCP_HEADER_OFFSET: usize = 14 + 20;
 
 /// Flags byte of a TCP header.
 const SYN: u8 = 0x02;
@@ -72,16 +72,20 @@ pub enum Direction {
 pub struct NewConnection {
     /// Consistency of the service. With `Stateful` each SYN takes a free entry of the connection table.
     pub consistency: Consistency,
-    pub rule: Rule,
-    pub groups: usize,
+    pub rule: PlacementRule,
+    pub rss_group_count: usize,
     /// Number of connections before they repeat, with their entries free again.
     pub connections: usize,
 }
 
 impl NewConnection {
     /// New connections as policy `crossrss` places them.
-    pub const STATELESS: NewConnection =
-        NewConnection { consistency: Consistency::Stateless, rule: Rule::Table, groups: 1, connections: PACKET_COUNT };
+    pub const STATELESS: NewConnection = NewConnection {
+        consistency: Consistency::Stateless,
+        rule: PlacementRule::Table,
+        rss_group_count: 1,
+        connections: PACKET_COUNT,
+    };
 }
 
 /// Number of connection-table entries that fit a CPU's cache together with the free list.
@@ -95,12 +99,16 @@ impl Case {
         let groups = intf::MAX_RSS_GROUPS as usize;
         let without_cookies = [Consistency::None, Consistency::Beamer];
         let encapsulated = [Forwarding::Ipip, Forwarding::Gue];
-        Rule::ALL
+        PlacementRule::ALL
             .map(|rule| NewConnection { rule, ..usual })
             .into_iter()
-            .chain([Rule::Table, Rule::LeastAssigned].map(|rule| NewConnection { rule, groups, ..usual }))
-            .chain(Rule::ALL.map(|rule| NewConnection { rule, ..stateful }))
-            .chain(Rule::ALL.map(|rule| NewConnection { rule, connections: CACHED_ENTRY_COUNT, ..stateful }))
+            .chain([PlacementRule::Table, PlacementRule::LeastAssigned].map(|rule| NewConnection {
+                rule,
+                rss_group_count: groups,
+                ..usual
+            }))
+            .chain(PlacementRule::ALL.map(|rule| NewConnection { rule, ..stateful }))
+            .chain(PlacementRule::ALL.map(|rule| NewConnection { rule, connections: CACHED_ENTRY_COUNT, ..stateful }))
             .chain(without_cookies.map(|consistency| NewConnection { consistency, ..usual }))
             .map(Case::NewConnection)
             .chain(without_cookies.map(|consistency| Case::Established(consistency, PACKET_COUNT)))
@@ -247,7 +255,7 @@ impl fmt::Display for Case {
             Case::Encapsulated(forwarding) => {
                 write!(f, "stateless by {}, {PACKET_COUNT} connections", forwarding.name())
             }
-            Case::NewConnection(NewConnection { consistency, rule, groups, connections }) => {
+            Case::NewConnection(NewConnection { consistency, rule, rss_group_count: groups, connections }) => {
                 write!(f, "first, {}, {}", consistency.name(), rule.name())?;
                 if *groups > 1 {
                     write!(f, ", {groups} RSS groups")?;
@@ -294,8 +302,8 @@ fn frame(destination: (Ipv4Addr, u16), flags: u8, options: &[u8], tsecr: u32) ->
     bytes.extend(options);
     Frame {
         bytes,
-        client_offset: CLIENT_AT,
-        ports_offset: TCP_AT as u32,
+        client_offset: CLIENT_ADDRESS_OFFSET,
+        ports_offset: TCP_HEADER_OFFSET as u32,
         tsecr_offset: tsecr_at,
         destination_port: port,
     }
@@ -303,18 +311,18 @@ fn frame(destination: (Ipv4Addr, u16), flags: u8, options: &[u8], tsecr: u32) ->
 
 /// Converts a frame between a client and [`VIP`] to one between a client and [`VIP_IPV6`].
 fn in_ipv6(ipv4: &Frame) -> Frame {
-    let segment = &ipv4.bytes[TCP_AT..];
+    let segment = &ipv4.bytes[TCP_HEADER_OFFSET..];
     let mut bytes = [&ipv4.bytes[..12], &[0x86, 0xdd, 0x60, 0, 0, 0, 0, segment.len() as u8, 6, 64]].concat();
     let mut addresses = [client_ipv6(Ipv4Addr::UNSPECIFIED), VIP_IPV6.0].map(|address| address.octets());
     let mut client_end = bytes.len() + size_of::<Ipv6Addr>();
-    if ipv4.client_offset != CLIENT_AT {
+    if ipv4.client_offset != CLIENT_ADDRESS_OFFSET {
         addresses.reverse();
         client_end += size_of::<Ipv6Addr>();
     }
     bytes.extend(addresses.as_flattened());
     let ports_at = bytes.len();
     bytes.extend(segment);
-    let tsecr_at = ipv4.tsecr_offset + (ports_at - TCP_AT) as u32;
+    let tsecr_at = ipv4.tsecr_offset + (ports_at - TCP_HEADER_OFFSET) as u32;
     let client_at = (client_end - size_of::<Ipv4Addr>()) as u32;
     Frame { bytes, client_offset: client_at, ports_offset: ports_at as u32, tsecr_offset: tsecr_at, ..*ipv4 }
 }
@@ -339,9 +347,9 @@ pub fn response() -> Frame {
     let to_server = frame(VIP, ACK, &[1, 1, 8, 10, 1, 2, 3, 4, 0, 0, 0, 0], 4);
     let mut bytes = to_server.bytes;
     bytes[6..12].copy_from_slice(&FIRST_SERVER_MAC.0);
-    let (addresses, length) = (CLIENT_AT as usize, size_of::<u32>());
+    let (addresses, length) = (CLIENT_ADDRESS_OFFSET as usize, size_of::<u32>());
     bytes[addresses..addresses + 2 * length].rotate_left(length);
-    Frame { bytes, client_offset: CLIENT_AT + length as u32, ..to_server }
+    Frame { bytes, client_offset: CLIENT_ADDRESS_OFFSET + length as u32, ..to_server }
 }
 
 /// Returns `count` clients; the first of them are the same for any count.

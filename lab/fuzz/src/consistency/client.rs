@@ -9,7 +9,7 @@ use coreward_model::lb::Mac;
 
 use super::server::{self, Lifecycle, Socket};
 use super::{Event, MAX_IDLE_MS, Simulation, load_balancer_mac};
-use crate::frame::{self, ETHERNET_HEADER_BYTES, Ip, Tcp, UDP, timestamp};
+use crate::frame::{self, ETHERNET_HEADER_BYTES, EthernetIpHeader, TcpHeader, UDP, timestamp_option};
 use crate::ipv6;
 
 const FIN: u8 = 0x01;
@@ -18,7 +18,7 @@ const RST: u8 = 0x04;
 const ACK: u8 = 0x10;
 
 /// Offset of a SYN's TSecr in the TCP header: its timestamp follows two options of 6 bytes.
-const SYN_TSECR: usize = 20 + 6 + 6;
+const SYN_TSECR_OFFSET: usize = 20 + 6 + 6;
 const BROADCAST: Mac = [0xff; 6];
 /// Transmissions of a packet without an answer before the client gives up.
 const MAX_ATTEMPTS: u32 = 25;
@@ -107,7 +107,7 @@ impl Simulation {
         self.report.connections += 1;
         self.report.without_timestamps += u64::from(!timestamps);
         let next = u64::from(self.opened_count) * self.end_ms() / u64::from(self.config.connections);
-        self.schedule(next.saturating_sub(self.now), Event::Arrival);
+        self.schedule(next.saturating_sub(self.now_ms), Event::Arrival);
         self.advance_connection(number)
     }
 
@@ -244,14 +244,14 @@ impl Simulation {
     }
 
     fn frame(&mut self, number: u32, to: Mac, flags: u8) -> Vec<u8> {
-        let value = self.now as u32;
+        let value = self.now_ms as u32;
         let connection = self.connection(number);
         let options = match flags {
             _ if !connection.timestamps || flags == RST => Vec::new(),
-            SYN => [&[2, 4, 5, 0xb4, 4, 2][..], &timestamp(value, 0), &[1, 3, 3, 7]].concat(),
-            _ => [&[1, 1][..], &timestamp(value, connection.tsecr)].concat(),
+            SYN => [&[2, 4, 5, 0xb4, 4, 2][..], &timestamp_option(value, 0), &[1, 3, 3, 7]].concat(),
+            _ => [&[1, 1][..], &timestamp_option(value, connection.tsecr)].concat(),
         };
-        let ip = Ip {
+        let ip = EthernetIpHeader {
             mac: to,
             source: connection.client.0,
             destination: self.config.vip().0,
@@ -261,7 +261,7 @@ impl Simulation {
             option_words: 0,
             tos_and_ttl: [0, 64],
         };
-        let segment = Tcp { ports: (connection.client.1, self.config.vip().1), flags, options };
+        let segment = TcpHeader { ports: (connection.client.1, self.config.vip().1), flags, options };
         let mut packet = Vec::new();
         ip.append_frame(&mut packet, |packet| segment.append_segment(packet, (number, number), 0));
         ipv6::translate(&mut self.rng, &mut packet);
@@ -331,7 +331,7 @@ impl Simulation {
             return SendOutcome::Lost;
         }
         if flags == SYN {
-            let tsecr_at = transport_offset(frame) + SYN_TSECR;
+            let tsecr_at = transport_offset(frame) + SYN_TSECR_OFFSET;
             let tsecr = frame.get(tsecr_at..tsecr_at + 4).filter(|_| self.connection(number).timestamps);
             let tsecr = tsecr.map_or(0, |bytes| u32::from_be_bytes(bytes.try_into().expect("four bytes")));
             let socket = self.servers[server].socket(server, tsecr);
@@ -377,7 +377,7 @@ impl Simulation {
     /// Sends the server's answer, which may be lost.
     fn answer(&mut self, number: u32, server: usize) {
         let lost = self.rng.chance(1, PACKETS_PER_FAULT);
-        let now = self.now;
+        let now = self.now_ms;
         let connection = self.connection(number);
         // The connection ignores another server's answer to a retransmitted SYN.
         let from_another = connection.server.is_some_and(|first| first != server);

@@ -6,7 +6,9 @@ use std::time::Duration;
 use coreward_model::connection_table::{ClockTicks, OwnerNumber};
 use coreward_model::cookie::{CookieKey, FleetKeys, KeyIndex};
 use coreward_model::lb::{self as model, Owner};
-use coreward_model::placement::{BucketCount, Candidate, Core, Member, PlacementTable, Rule, rendezvous};
+use coreward_model::placement::{
+    BucketCount, Candidate, Member, PlacementRule, PlacementTable, ServerCore, rendezvous_table,
+};
 use coreward_model::rss::RssKey;
 use coreward_model::tuple::Protocol;
 use coreward_model::{ServerId, ServiceAddress};
@@ -16,7 +18,7 @@ use super::server::{self, Lifecycle, Server};
 use super::{Config, Event, LoadBalancer, Simulation, load_balancer_mac};
 use crate::change::Change;
 use crate::fuzz_rng::FuzzRng;
-use crate::harness::{Harness, Setup};
+use crate::harness::{Harness, HarnessSetup};
 use crate::ipv6;
 
 /// Mean number of servers.
@@ -49,7 +51,7 @@ impl Simulation {
         let mut simulation = Self {
             config,
             rng,
-            now: 0,
+            now_ms: 0,
             events: Default::default(),
             scheduled_count: 0,
             controller: Controller { keys, table },
@@ -79,7 +81,7 @@ impl Simulation {
         Ok(simulation)
     }
 
-    fn delay(&mut self) -> u64 {
+    fn random_update_delay_ms(&mut self) -> u64 {
         self.rng.below(MAX_UPDATE_DELAY_MS) as u64
     }
 
@@ -102,7 +104,7 @@ impl Simulation {
             healthy: true,
             connections: 0,
             keys: self.controller.keys,
-            key_switch_tsval: uptime.wrapping_add(self.now as u32),
+            key_switch_tsval: uptime.wrapping_add(self.now_ms as u32),
             initial_clock_ms: uptime,
         });
         position
@@ -128,14 +130,16 @@ impl Simulation {
         let servers = self.eligible();
         let before = &self.controller.table;
         let buckets = before.bucket_count;
-        let consistent = rendezvous(&servers, buckets);
+        let consistent = rendezvous_table(&servers, buckets);
         let of_bucket = |bucket: usize| match before.consistent_servers.get(bucket) {
             Some(old) if *old != consistent[bucket] => Some(*old),
             _ => before.previous_consistent_servers.get(bucket).copied().flatten(),
         };
         let previous_consistent = (0..consistent.len()).map(of_bucket).collect();
-        let core_slots: Vec<Core> =
-            servers.iter().flat_map(|server| (0..CORE_COUNT).map(|core| Core { server: *server, core })).collect();
+        let core_slots: Vec<ServerCore> = servers
+            .iter()
+            .flat_map(|server| (0..CORE_COUNT).map(|core| ServerCore { server: *server, core }))
+            .collect();
         let rng = &mut self.rng;
         let mut candidate = || {
             let core_slot = rng.below(core_slots.len());
@@ -147,7 +151,7 @@ impl Simulation {
         self.controller.table = PlacementTable {
             generation: before.generation + 1,
             // This rule makes load balancers place differently, which the test needs.
-            rule: Rule::LeastAssigned,
+            rule: PlacementRule::LeastAssigned,
             bucket_count: buckets,
             groups: before.groups.clone(),
             candidates_per_bucket,
@@ -167,7 +171,7 @@ impl Simulation {
         self.replace_table();
         for number in 0..self.load_balancers.len() {
             // Sent after the load balancer's updates of servers.
-            let delay = MAX_UPDATE_DELAY_MS as u64 + self.delay();
+            let delay = MAX_UPDATE_DELAY_MS as u64 + self.random_update_delay_ms();
             self.schedule(delay, Event::SendTable(number));
         }
     }
@@ -183,7 +187,7 @@ impl Simulation {
     // ---- load balancers ----
 
     fn new_load_balancer(&mut self, number: usize) -> anyhow::Result<LoadBalancer> {
-        let setup = Setup::new(load_balancer_mac(number), self.controller.keys);
+        let setup = HarnessSetup::new(load_balancer_mac(number), self.controller.keys);
         let mut harness = Harness::new(setup, self.config.with_program)?;
         let address = ServiceAddress { socket: ipv6::socket(self.config.vip()), protocol: Protocol::Tcp };
         let service_slot = harness.change(&Change::Services(vec![(address, self.config.mode())]))?[0];
@@ -226,7 +230,7 @@ impl Simulation {
     pub(super) fn sweep(&mut self, number: usize) -> anyhow::Result<()> {
         let LoadBalancer { harness, alive, .. } = &mut self.load_balancers[number];
         if *alive {
-            harness.change(&Change::Clock(ClockTicks::at(Duration::from_millis(self.now))))?;
+            harness.change(&Change::Clock(ClockTicks::at(Duration::from_millis(self.now_ms))))?;
             harness.change(&Change::Sweep)?;
             let open = &self.open_clients;
             let ended = |client| match client {
@@ -237,7 +241,7 @@ impl Simulation {
                 harness.model.connections().filter(|entry| ended(entry.client)).map(|entry| entry.index).collect();
             harness.change(&Change::Free(ended))?;
         }
-        if self.now < self.end_ms() {
+        if self.now_ms < self.end_ms() {
             self.schedule(SWEEP_INTERVAL_MS, Event::Sweep(number));
         }
         Ok(())
@@ -275,7 +279,7 @@ impl Simulation {
         keys.current = keys.current.other();
         self.send_keys();
         self.report.key_switches += 1;
-        if self.now < self.end_ms() {
+        if self.now_ms < self.end_ms() {
             self.schedule(self.config.key_rotation_ms, Event::NewKey);
         }
         Ok(())
@@ -283,11 +287,11 @@ impl Simulation {
 
     fn send_keys(&mut self) {
         for number in 0..self.load_balancers.len() {
-            let delay = self.delay();
+            let delay = self.random_update_delay_ms();
             self.schedule(delay, Event::SendKeys(number));
         }
         for server in 0..self.servers.len() {
-            let delay = self.delay() + self.delay();
+            let delay = self.random_update_delay_ms() + self.random_update_delay_ms();
             self.schedule(delay, Event::SendServerKeys(server));
         }
     }
@@ -303,14 +307,14 @@ impl Simulation {
     // ---- changes ----
 
     pub(super) fn change(&mut self) -> anyhow::Result<()> {
-        if self.now >= self.end_ms() {
+        if self.now_ms >= self.end_ms() {
             return Ok(());
         }
         while !self.try_random_change()? {}
         // Each change of a minute is due at a random time of its slot.
         let part = 60_000 / u64::from(self.config.changes_per_minute);
         let next = self.report.changes() * part + self.rng.below(part as usize) as u64;
-        self.schedule(next.saturating_sub(self.now), Event::Change);
+        self.schedule(next.saturating_sub(self.now_ms), Event::Change);
         Ok(())
     }
 
@@ -382,7 +386,7 @@ impl Simulation {
             let unresolved = model::Server { mac: None, ..model_server(&self.servers[server]) };
             harness.change(&Change::Server(*service_slot, self.servers[server].id, Some(unresolved)))?;
             self.report.other_changes += 1;
-            let delay = 100 + self.delay();
+            let delay = 100 + self.random_update_delay_ms();
             self.schedule(delay, Event::SendServer(number, server));
         }
         Ok(reported)

@@ -127,7 +127,7 @@ struct Simulation {
     config: Config,
     rng: FuzzRng,
     /// Virtual time (ms).
-    now: u64,
+    now_ms: u64,
     events: BinaryHeap<Reverse<(u64, u64, Event)>>,
     scheduled_count: u64,
     controller: Controller,
@@ -150,7 +150,7 @@ fn load_balancer_mac(number: usize) -> Mac {
 pub fn run(config: Config) -> anyhow::Result<Report> {
     let mut simulation = Simulation::new(config)?;
     while let Some(Reverse((time, _, event))) = simulation.events.pop() {
-        simulation.now = time;
+        simulation.now_ms = time;
         simulation.apply_event(event)?;
     }
     Ok(simulation.report)
@@ -159,7 +159,7 @@ pub fn run(config: Config) -> anyhow::Result<Report> {
 impl Simulation {
     fn schedule(&mut self, delay_ms: u64, event: Event) {
         self.scheduled_count += 1;
-        self.events.push(Reverse((self.now + delay_ms, self.scheduled_count, event)));
+        self.events.push(Reverse((self.now_ms + delay_ms, self.scheduled_count, event)));
     }
 
     fn end_ms(&self) -> u64 {
@@ -175,7 +175,7 @@ impl Simulation {
             Event::SendTable(number) => self.send_table_to(number),
             Event::SendKeys(number) => self.send_keys_to(number),
             Event::SendServerKeys(server) => {
-                self.servers[server].set_keys(self.controller.keys, self.now);
+                self.servers[server].set_keys(self.controller.keys, self.now_ms);
                 Ok(())
             }
             Event::NewKey => self.distribute_new_key(),

@@ -74,7 +74,7 @@ impl Server {
     /// Returns TSval of a packet to the client at `now_ms`.
     pub fn stamp(&self, tuple: &FourTuple, socket: &Socket, now_ms: u64) -> u32 {
         let milliseconds = self.clock(now_ms);
-        cookie::stamp(
+        cookie::stamp_tsval(
             &self.keys.at_tsval(milliseconds, self.key_switch_tsval),
             &TIME_KEY,
             tuple,

@@ -6,13 +6,13 @@ use coreward_dataplane::test_run::{missing_bpf_rights, skip_if};
 use coreward_fuzz::campaign::{Campaign, RunLimit};
 use coreward_fuzz::change::Change;
 use coreward_fuzz::epoch::Epoch;
-use coreward_fuzz::frame::{self, Ip, Tcp, timestamp};
-use coreward_fuzz::harness::{Harness, OWN_MAC, Setup};
+use coreward_fuzz::frame::{self, EthernetIpHeader, TcpHeader, timestamp_option};
+use coreward_fuzz::harness::{Harness, HarnessSetup, OWN_MAC};
 use coreward_intf as intf;
 use coreward_model::consistency::ServiceMode;
 use coreward_model::cookie::{CookieKey, FleetKeys, KeyIndex};
 use coreward_model::lb::{Outcome, Server};
-use coreward_model::placement::{PlacementTable, Rule};
+use coreward_model::placement::{PlacementRule, PlacementTable};
 use coreward_model::rss::seeded_rng;
 use coreward_model::tuple::Protocol;
 use coreward_model::{ServerId, ServiceAddress};
@@ -60,15 +60,15 @@ fn state_invisible_to_packets_is_compared() {
     let vip = (Ipv4Addr::new(10, 200, 0, 1), 80);
     let id = ServerId::try_from(7).unwrap();
     let keys = FleetKeys { keys: [CookieKey { k0: 1, k1: 2 }; 2], current: KeyIndex::First };
-    let mut harness = Harness::new(Setup::new(OWN_MAC, keys), true).unwrap();
+    let mut harness = Harness::new(HarnessSetup::new(OWN_MAC, keys), true).unwrap();
     let address = ServiceAddress { socket: vip.into(), protocol: Protocol::Tcp };
     let service_slot = harness.change(&Change::Services(vec![(address, ServiceMode::default())])).unwrap()[0];
     let server = Server { mac: Some([2, 0, 0, 0, 0, 7]), eligible: true };
     harness.change(&Change::Server(service_slot, id, Some(server))).unwrap();
-    let table = PlacementTable::random(Rule::RoundRobin, 1, 1, &[id], &mut seeded_rng(1, 0));
+    let table = PlacementTable::random(PlacementRule::RoundRobin, 1, 1, &[id], &mut seeded_rng(1, 0));
     harness.change(&Change::Table(service_slot, table)).unwrap();
 
-    let ip = Ip {
+    let ip = EthernetIpHeader {
         mac: OWN_MAC,
         source: Ipv4Addr::new(10, 1, 0, 7),
         destination: vip.0,
@@ -79,7 +79,7 @@ fn state_invisible_to_packets_is_compared() {
         tos_and_ttl: [0, 64],
     };
     let syn = |port: u16| {
-        let segment = Tcp { ports: (port, vip.1), flags: 2, options: timestamp(1, 0).to_vec() };
+        let segment = TcpHeader { ports: (port, vip.1), flags: 2, options: timestamp_option(1, 0).to_vec() };
         let mut packet = Vec::new();
         ip.append_frame(&mut packet, |packet| segment.append_segment(packet, (1, 0), 0));
         packet

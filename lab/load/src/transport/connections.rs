@@ -15,16 +15,16 @@ use coreward_model::rss::{seeded_rng, uniform_below};
 use rand_xoshiro::Xoshiro256PlusPlus;
 use socket2::{Domain, Socket, Type};
 
-use super::{Answer, Errors, Sources, Transport, Worker};
+use super::{Answer, Sources, Transport, TransportErrorCounts, Worker};
 use crate::event_loop::{Epoll, Event, now_ns};
 use crate::receive::Receiver;
-use crate::workload::Demand;
+use crate::workload::RequestParameters;
 
 const RNG_STREAM_FLOWS: u64 = 0x6c6f_6103;
 /// Limit for connecting; a server that does not accept within it is unreachable.
-const CONNECT_LIMIT: Duration = Duration::from_secs(5);
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 /// Time after which a failed connection is opened again (ns).
-const RETRY_NS: u64 = 100_000_000;
+const RETRY_DELAY_NS: u64 = 100_000_000;
 
 /// Response.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -36,25 +36,25 @@ pub struct Reply {
     /// The server reports that it failed.
     pub is_failure: bool,
     /// The server will close the connection now.
-    pub closes: bool,
+    pub closes_connection: bool,
 }
 
 /// Received bytes that are not a response.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Malformed;
+pub struct MalformedResponse;
 
 /// Protocol of a connection; responses arrive in the order of the requests.
 pub trait Protocol {
     /// Cuts the bytes of one connection into replies.
     type Reader: Default + std::fmt::Debug;
     /// Whether a request may follow an unanswered one.
-    const PIPELINED: bool;
+    const ALLOWS_PIPELINING: bool;
 
     /// Adds a request to the bytes to be sent.
-    fn write(&self, demand: &Demand, id: u32, output: &mut Vec<u8>);
+    fn write(&self, demand: &RequestParameters, id: u32, output: &mut Vec<u8>);
 
     /// Parses bytes and passes each complete reply to `each`. Fails when the bytes are not a response.
-    fn read(reader: &mut Self::Reader, bytes: &[u8], each: &mut dyn FnMut(Reply)) -> Result<(), Malformed>;
+    fn read(reader: &mut Self::Reader, bytes: &[u8], each: &mut dyn FnMut(Reply)) -> Result<(), MalformedResponse>;
 }
 
 #[derive(Debug)]
@@ -63,17 +63,17 @@ struct Connection<R> {
     /// Whether the server has accepted the connection.
     is_open: bool,
     /// Bytes that the socket's buffer had no room for.
-    output: Vec<u8>,
+    unsent_bytes: Vec<u8>,
     /// Unanswered requests, the oldest first.
     pending: VecDeque<u32>,
     reader: R,
-    closes: bool,
+    is_closing: bool,
 }
 
 /// Request that waits for a free connection.
 #[derive(Debug)]
 struct WaitingRequest {
-    demand: Demand,
+    demand: RequestParameters,
     id: u32,
     deadline_ns: u64,
 }
@@ -88,7 +88,7 @@ pub struct Connections<P: Protocol> {
     /// `None` between attempts to open it.
     connections: Vec<Option<Connection<P::Reader>>>,
     /// Indices of open connections without a request; only without pipelining.
-    free: Vec<usize>,
+    free_connections: Vec<usize>,
     waiting: VecDeque<WaitingRequest>,
     /// Indices of connections to open again, with the time (ns).
     retries: VecDeque<(u64, usize)>,
@@ -96,7 +96,7 @@ pub struct Connections<P: Protocol> {
     receiver: Receiver,
     events: Vec<Event>,
     buffer: Vec<u8>,
-    errors: Errors,
+    errors: TransportErrorCounts,
 }
 
 impl<P: Protocol> Connections<P> {
@@ -107,20 +107,20 @@ impl<P: Protocol> Connections<P> {
             target,
             epoll: Epoll::new()?,
             connections: Vec::new(),
-            free: Vec::new(),
+            free_connections: Vec::new(),
             waiting: VecDeque::new(),
             retries: VecDeque::new(),
             rng: seeded_rng(seed, RNG_STREAM_FLOWS),
             receiver: Receiver::default(),
             events: Vec::new(),
             buffer: vec![0; 65_536],
-            errors: Errors::default(),
+            errors: TransportErrorCounts::default(),
             sources,
         };
-        for index in 0..usize::from(all.sources.flows) {
-            let source = all.sources.source(index as u16, target);
+        for index in 0..usize::from(all.sources.flow_count) {
+            let source = all.sources.source_address(index as u16, target);
             let socket = all.bind(index).with_context(|| format!("cannot bind the source {source}"))?;
-            let connected = socket.connect_timeout(&target.into(), CONNECT_LIMIT);
+            let connected = socket.connect_timeout(&target.into(), CONNECT_TIMEOUT);
             connected.with_context(|| format!("cannot connect from {source} to {target}"))?;
             all.connections.push(None);
             all.add_connection(index, socket, true)?;
@@ -132,7 +132,7 @@ impl<P: Protocol> Connections<P> {
         let socket = Socket::new(Domain::for_address(self.target), Type::STREAM, None)?;
         // Another connection from the port may be in TIME-WAIT.
         socket.set_reuse_address(true)?;
-        socket.bind(&self.sources.source(index as u16, self.target).into())?;
+        socket.bind(&self.sources.source_address(index as u16, self.target).into())?;
         socket.set_tcp_nodelay(true)?;
         Receiver::enable_timestamps(&socket)?;
         Ok(socket)
@@ -145,7 +145,8 @@ impl<P: Protocol> Connections<P> {
         let flags = libc::EPOLLIN | libc::EPOLLOUT | libc::EPOLLRDHUP | libc::EPOLLET;
         self.epoll.add(stream.as_fd(), index as u64, flags)?;
         let (output, pending, reader) = (Vec::new(), VecDeque::new(), P::Reader::default());
-        self.connections[index] = Some(Connection { stream, is_open: open, output, pending, reader, closes: false });
+        self.connections[index] =
+            Some(Connection { stream, is_open: open, unsent_bytes: output, pending, reader, is_closing: false });
         if open {
             self.mark_free(index);
         }
@@ -155,7 +156,7 @@ impl<P: Protocol> Connections<P> {
     /// Starts to open a connection again.
     fn reopen(&mut self, index: usize) {
         self.connections[index] = None;
-        self.free.retain(|free| *free != index);
+        self.free_connections.retain(|free| *free != index);
         let attempt = || -> io::Result<Socket> {
             let socket = self.bind(index)?;
             socket.set_nonblocking(true)?;
@@ -167,13 +168,13 @@ impl<P: Protocol> Connections<P> {
         if attempt().and_then(|socket| self.add_connection(index, socket, false)).is_err() {
             self.connections[index] = None;
             self.errors.refused += 1;
-            self.retries.push_back((now_ns() + RETRY_NS, index));
+            self.retries.push_back((now_ns() + RETRY_DELAY_NS, index));
         }
     }
 
     /// Marks an open connection as free, or sends a waiting request on it.
     fn mark_free(&mut self, index: usize) {
-        if P::PIPELINED {
+        if P::ALLOWS_PIPELINING {
             return;
         }
         let now_ns = now_ns();
@@ -183,23 +184,23 @@ impl<P: Protocol> Connections<P> {
                 return self.send_on(index, &waiting.demand, waiting.id);
             }
         }
-        self.free.push(index);
+        self.free_connections.push(index);
     }
 
-    fn send_on(&mut self, index: usize, demand: &Demand, id: u32) {
+    fn send_on(&mut self, index: usize, demand: &RequestParameters, id: u32) {
         let Some(connection) = &mut self.connections[index] else {
             self.errors.not_sent += 1;
             return;
         };
-        self.protocol.write(demand, id, &mut connection.output);
+        self.protocol.write(demand, id, &mut connection.unsent_bytes);
         connection.pending.push_back(id);
         if connection.is_open && connection.flush().is_err() {
-            self.on_broken(index);
+            self.handle_broken_connection(index);
         }
     }
 
     /// Counts a connection that ended with unanswered requests, or could not be opened.
-    fn on_broken(&mut self, index: usize) {
+    fn handle_broken_connection(&mut self, index: usize) {
         let Some(connection) = &self.connections[index] else { return };
         if connection.is_open {
             self.errors.broken_connections += 1;
@@ -207,19 +208,19 @@ impl<P: Protocol> Connections<P> {
         } else {
             self.errors.refused += 1;
             self.connections[index] = None;
-            self.retries.push_back((now_ns() + RETRY_NS, index));
+            self.retries.push_back((now_ns() + RETRY_DELAY_NS, index));
         }
     }
 
     fn handle_event(&mut self, index: usize, event: Event, answers: &mut Vec<Answer>) {
         let Some(connection) = &mut self.connections[index] else { return };
         if event.has_flags(libc::EPOLLERR) && !matches!(connection.stream.take_error(), Ok(None)) {
-            return self.on_broken(index);
+            return self.handle_broken_connection(index);
         }
         if event.has_flags(libc::EPOLLOUT) {
             let opened = !std::mem::replace(&mut connection.is_open, true);
             if connection.flush().is_err() {
-                return self.on_broken(index);
+                return self.handle_broken_connection(index);
             }
             if opened {
                 self.mark_free(index);
@@ -237,22 +238,30 @@ impl<P: Protocol> Connections<P> {
             let Some(connection) = &mut self.connections[index] else { return };
             let received = match self.receiver.receive(&connection.stream, &mut self.buffer) {
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => return,
-                Err(_) => return self.on_broken(index),
+                Err(_) => return self.handle_broken_connection(index),
                 Ok(received) => received,
             };
             let bytes = &self.buffer[..received.length];
             if bytes.is_empty() {
                 // A server may close an idle connection at any time.
-                return if connection.pending.is_empty() { self.reopen(index) } else { self.on_broken(index) };
+                return if connection.pending.is_empty() {
+                    self.reopen(index)
+                } else {
+                    self.handle_broken_connection(index)
+                };
             }
             let had_work = !connection.pending.is_empty();
             let failed = &mut self.errors.failed;
             if connection.match_replies(bytes, received.arrived_ns, failed, answers, P::read).is_err() {
                 self.errors.malformed += 1;
-                return self.on_broken(index);
+                return self.handle_broken_connection(index);
             }
-            if connection.closes {
-                return if connection.pending.is_empty() { self.reopen(index) } else { self.on_broken(index) };
+            if connection.is_closing {
+                return if connection.pending.is_empty() {
+                    self.reopen(index)
+                } else {
+                    self.handle_broken_connection(index)
+                };
             }
             if had_work && connection.pending.is_empty() {
                 self.mark_free(index);
@@ -264,13 +273,13 @@ impl<P: Protocol> Connections<P> {
     }
 }
 
-type Read<R> = fn(&mut R, &[u8], &mut dyn FnMut(Reply)) -> Result<(), Malformed>;
+type ReadFunction<R> = fn(&mut R, &[u8], &mut dyn FnMut(Reply)) -> Result<(), MalformedResponse>;
 
 impl<R> Connection<R> {
     fn flush(&mut self) -> io::Result<()> {
-        while !self.output.is_empty() {
-            match self.stream.write(&self.output) {
-                Ok(length) => drop(self.output.drain(..length)),
+        while !self.unsent_bytes.is_empty() {
+            match self.stream.write(&self.unsent_bytes) {
+                Ok(length) => drop(self.unsent_bytes.drain(..length)),
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(()),
                 Err(error) => return Err(error),
             }
@@ -285,32 +294,32 @@ impl<R> Connection<R> {
         arrived_ns: u64,
         failed: &mut u64,
         answers: &mut Vec<Answer>,
-        read: Read<R>,
-    ) -> Result<(), Malformed> {
-        let (pending, closes, mut in_order) = (&mut self.pending, &mut self.closes, true);
+        read: ReadFunction<R>,
+    ) -> Result<(), MalformedResponse> {
+        let (pending, closes, mut in_order) = (&mut self.pending, &mut self.is_closing, true);
         read(&mut self.reader, bytes, &mut |reply| match pending.pop_front() {
             Some(id) if reply.id.is_none_or(|of| of == id) => {
                 *failed += u64::from(reply.is_failure);
-                *closes |= reply.closes;
+                *closes |= reply.closes_connection;
                 answers.push(Answer { id, part: (0, 1), arrived_ns, worker: reply.worker });
             }
             _ => in_order = false,
         })?;
-        if in_order { Ok(()) } else { Err(Malformed) }
+        if in_order { Ok(()) } else { Err(MalformedResponse) }
     }
 }
 
 impl<P: Protocol> Transport for Connections<P> {
-    fn send(&mut self, demand: &Demand, id: u32, deadline_ns: u64) {
-        if P::PIPELINED {
+    fn send(&mut self, demand: &RequestParameters, id: u32, deadline_ns: u64) {
+        if P::ALLOWS_PIPELINING {
             let index = uniform_below(&mut self.rng, self.connections.len() as u32) as usize;
             return self.send_on(index, demand, id);
         }
-        if self.free.is_empty() {
+        if self.free_connections.is_empty() {
             return self.waiting.push_back(WaitingRequest { demand: *demand, id, deadline_ns });
         }
-        let chosen = uniform_below(&mut self.rng, self.free.len() as u32) as usize;
-        let index = self.free.swap_remove(chosen);
+        let chosen = uniform_below(&mut self.rng, self.free_connections.len() as u32) as usize;
+        let index = self.free_connections.swap_remove(chosen);
         self.send_on(index, demand, id);
     }
 
@@ -329,7 +338,7 @@ impl<P: Protocol> Transport for Connections<P> {
         Ok(())
     }
 
-    fn errors(&self) -> Errors {
+    fn errors(&self) -> TransportErrorCounts {
         self.errors
     }
 }

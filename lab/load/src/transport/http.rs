@@ -1,12 +1,12 @@
 //! HTTP/1.1 with keep-alive (RFC 9112): GET of one path, one request at a time on a connection.
 
-use super::connections::{Malformed, Protocol, Reply};
-use crate::workload::Demand;
+use super::connections::{MalformedResponse, Protocol, Reply};
+use crate::workload::RequestParameters;
 
 /// Most header fields of a response.
 const HEADERS_MAX: usize = 64;
 /// Longest head of a response (bytes).
-const HEAD_MAX: usize = 65_536;
+const HEAD_BYTES_MAX: usize = 65_536;
 
 /// HTTP client that requests one path.
 #[derive(Debug, Clone)]
@@ -24,13 +24,13 @@ impl Http {
 
 impl Protocol for Http {
     type Reader = Reader;
-    const PIPELINED: bool = false;
+    const ALLOWS_PIPELINING: bool = false;
 
-    fn write(&self, _demand: &Demand, _id: u32, output: &mut Vec<u8>) {
+    fn write(&self, _demand: &RequestParameters, _id: u32, output: &mut Vec<u8>) {
         output.extend_from_slice(&self.request);
     }
 
-    fn read(reader: &mut Reader, bytes: &[u8], each: &mut dyn FnMut(Reply)) -> Result<(), Malformed> {
+    fn read(reader: &mut Reader, bytes: &[u8], each: &mut dyn FnMut(Reply)) -> Result<(), MalformedResponse> {
         reader.unread.extend_from_slice(bytes);
         let mut at = 0;
         while let Some(consumed) = reader.step(at, each)? {
@@ -42,7 +42,7 @@ impl Protocol for Http {
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-enum Expected {
+enum ParseState {
     #[default]
     Head,
     /// Remaining bytes of a body with a known length.
@@ -57,55 +57,55 @@ enum Expected {
 #[derive(Debug, Default)]
 pub struct Reader {
     unread: Vec<u8>,
-    expected: Expected,
+    expected: ParseState,
     reply: Reply,
 }
 
 impl Reader {
     /// Parses the next piece of a response from `at` and returns its length; `None` when it is incomplete.
-    fn step(&mut self, at: usize, each: &mut dyn FnMut(Reply)) -> Result<Option<usize>, Malformed> {
+    fn step(&mut self, at: usize, each: &mut dyn FnMut(Reply)) -> Result<Option<usize>, MalformedResponse> {
         let rest = &self.unread[at..];
         let consumed = match self.expected {
-            Expected::Head => {
+            ParseState::Head => {
                 let Some((length, expected, reply)) = parse_head(rest)? else { return Ok(None) };
                 (self.expected, self.reply) = (expected, reply);
                 length
             }
-            Expected::Body(left) | Expected::Chunk(left) => {
+            ParseState::Body(left) | ParseState::Chunk(left) => {
                 let consumed = left.min(rest.len() as u64);
                 if consumed == 0 && left > 0 {
                     return Ok(None);
                 }
-                let is_body = matches!(self.expected, Expected::Body(_));
+                let is_body = matches!(self.expected, ParseState::Body(_));
                 self.expected = match left - consumed {
-                    0 if is_body => Expected::Body(0),
-                    0 => Expected::ChunkSize,
-                    left if is_body => Expected::Body(left),
-                    left => Expected::Chunk(left),
+                    0 if is_body => ParseState::Body(0),
+                    0 => ParseState::ChunkSize,
+                    left if is_body => ParseState::Body(left),
+                    left => ParseState::Chunk(left),
                 };
                 consumed as usize
             }
-            Expected::ChunkSize => match httparse::parse_chunk_size(rest).map_err(|_| Malformed)? {
+            ParseState::ChunkSize => match httparse::parse_chunk_size(rest).map_err(|_| MalformedResponse)? {
                 httparse::Status::Partial => return Ok(None),
                 httparse::Status::Complete((length, size)) => {
                     self.expected = if size == 0 {
-                        Expected::Trailer
+                        ParseState::Trailer
                     } else {
-                        Expected::Chunk(size.checked_add(2).ok_or(Malformed)?)
+                        ParseState::Chunk(size.checked_add(2).ok_or(MalformedResponse)?)
                     };
                     length
                 }
             },
-            Expected::Trailer => {
+            ParseState::Trailer => {
                 let Some(end) = rest.windows(2).position(|pair| pair == b"\r\n") else { return Ok(None) };
                 if end == 0 {
-                    self.expected = Expected::Body(0);
+                    self.expected = ParseState::Body(0);
                 }
                 end + 2
             }
         };
-        if self.expected == Expected::Body(0) {
-            self.expected = Expected::Head;
+        if self.expected == ParseState::Body(0) {
+            self.expected = ParseState::Head;
             each(self.reply);
         }
         Ok(Some(consumed))
@@ -113,11 +113,11 @@ impl Reader {
 }
 
 /// Parses a response's head. Returns its length, the expected body, and the reply.
-fn parse_head(bytes: &[u8]) -> Result<Option<(usize, Expected, Reply)>, Malformed> {
+fn parse_head(bytes: &[u8]) -> Result<Option<(usize, ParseState, Reply)>, MalformedResponse> {
     let mut headers = [httparse::EMPTY_HEADER; HEADERS_MAX];
     let mut response = httparse::Response::new(&mut headers);
-    let httparse::Status::Complete(length) = response.parse(bytes).map_err(|_| Malformed)? else {
-        return if bytes.len() > HEAD_MAX { Err(Malformed) } else { Ok(None) };
+    let httparse::Status::Complete(length) = response.parse(bytes).map_err(|_| MalformedResponse)? else {
+        return if bytes.len() > HEAD_BYTES_MAX { Err(MalformedResponse) } else { Ok(None) };
     };
     let field = |name: &str| {
         let header = response.headers.iter().find(|header| header.name.eq_ignore_ascii_case(name));
@@ -126,18 +126,20 @@ fn parse_head(bytes: &[u8]) -> Result<Option<(usize, Expected, Reply)>, Malforme
     let has = |name: &str, word: &str| {
         field(name).is_some_and(|value| value.split(',').any(|part| part.trim().eq_ignore_ascii_case(word)))
     };
-    let code = response.code.ok_or(Malformed)?;
+    let code = response.code.ok_or(MalformedResponse)?;
     let expected = if code == 204 || code == 304 {
-        Expected::Body(0)
+        ParseState::Body(0)
     } else if has("transfer-encoding", "chunked") {
-        Expected::ChunkSize
+        ParseState::ChunkSize
     } else {
         // A body without a length ends with the connection, which could then not be reused.
-        Expected::Body(field("content-length").and_then(|length| length.trim().parse().ok()).ok_or(Malformed)?)
+        ParseState::Body(
+            field("content-length").and_then(|length| length.trim().parse().ok()).ok_or(MalformedResponse)?,
+        )
     };
     let persists = response.version == Some(1) || has("connection", "keep-alive");
     let closes = !persists || has("connection", "close");
-    Ok(Some((length, expected, Reply { is_failure: code >= 400, closes, ..Reply::default() })))
+    Ok(Some((length, expected, Reply { is_failure: code >= 400, closes_connection: closes, ..Reply::default() })))
 }
 
 #[cfg(test)]
@@ -145,7 +147,7 @@ mod tests {
     use super::*;
 
     /// Returns the replies to these bytes, and checks that they do not depend on the segmentation.
-    fn replies(bytes: &[u8]) -> Result<Vec<Reply>, Malformed> {
+    fn replies(bytes: &[u8]) -> Result<Vec<Reply>, MalformedResponse> {
         let read = |piece: usize| {
             let (mut reader, mut replies) = (Reader::default(), Vec::new());
             for bytes in bytes.chunks(piece) {
@@ -158,7 +160,7 @@ mod tests {
         whole
     }
 
-    const DONE: Reply = Reply { id: None, worker: None, is_failure: false, closes: false };
+    const DONE: Reply = Reply { id: None, worker: None, is_failure: false, closes_connection: false };
 
     #[test]
     fn responses_are_matched_by_id() {
@@ -169,16 +171,16 @@ mod tests {
                         chunked\r\n\r\n3\r\nabc\r\nA;x=y\r\n0123456789\r\n0\r\nX: y\r\n\r\n";
         assert_eq!(replies(chunked), Ok(vec![DONE]));
         let closing = b"HTTP/1.1 304 Not Modified\r\nConnection: Close\r\n\r\n";
-        assert_eq!(replies(closing), Ok(vec![Reply { closes: true, ..DONE }]));
+        assert_eq!(replies(closing), Ok(vec![Reply { closes_connection: true, ..DONE }]));
         let old = b"HTTP/1.0 200 OK\r\nContent-Length: 1\r\n\r\nx";
-        assert_eq!(replies(old), Ok(vec![Reply { closes: true, ..DONE }]));
+        assert_eq!(replies(old), Ok(vec![Reply { closes_connection: true, ..DONE }]));
         assert_eq!(replies(b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nHTTP"), Ok(vec![]));
     }
 
     #[test]
     fn invalid_response_is_rejected() {
-        assert_eq!(replies(b"220 mail.example\r\n\r\n"), Err(Malformed));
-        assert_eq!(replies(b"HTTP/1.1 200 OK\r\n\r\nuntil the end"), Err(Malformed));
-        assert_eq!(replies(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nxyz\r\n"), Err(Malformed));
+        assert_eq!(replies(b"220 mail.example\r\n\r\n"), Err(MalformedResponse));
+        assert_eq!(replies(b"HTTP/1.1 200 OK\r\n\r\nuntil the end"), Err(MalformedResponse));
+        assert_eq!(replies(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nxyz\r\n"), Err(MalformedResponse));
     }
 }

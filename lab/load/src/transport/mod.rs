@@ -8,12 +8,12 @@ mod udp;
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 
-pub use connections::{Connections, Malformed, Protocol, Reply};
+pub use connections::{Connections, MalformedResponse, Protocol, Reply};
 pub use http::Http;
 pub use tcp::Paced;
-pub use udp::{Datagrams, Keys, Udp};
+pub use udp::{DatagramProtocol, Keys, Udp};
 
-use crate::workload::Demand;
+use crate::workload::RequestParameters;
 
 /// Sources of requests.
 #[derive(Debug, Clone)]
@@ -21,14 +21,14 @@ pub struct Sources {
     /// Addresses of the target's family; flows use them in turn.
     pub addresses: Vec<IpAddr>,
     /// Number of flows: source ports.
-    pub flows: u16,
+    pub flow_count: u16,
     /// Port of the first flow, followed by the other flows; `None`: the kernel chooses.
     pub first_port: Option<u16>,
 }
 
 impl Sources {
     /// Returns address and port of flow `index` to `target`. Port 0 and the unspecified address let the kernel choose.
-    pub fn source(&self, index: u16, target: SocketAddr) -> SocketAddr {
+    pub fn source_address(&self, index: u16, target: SocketAddr) -> SocketAddr {
         let any = if target.is_ipv4() { Ipv4Addr::UNSPECIFIED.into() } else { Ipv6Addr::UNSPECIFIED.into() };
         let address = self.addresses.get(usize::from(index) % self.addresses.len().max(1)).copied().unwrap_or(any);
         SocketAddr::new(address, self.first_port.map_or(0, |first| first + index))
@@ -56,7 +56,7 @@ pub struct Worker {
 
 /// Counts of transport errors.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, serde::Serialize, serde::Deserialize)]
-pub struct Errors {
+pub struct TransportErrorCounts {
     /// Refused requests: ICMP errors and resets, because no listener exists.
     pub refused: u64,
     /// Requests that the kernel rejected because its buffers were full.
@@ -73,13 +73,13 @@ pub struct Errors {
 pub trait Transport {
     /// Sends a request, or queues it until a connection is free, at most until `deadline_ns`. A request that cannot be
     /// sent is counted and stays unanswered.
-    fn send(&mut self, demand: &Demand, id: u32, deadline_ns: u64);
+    fn send(&mut self, demand: &RequestParameters, id: u32, deadline_ns: u64);
 
     /// Waits for responses at most until `until_ns` of [`crate::event_loop::now_ns`] and adds them to `answers`. Fails
     /// when the wait fails, or the transport fails permanently.
     fn receive(&mut self, until_ns: u64, answers: &mut Vec<Answer>) -> io::Result<()>;
 
-    fn errors(&self) -> Errors;
+    fn errors(&self) -> TransportErrorCounts;
 }
 
 #[cfg(test)]
@@ -91,15 +91,15 @@ mod tests {
     use crate::key_value::{self, ResponseWriter, Status};
     use crate::request_type::RequestType;
 
-    const SOURCES: Sources = Sources { addresses: Vec::new(), flows: 2, first_port: None };
+    const SOURCES: Sources = Sources { addresses: Vec::new(), flow_count: 2, first_port: None };
     const LIMIT_NS: u64 = 30_000_000_000;
 
     #[test]
     fn ipv6_target_is_loaded_by_udp() {
         let server = UdpSocket::bind("[::1]:0").unwrap();
-        let keys = Datagrams::KeyValue(Keys { count: 1, value_bytes: 0 });
+        let keys = DatagramProtocol::KeyValue(Keys { count: 1, value_bytes: 0 });
         let mut transport = Udp::open(server.local_addr().unwrap(), &SOURCES, keys, 1).unwrap();
-        let demand = Demand { class: 0, request_type: RequestType::GET, service_ns: 0 };
+        let demand = RequestParameters { class: 0, request_type: RequestType::GET, service_ns: 0 };
         transport.send(&demand, 7, now_ns() + LIMIT_NS);
         let mut datagram = [0; 100];
         let (length, client) = server.recv_from(&mut datagram).unwrap();
@@ -119,6 +119,6 @@ mod tests {
         let sources = Sources { addresses: vec![Ipv6Addr::LOCALHOST.into()], ..SOURCES };
         let connections = Connections::open(Paced, server.local_addr().unwrap(), sources, 1).unwrap();
         assert!(server.accept().unwrap().1.is_ipv6());
-        assert_eq!(connections.errors(), Errors::default());
+        assert_eq!(connections.errors(), TransportErrorCounts::default());
     }
 }

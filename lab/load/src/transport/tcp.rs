@@ -3,25 +3,25 @@
 use zerocopy::IntoBytes as _;
 
 use super::Worker;
-use super::connections::{Malformed, Protocol, Reply};
-use crate::paced::{Messages, Request, Response};
-use crate::workload::Demand;
+use super::connections::{MalformedResponse, Protocol, Reply};
+use crate::paced::{MessageBuffer, Request, Response};
+use crate::workload::RequestParameters;
 
 /// [`crate::paced`] on TCP: each request carries its service time.
 #[derive(Debug, Clone, Copy)]
 pub struct Paced;
 
 impl Protocol for Paced {
-    type Reader = Messages;
-    const PIPELINED: bool = true;
+    type Reader = MessageBuffer;
+    const ALLOWS_PIPELINING: bool = true;
 
-    fn write(&self, demand: &Demand, id: u32, output: &mut Vec<u8>) {
+    fn write(&self, demand: &RequestParameters, id: u32, output: &mut Vec<u8>) {
         let request = Request { service_us: demand.service_ns.div_ceil(1_000).into(), id: id.into() };
         output.extend_from_slice(request.as_bytes());
     }
 
-    fn read(reader: &mut Messages, bytes: &[u8], each: &mut dyn FnMut(Reply)) -> Result<(), Malformed> {
-        reader.take(bytes, |response: Response| {
+    fn read(reader: &mut MessageBuffer, bytes: &[u8], each: &mut dyn FnMut(Reply)) -> Result<(), MalformedResponse> {
+        reader.for_each_message(bytes, |response: Response| {
             let worker = Some(Worker { server: response.server, worker: response.core.into() });
             each(Reply { id: Some(response.id.get()), worker, ..Reply::default() });
         });

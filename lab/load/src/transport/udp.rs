@@ -9,16 +9,16 @@ use coreward_model::rss::{seeded_rng, uniform_below};
 use rand_xoshiro::Xoshiro256PlusPlus;
 use zerocopy::FromBytes as _;
 
-use super::{Answer, Errors, Sources, Transport, Worker};
-use crate::dns::{self, Query};
+use super::{Answer, Sources, Transport, TransportErrorCounts, Worker};
+use crate::dns::{self, DnsQuery};
 use crate::event_loop::Epoll;
 use crate::key_value::{Request, ResponseHeader, Status, key_name};
 use crate::receive::Receiver;
 use crate::request_type::RequestType;
-use crate::workload::Demand;
+use crate::workload::RequestParameters;
 
 /// Receive buffer for responses that wait for a late generator (bytes).
-const RECEIVE_BUFFER: usize = 4 << 20;
+const RECEIVE_BUFFER_BYTES: usize = 4 << 20;
 const RNG_STREAM_KEYS: u64 = 0x6c6f_6101;
 const RNG_STREAM_FLOWS: u64 = 0x6c6f_6102;
 
@@ -32,17 +32,17 @@ pub struct Keys {
 }
 
 #[derive(Debug)]
-pub enum Datagrams {
+pub enum DatagramProtocol {
     KeyValue(Keys),
     /// One DNS query for each class of work.
-    Dns(Vec<Query>),
+    Dns(Vec<DnsQuery>),
 }
 
 #[derive(Debug)]
 pub struct Udp {
     sockets: Vec<UdpSocket>,
     epoll: Epoll,
-    datagrams: Datagrams,
+    datagrams: DatagramProtocol,
     /// Id of the latest request.
     last_id: u32,
     value: Vec<u8>,
@@ -51,26 +51,26 @@ pub struct Udp {
     receiver: Receiver,
     datagram: Vec<u8>,
     buffer: Vec<u8>,
-    errors: Errors,
+    errors: TransportErrorCounts,
 }
 
 impl Udp {
     /// Opens the sockets, all connected to `target`. Fails when a source cannot be bound.
-    pub fn open(target: SocketAddr, sources: &Sources, datagrams: Datagrams, seed: u64) -> anyhow::Result<Self> {
+    pub fn open(target: SocketAddr, sources: &Sources, datagrams: DatagramProtocol, seed: u64) -> anyhow::Result<Self> {
         let epoll = Epoll::new()?;
         let mut sockets = Vec::new();
-        for index in 0..sources.flows {
-            let source = sources.source(index, target);
+        for index in 0..sources.flow_count {
+            let source = sources.source_address(index, target);
             let socket = UdpSocket::bind(source).with_context(|| format!("cannot bind the source {source}"))?;
             socket.connect(target).with_context(|| format!("no way from {source} to {target}"))?;
             socket.set_nonblocking(true)?;
             // The kernel limits the buffer to net.core.rmem_max.
-            socket2::SockRef::from(&socket).set_recv_buffer_size(RECEIVE_BUFFER)?;
+            socket2::SockRef::from(&socket).set_recv_buffer_size(RECEIVE_BUFFER_BYTES)?;
             Receiver::enable_timestamps(&socket)?;
             epoll.add(socket.as_fd(), index.into(), libc::EPOLLIN)?;
             sockets.push(socket);
         }
-        let value_bytes = if let Datagrams::KeyValue(keys) = &datagrams { keys.value_bytes } else { 0 };
+        let value_bytes = if let DatagramProtocol::KeyValue(keys) = &datagrams { keys.value_bytes } else { 0 };
         Ok(Self {
             sockets,
             epoll,
@@ -82,19 +82,19 @@ impl Udp {
             receiver: Receiver::default(),
             datagram: Vec::new(),
             buffer: vec![0; 65_536],
-            errors: Errors::default(),
+            errors: TransportErrorCounts::default(),
         })
     }
 
-    fn write(&mut self, demand: &Demand, id: u32) {
+    fn write(&mut self, demand: &RequestParameters, id: u32) {
         self.last_id = id;
         let keys = match &self.datagrams {
-            Datagrams::KeyValue(keys) => *keys,
-            Datagrams::Dns(queries) => {
+            DatagramProtocol::KeyValue(keys) => *keys,
+            DatagramProtocol::Dns(queries) => {
                 return queries[usize::from(demand.class)].write(id as u16, &mut self.datagram);
             }
         };
-        let key = match demand.request_type.class() {
+        let key = match demand.request_type.work_class() {
             None => key_name(uniform_below(&mut self.key_rng, keys.count)),
             Some(_) => String::new(),
         };
@@ -113,13 +113,13 @@ impl Udp {
     fn read(&mut self, length: usize, arrived_ns: u64) -> Option<Answer> {
         let datagram = &self.buffer[..length];
         match &self.datagrams {
-            Datagrams::KeyValue(_) => {
+            DatagramProtocol::KeyValue(_) => {
                 let (header, _) = ResponseHeader::read_from_prefix(datagram).ok()?;
                 self.errors.failed += u64::from(header.status == Status::Full as u8);
                 let worker = Some(Worker { server: 0, worker: header.worker.get() });
                 Some(Answer { id: header.id.get(), part: (header.part, header.parts), arrived_ns, worker })
             }
-            Datagrams::Dns(_) => {
+            DatagramProtocol::Dns(_) => {
                 let (id, good) = dns::parse_response(datagram)?;
                 self.errors.failed += u64::from(!good);
                 // The newest request whose id has the same low 16 bits.
@@ -142,7 +142,7 @@ impl Udp {
 }
 
 impl Transport for Udp {
-    fn send(&mut self, demand: &Demand, id: u32, _deadline_ns: u64) {
+    fn send(&mut self, demand: &RequestParameters, id: u32, _deadline_ns: u64) {
         self.write(demand, id);
         let socket = uniform_below(&mut self.flow_rng, self.sockets.len() as u32) as usize;
         // send() returns the ICMP error of an earlier datagram (udp(7)).
@@ -173,7 +173,7 @@ impl Transport for Udp {
         Ok(())
     }
 
-    fn errors(&self) -> Errors {
+    fn errors(&self) -> TransportErrorCounts {
         self.errors
     }
 }

@@ -4,8 +4,8 @@
 use coreward_config::Spanned;
 use serde::{Deserialize, Serialize};
 
-use super::point::same_point;
-use super::table::{Cell, Curve, PanelTable, Table};
+use super::point::is_same_point;
+use super::table::{Cell, Curve, FigureTable, PanelTable};
 
 /// Statement of a paper and its check: of a value, a ratio of two values, or an order.
 #[derive(Debug, Clone, Deserialize)]
@@ -123,7 +123,7 @@ impl CellValue {
 }
 
 impl Assertion {
-    pub fn judge(&self, table: &Table) -> Verdict {
+    pub fn judge(&self, table: &FigureTable) -> Verdict {
         let values = self.values(table, CellValue::Median).filter(|values| !values.is_empty());
         let of_seeds = (0..table.seeds as usize).filter_map(|seed| self.values(table, CellValue::Seed(seed))).flatten();
         let (low, high) = self.bounds();
@@ -161,7 +161,7 @@ impl Assertion {
         }
     }
 
-    fn values(&self, table: &Table, of: CellValue) -> Option<Vec<f64>> {
+    fn values(&self, table: &FigureTable, of: CellValue) -> Option<Vec<f64>> {
         if let Some(quantity) = &self.value {
             quantity.values(table, of)
         } else if let Some(ratio) = &self.ratio {
@@ -173,7 +173,7 @@ impl Assertion {
 }
 
 impl Ratio {
-    fn values(&self, table: &Table, of: CellValue) -> Option<Vec<f64>> {
+    fn values(&self, table: &FigureTable, of: CellValue) -> Option<Vec<f64>> {
         let (dividends, divisors) = (self.of.values(table, of)?, self.to.values(table, of)?);
         let quotients: Vec<f64> = match divisors[..] {
             [divisor] => dividends.iter().map(|dividend| dividend / divisor).collect(),
@@ -201,15 +201,15 @@ impl Ratio {
 
 impl Ascending {
     /// Returns the quotient of each series and its predecessor, at each point.
-    fn quotients(&self, table: &Table, of: CellValue) -> Option<Vec<f64>> {
+    fn quotients(&self, table: &FigureTable, of: CellValue) -> Option<Vec<f64>> {
         let curves: Option<Vec<Vec<f64>>> =
-            self.series.iter().map(|label| self.quantity_of(label).values(table, of)).collect();
+            self.series.iter().map(|label| self.series_quantity(label).values(table, of)).collect();
         let curves = curves?;
         let steps = curves.windows(2).flat_map(|pair| pair[1].iter().zip(&pair[0]).map(|(above, below)| above / below));
         Some(steps.collect())
     }
 
-    fn quantity_of(&self, label: &Spanned<String>) -> Quantity {
+    fn series_quantity(&self, label: &Spanned<String>) -> Quantity {
         Quantity {
             panel: self.panel.clone(),
             series: Some(label.clone()),
@@ -230,7 +230,7 @@ impl Quantity {
         self.series.iter().chain(&self.least_of).chain(&self.greatest_of)
     }
 
-    fn values(&self, table: &Table, of: CellValue) -> Option<Vec<f64>> {
+    fn values(&self, table: &FigureTable, of: CellValue) -> Option<Vec<f64>> {
         let panels = table.panels.iter().filter(|panel| self.uses(panel));
         let mut values = Vec::new();
         for panel in panels {
@@ -267,9 +267,9 @@ impl Quantity {
     }
 
     fn uses_point(&self, x: f64) -> bool {
-        let at = self.at.as_ref().is_none_or(|at| same_point(*at.get_ref(), x));
-        at && self.from.is_none_or(|from| x >= from || same_point(x, from))
-            && self.to.is_none_or(|to| x <= to || same_point(x, to))
+        let at = self.at.as_ref().is_none_or(|at| is_same_point(*at.get_ref(), x));
+        at && self.from.is_none_or(|from| x >= from || is_same_point(x, from))
+            && self.to.is_none_or(|to| x <= to || is_same_point(x, to))
     }
 }
 

@@ -162,7 +162,7 @@ fn render(result: &FigureResult, scenario: &Scenario, format: Format) -> String 
         Format::Text => {
             let mut table = comfy_table::Table::new();
             table.load_style(comfy_table::presets::UTF8_BORDERS_ONLY);
-            table.set_header(super::table::COLUMNS);
+            table.set_header(super::table::CSV_COLUMNS);
             table.add_rows(result.table.rows());
             let seeds = super::page::describe_seeds(scenario);
             format!("{}{table}\n{seeds}. {}\n", claims_of(result, scenario), scenario.modelled.trim())

@@ -7,19 +7,19 @@ use super::scenario::Scenario;
 
 /// Embedded scenario.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Embedded {
+pub struct EmbeddedScenario {
     /// File name without `.toml`.
     pub name: &'static str,
-    pub text: &'static str,
+    pub toml_text: &'static str,
 }
 
-impl Embedded {
+impl EmbeddedScenario {
     /// Returns the parsed scenario. An error names the invalid value and its position.
     pub fn scenario(&self) -> Result<Scenario, Diagnostic> {
-        Scenario::parse(&format!("lab/scenarios/{}.toml", self.name), self.text)
+        Scenario::parse(&format!("lab/scenarios/{}.toml", self.name), self.toml_text)
     }
 
     pub fn provenance(&self) -> Provenance {
-        Provenance::new(format!("coreward-lab figure {}", self.name), self.text)
+        Provenance::new(format!("coreward-lab figure {}", self.name), self.toml_text)
     }
 }

@@ -9,11 +9,11 @@ use super::scenario::{Panel, Scenario, Series};
 
 /// Runs, and the positions of their values.
 #[derive(Debug)]
-pub struct Plan {
+pub struct RunPlan {
     /// Distinct runs.
     pub jobs: Vec<Job>,
     /// Positions of all values: by panel, then series, then x, then seed.
-    pub places: Vec<PlotPoint>,
+    pub plot_points: Vec<PlotPoint>,
 }
 
 /// Position of a value, and its source.
@@ -36,7 +36,7 @@ pub struct PlotPoint {
 
 /// Invalid parameters of a scenario, with their panel and series.
 #[derive(Debug, PartialEq)]
-pub struct CannotExpand {
+pub struct ExpandError {
     pub panel: usize,
     /// Index of the series in the scenario.
     pub series: usize,
@@ -45,15 +45,15 @@ pub struct CannotExpand {
 
 impl Scenario {
     /// Returns the runs of the scenario. Fails at the first panel and series with invalid parameters.
-    pub fn expand(&self) -> Result<Plan, CannotExpand> {
-        let mut plan = Plan { jobs: Vec::new(), places: Vec::new() };
+    pub fn expand(&self) -> Result<RunPlan, ExpandError> {
+        let mut plan = RunPlan { jobs: Vec::new(), plot_points: Vec::new() };
         // Configurations contain floating-point numbers, which cannot be hashed; their text is the key instead.
         let mut known: HashMap<String, usize> = HashMap::new();
         for (panel_index, panel) in self.panel.iter().enumerate() {
-            for series in self.series_of(panel) {
+            for series in self.panel_series(panel) {
                 let series_index = self.series.iter().position(|other| std::ptr::eq(other, series)).unwrap_or(0);
-                let failed = |cause| CannotExpand { panel: panel_index, series: series_index, cause };
-                for (x, swept) in points(panel) {
+                let failed = |cause| ExpandError { panel: panel_index, series: series_index, cause };
+                for (x, swept) in sweep_points(panel) {
                     for seed in 1..=*self.seeds.get_ref() {
                         let Some((job, query)) = self.build_job(panel, series, swept, seed).map_err(failed)? else {
                             continue;
@@ -72,7 +72,7 @@ impl Scenario {
                             query,
                             is_time_series: over_time,
                         };
-                        plan.places.push(place);
+                        plan.plot_points.push(place);
                     }
                 }
             }
@@ -92,7 +92,7 @@ impl Scenario {
         macro_rules! parameters {
             ($kind:ident) => {
                 self.$kind.as_ref().map(|common| {
-                    let parameters = common.overlaid(panel.$kind.as_ref()).overlaid(series.$kind.as_ref());
+                    let parameters = common.overridden_by(panel.$kind.as_ref()).overridden_by(series.$kind.as_ref());
                     swept.map_or(Ok(parameters.clone()), |(swept, value)| parameters.with_parameter(swept, value))
                 })
             };
@@ -125,7 +125,7 @@ impl Scenario {
 }
 
 /// Returns the points of the horizontal axis, with the swept parameter.
-fn points(panel: &Panel) -> Vec<(f64, Option<(SweepAxis, f64)>)> {
+fn sweep_points(panel: &Panel) -> Vec<(f64, Option<(SweepAxis, f64)>)> {
     match &panel.x {
         None => vec![(0.0, None)],
         Some(sweep) if *sweep.parameter.get_ref() == SweepAxis::Time => vec![(0.0, Some((SweepAxis::Time, 0.0)))],

@@ -24,7 +24,7 @@ pub enum Job {
 pub struct ValueQuery {
     pub measure: Metric,
     /// Limit of the throughput outside of the simulated cores.
-    pub at_most: Option<f64>,
+    pub throughput_limit: Option<f64>,
     /// Policy, for runs of several.
     pub policy: Option<String>,
     /// Seed, for runs of several.
@@ -34,7 +34,7 @@ pub struct ValueQuery {
 impl ValueQuery {
     /// Returns the query for a metric of the first seed.
     pub fn of(measure: Metric) -> Self {
-        Self { measure, at_most: None, policy: None, seed: 1 }
+        Self { measure, throughput_limit: None, policy: None, seed: 1 }
     }
 }
 
@@ -43,7 +43,7 @@ impl ValueQuery {
 pub enum Outcome {
     Rpc(rpc::Outcome),
     /// Result of [`Job::Peak`], with the cores' mean service rate: requests in a short service time at full load.
-    Peak(rpc::Peak, f64),
+    Peak(rpc::PeakLoadEstimate, f64),
     /// Result of [`Job::Lb`], with the seeds of the run.
     Lb(lb::Outcome, Vec<u64>),
     Pcc(pcc::Outcome),
@@ -69,7 +69,7 @@ impl Outcome {
         match self {
             Self::Rpc(outcome) => request_metric(outcome, query.measure),
             Self::Peak(peak, full) => {
-                let most = query.at_most.unwrap_or(f64::INFINITY);
+                let most = query.throughput_limit.unwrap_or(f64::INFINITY);
                 let throughput = (peak.peak_load * full).min(most);
                 Some(if query.measure == Metric::PeakLoad { throughput / full } else { throughput })
             }
@@ -84,7 +84,7 @@ impl Outcome {
                 }
             }
             Self::Pcc(outcome) => {
-                let run = run_of(outcome, query.seed)?;
+                let run = find_seed_run(outcome, query.seed)?;
                 match query.measure {
                     Metric::BrokenPct => Some(run.broken_pct()),
                     Metric::ImbalancePct => Some((run.imbalance - 1.0) * 100.0),
@@ -112,15 +112,15 @@ impl Outcome {
                 Some(outcome.windows.iter().map(|window| (window.from, window.quantiles.p99)).collect())
             }
             Self::Pcc(outcome) => {
-                let of_second: fn(&pcc::Second) -> f64 = match query.measure {
-                    Metric::BrokenPct => pcc::Second::broken_pct,
+                let of_second: fn(&pcc::SecondCounts) -> f64 = match query.measure {
+                    Metric::BrokenPct => pcc::SecondCounts::broken_pct,
                     Metric::PoolServers => |second| second.servers as f64,
                     Metric::CompletedPerSecond => |second| second.completed as f64,
                     _ => return None,
                 };
                 // The value of a second belongs to the end of that second.
                 let ends = (1..).map(f64::from);
-                Some(ends.zip(run_of(outcome, query.seed)?.seconds.iter().map(of_second)).collect())
+                Some(ends.zip(find_seed_run(outcome, query.seed)?.second_counts.iter().map(of_second)).collect())
             }
             _ => None,
         }
@@ -128,7 +128,7 @@ impl Outcome {
 }
 
 /// Returns the run of a seed; there is one method, and seeds count from 1.
-fn run_of(outcome: &pcc::Outcome, seed: u64) -> Option<&pcc::Run> {
+fn find_seed_run(outcome: &pcc::Outcome, seed: u64) -> Option<&pcc::SeedOutcome> {
     outcome.methods.first()?.runs.get(seed as usize - 1)
 }
 

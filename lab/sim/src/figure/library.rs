@@ -1,26 +1,26 @@
 //! Embedded scenarios: all files of `lab/scenarios/`, by name.
 
-use super::embedded::Embedded;
+use super::embedded::EmbeddedScenario;
 use super::live::LiveFigure;
 use crate::names::UnknownName;
 
 include!(concat!(env!("OUT_DIR"), "/scenarios.rs"));
 
 /// Returns all scenarios by paper, in the order of the papers' figures.
-pub fn all_figures() -> Vec<Embedded> {
+pub fn all_figures() -> Vec<EmbeddedScenario> {
     with_live_figures(&[])
 }
 
 /// Returns all scenarios and live figures, in the same order.
-pub fn with_live_figures(live: &[LiveFigure]) -> Vec<Embedded> {
-    let simulated = SCENARIOS.iter().map(|&(name, text)| Embedded { name, text });
-    let mut all: Vec<Embedded> = simulated.chain(live.iter().map(|live| live.figure)).collect();
+pub fn with_live_figures(live: &[LiveFigure]) -> Vec<EmbeddedScenario> {
+    let simulated = SCENARIOS.iter().map(|&(name, text)| EmbeddedScenario { name, toml_text: text });
+    let mut all: Vec<EmbeddedScenario> = simulated.chain(live.iter().map(|live| live.embedded_scenario)).collect();
     all.sort_by_key(|embedded| figure_sort_key(embedded.name));
     all
 }
 
 /// Returns the scenario `name` of `figures`. Fails when it does not exist; the error suggests the most similar name.
-pub fn find_figure(name: &str, figures: &[Embedded]) -> Result<Embedded, UnknownName> {
+pub fn find_figure(name: &str, figures: &[EmbeddedScenario]) -> Result<EmbeddedScenario, UnknownName> {
     let found = figures.iter().copied().find(|embedded| embedded.name == name);
     found.ok_or_else(|| UnknownName::new("figure", name, figures.iter().map(|embedded| embedded.name)))
 }

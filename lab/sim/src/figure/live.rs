@@ -5,7 +5,7 @@
 //!
 //! 1. `lab/scenarios/live/NAME.toml`: as every scenario, with `[live]` in place of `[rpc]` and the like, `seeds` =
 //!    runs, `modelled` = what is measured and how. A new measure is a new variant of
-//!    [`Metric`](super::scenario::Metric). With `[rpc]` or `[path]` next to `[live]` series may be `simulated = true`:
+//!    [`Metric`](super::axes::Metric). With `[rpc]` or `[path]` next to `[live]` series may be `simulated = true`:
 //!    the simulator gives those, with the same parameters, and pictures have both.
 //! 2. A function `fn(&Scenario, Progress) -> anyhow::Result<Vec<Sample>>` in the crate that measures. Its error states
 //!    missing rights in one sentence.
@@ -18,10 +18,10 @@ use std::collections::HashMap;
 
 use anyhow::Context as _;
 
-use super::embedded::Embedded;
-use super::run::{self, Value, table_of};
+use super::embedded::EmbeddedScenario;
+use super::run::{self, SeedValue, build_value_table};
 use super::scenario::{Panel, Scenario};
-use super::table::Table;
+use super::table::FigureTable;
 
 /// Progress of a measurement: steps done, and all steps.
 pub type Progress<'a> = &'a (dyn Fn(usize, usize) + Sync);
@@ -30,7 +30,7 @@ pub type Progress<'a> = &'a (dyn Fn(usize, usize) + Sync);
 #[derive(Debug, Clone, Copy)]
 pub struct LiveFigure {
     /// Name, and scenario with `[live]`.
-    pub figure: Embedded,
+    pub embedded_scenario: EmbeddedScenario,
     /// Measures all panels of the scenario, with as many runs as the scenario has seeds. The scenario is passed without
     /// its simulated series.
     pub measure: fn(&Scenario, Progress<'_>) -> anyhow::Result<Vec<Sample>>,
@@ -55,33 +55,34 @@ pub struct Sample {
 
 impl LiveFigure {
     pub fn find_by_name<'a>(live: &'a [LiveFigure], name: &str) -> Option<&'a LiveFigure> {
-        live.iter().find(|live| live.figure.name == name)
+        live.iter().find(|live| live.embedded_scenario.name == name)
     }
 
     /// Measures the figure and returns its table.
-    pub fn table(&self, scenario: &Scenario, progress: Progress<'_>) -> anyhow::Result<Table> {
+    pub fn measure_table(&self, scenario: &Scenario, progress: Progress<'_>) -> anyhow::Result<FigureTable> {
         let measured = Scenario { live: scenario.live.clone(), ..scenario.filter_simulated(false) };
         let samples = match measured.series[..] {
             [] => Vec::new(),
-            _ => (self.measure)(&measured, progress).with_context(|| self.figure.name)?,
+            _ => (self.measure)(&measured, progress).with_context(|| self.embedded_scenario.name)?,
         };
-        let mut values: HashMap<(usize, usize), Vec<Value>> = HashMap::new();
+        let mut values: HashMap<(usize, usize), Vec<SeedValue>> = HashMap::new();
         for sample in &samples {
-            let place = find_position(scenario, sample)
-                .with_context(|| format!("{}: the scenario has no place for {sample:?}", self.figure.name))?;
+            let place = find_position(scenario, sample).with_context(|| {
+                format!("{}: the scenario has no place for {sample:?}", self.embedded_scenario.name)
+            })?;
             let x = sample.x * x_scale(&scenario.panel[place.0]);
-            values.entry(place).or_default().push(Value { x, seed: sample.run, y: sample.y });
+            values.entry(place).or_default().push(SeedValue { x, seed: sample.run, y: sample.y });
         }
-        let mut table = table_of(scenario, values);
+        let mut table = build_value_table(scenario, values);
         let beside = scenario.filter_simulated(true);
         if !beside.series.is_empty() {
-            insert_panel(&mut table, run::run(&beside, &|_, _| {})?);
+            insert_simulated_curves(&mut table, run::run(&beside, &|_, _| {})?);
         }
         Ok(table)
     }
 }
 
-fn insert_panel(table: &mut Table, part: Table) {
+fn insert_simulated_curves(table: &mut FigureTable, part: FigureTable) {
     for simulated in part.panels {
         let panel = table.panels.iter_mut().find(|panel| panel.title == simulated.title);
         let curves = panel.map_or(&mut [][..], |panel| &mut panel.curves[..]);
@@ -95,7 +96,8 @@ fn insert_panel(table: &mut Table, part: Table) {
 
 fn find_position(scenario: &Scenario, sample: &Sample) -> Option<(usize, usize)> {
     let panel = scenario.panel.iter().position(|panel| *panel.title.get_ref() == sample.panel)?;
-    let shown = scenario.series_of(&scenario.panel[panel]).find(|series| *series.label.get_ref() == sample.series)?;
+    let shown =
+        scenario.panel_series(&scenario.panel[panel]).find(|series| *series.label.get_ref() == sample.series)?;
     let series = scenario.series.iter().position(|series| std::ptr::eq(series, shown))?;
     (1..=*scenario.seeds.get_ref()).contains(&sample.run).then_some((panel, series))
 }
@@ -105,7 +107,7 @@ fn x_scale(panel: &Panel) -> f64 {
 }
 
 /// Returns the machine for the page: kernel, processor, number of CPUs.
-pub fn machine() -> String {
+pub fn describe_machine() -> String {
     let read = |path: &str| std::fs::read_to_string(path).unwrap_or_default();
     let kernel = read("/proc/sys/kernel/osrelease");
     let processors = read("/proc/cpuinfo");

@@ -3,9 +3,9 @@
 use super::draw;
 use super::result::FigureResult;
 use super::scenario::Scenario;
-use super::table::COLUMNS;
+use super::table::CSV_COLUMNS;
 
-const STYLE: &str = "
+const PAGE_CSS: &str = "
 body \
 { font-family: sans-serif; color: #282828; background: #fff; max-width: 1080px; \
   margin: 2em auto; padding: 0 1em; line-height: 1.45; }
@@ -34,17 +34,17 @@ pub fn render_page(figures: &[(FigureResult, Scenario)]) -> String {
     format!(
         "<!DOCTYPE html>\n<html lang=\"en\">\n<head>\n<meta charset=\"utf-8\">\n\
          <meta name=\"viewport\" content=\"width=device-width\">\n<title>coreward: the papers' figures</title>\n\
-         <style>{STYLE}</style>\n</head>\n<body>\n<h1>The papers' figures, simulated</h1>\n\
+         <style>{PAGE_CSS}</style>\n</head>\n<body>\n<h1>The papers' figures, simulated</h1>\n\
          <p>{holding} of {claims} statements hold here. {made} Published values are drawn in where the paper or its \
          artifact gives numbers. Each \
          statement is judged by a number of the table below it; one that does not hold is marked.</p>\n\
          <nav><table>\n{contents}</table></nav>\n{sections}</body>\n</html>\n",
-        made = source_of_numbers(figures.iter().any(|(_, scenario)| scenario.live.is_some())),
+        made = describe_number_source(figures.iter().any(|(_, scenario)| scenario.live.is_some())),
     )
 }
 
 /// Returns a sentence on the source of the numbers.
-fn source_of_numbers(some_live: bool) -> String {
+fn describe_number_source(some_live: bool) -> String {
     let version = env!("CARGO_PKG_VERSION");
     if some_live {
         return format!(
@@ -98,7 +98,7 @@ fn render_section(result: &FigureResult, scenario: &Scenario) -> String {
         figure = escape_html(&scenario.figure),
         statement = render_paragraphs(&scenario.statement),
         svg = draw::render_svg(scenario, &result.table),
-        modelled = escape_html(&one_line(&scenario.modelled)),
+        modelled = escape_html(&collapse_whitespace(&scenario.modelled)),
         sources = render_sources(scenario),
         table = render_table(result),
         seeds = describe_seeds(scenario),
@@ -134,19 +134,20 @@ fn render_table(result: &FigureResult) -> String {
         let cells: String = cells.map(|cell| format!("<{tag}>{}</{tag}>", escape_html(cell))).collect();
         format!("<tr>{cells}</tr>\n")
     };
-    let head = row("th", &mut COLUMNS.into_iter());
+    let head = row("th", &mut CSV_COLUMNS.into_iter());
     let rows = result.table.rows();
     let body: String = rows.iter().map(|cells| row("td", &mut cells.iter().map(String::as_str))).collect();
     format!("<details><summary>The numbers ({} rows)</summary>\n<table>\n{head}{body}</table></details>\n", rows.len())
 }
 
-fn one_line(text: &str) -> String {
+fn collapse_whitespace(text: &str) -> String {
     text.split_whitespace().collect::<Vec<_>>().join(" ")
 }
 
 /// Returns paragraphs, which empty lines separate.
 fn render_paragraphs(text: &str) -> String {
-    let paragraphs: Vec<String> = text.trim().split("\n\n").map(|part| escape_html(&one_line(part))).collect();
+    let paragraphs: Vec<String> =
+        text.trim().split("\n\n").map(|part| escape_html(&collapse_whitespace(part))).collect();
     paragraphs.join("<br>")
 }
 

@@ -4,7 +4,7 @@ use serde::{Deserialize, Serialize};
 
 use super::claim::Verdict;
 use super::scenario::Scenario;
-use super::table::{Table, format_number};
+use super::table::{FigureTable, format_number};
 
 /// Figure that was simulated or measured.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -12,7 +12,7 @@ pub struct FigureResult {
     /// Name in `coreward-lab figure --list`.
     pub name: String,
     pub provenance: Provenance,
-    pub table: Table,
+    pub table: FigureTable,
     /// Checked claims of the paper.
     pub claims: Vec<Verdict>,
 }
@@ -56,7 +56,7 @@ fn fnv1a(bytes: &[u8]) -> u64 {
 
 impl FigureResult {
     /// Returns the figure with the claims of `scenario` checked on `table`.
-    pub fn new(name: &str, provenance: Provenance, scenario: &Scenario, table: Table) -> Self {
+    pub fn new(name: &str, provenance: Provenance, scenario: &Scenario, table: FigureTable) -> Self {
         let claims = scenario.claim.iter().map(|claim| claim.judge(&table)).collect();
         Self { name: name.to_owned(), provenance, table, claims }
     }

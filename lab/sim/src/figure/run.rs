@@ -5,17 +5,17 @@ use std::collections::HashMap;
 use anyhow::Context;
 use rayon::prelude::*;
 
-use super::expand::{Plan, PlotPoint};
+use super::expand::{PlotPoint, RunPlan};
 use super::job::Outcome;
 use super::scenario::Scenario;
-use super::table::{Cell, Curve, PanelTable, Table};
+use super::table::{Cell, Curve, FigureTable, PanelTable};
 use crate::seed_summary::SeedSummary;
 
 /// Runs all jobs of `scenario`. `done` receives the numbers of finished and of all runs.
 ///
 /// The table does not depend on the number of threads, because runs are independent and ordered. Fails when a
 /// simulation fails.
-pub fn run(scenario: &Scenario, done: &(impl Fn(usize, usize) + Sync)) -> anyhow::Result<Table> {
+pub fn run(scenario: &Scenario, done: &(impl Fn(usize, usize) + Sync)) -> anyhow::Result<FigureTable> {
     let plan = scenario.expand().map_err(|failed| anyhow::anyhow!("{}", failed.cause))?;
     let total = plan.jobs.len();
     let finished = std::sync::atomic::AtomicUsize::new(0);
@@ -34,19 +34,19 @@ pub fn run(scenario: &Scenario, done: &(impl Fn(usize, usize) + Sync)) -> anyhow
     Ok(build_table(scenario, &plan, &outcomes))
 }
 
-fn build_table(scenario: &Scenario, plan: &Plan, outcomes: &[Outcome]) -> Table {
-    let mut values: HashMap<(usize, usize), Vec<Value>> = HashMap::new();
-    for place in &plan.places {
+fn build_table(scenario: &Scenario, plan: &RunPlan, outcomes: &[Outcome]) -> FigureTable {
+    let mut values: HashMap<(usize, usize), Vec<SeedValue>> = HashMap::new();
+    for place in &plan.plot_points {
         let x_scale = scenario.panel[place.panel].x.as_ref().map_or(1.0, |sweep| sweep.scale);
         let of_curve = values.entry((place.panel, place.series)).or_default();
-        of_curve.extend(values_of(place, x_scale, &outcomes[place.job]));
+        of_curve.extend(plot_point_values(place, x_scale, &outcomes[place.job]));
     }
-    table_of(scenario, values)
+    build_value_table(scenario, values)
 }
 
 /// Value of one seed or run at one x.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Value {
+pub struct SeedValue {
     /// x as shown.
     pub x: f64,
     /// Seed or run: 1, 2, ...
@@ -56,10 +56,10 @@ pub struct Value {
 }
 
 /// Returns the table of the values by indices of panel and series.
-pub fn table_of(scenario: &Scenario, mut values: HashMap<(usize, usize), Vec<Value>>) -> Table {
+pub fn build_value_table(scenario: &Scenario, mut values: HashMap<(usize, usize), Vec<SeedValue>>) -> FigureTable {
     let seeds = *scenario.seeds.get_ref();
     let panels = scenario.panel.iter().enumerate().map(|(panel_index, panel)| {
-        let curves = scenario.series_of(panel).map(|series| {
+        let curves = scenario.panel_series(panel).map(|series| {
             let series_index = scenario.series.iter().position(|other| std::ptr::eq(other, series)).unwrap_or(0);
             let label = series.label.get_ref().clone();
             let published = scenario.published_points(panel.title.get_ref(), &label);
@@ -68,23 +68,23 @@ pub fn table_of(scenario: &Scenario, mut values: HashMap<(usize, usize), Vec<Val
         });
         PanelTable { title: panel.title.get_ref().clone(), curves: curves.collect() }
     });
-    Table { seeds, panels: panels.collect() }
+    FigureTable { seeds, panels: panels.collect() }
 }
 
-fn values_of(place: &PlotPoint, x_scale: f64, outcome: &Outcome) -> Vec<Value> {
+fn plot_point_values(place: &PlotPoint, x_scale: f64, outcome: &Outcome) -> Vec<SeedValue> {
     let PlotPoint { x, seed, is_time_series: over_time, .. } = *place;
     if over_time {
         let series = outcome.time_series(&place.query).unwrap_or_default();
-        return series.into_iter().map(|(x, y)| Value { x: x * x_scale, seed, y }).collect();
+        return series.into_iter().map(|(x, y)| SeedValue { x: x * x_scale, seed, y }).collect();
     }
-    outcome.value(&place.query).map(|y| Value { x, seed, y }).into_iter().collect()
+    outcome.value(&place.query).map(|y| SeedValue { x, seed, y }).into_iter().collect()
 }
 
 /// Groups values by x. Omits points without a value of every seed, whose median would be biased.
-fn group_cells(mut values: Vec<Value>, seeds: u64, y_scale: f64) -> Vec<Cell> {
+fn group_cells(mut values: Vec<SeedValue>, seeds: u64, y_scale: f64) -> Vec<Cell> {
     values.sort_by(|a, b| a.x.total_cmp(&b.x).then(a.seed.cmp(&b.seed)));
     let groups = values.chunk_by(|a, b| a.x == b.x).filter(|group| group.len() as u64 == seeds);
-    let cell = |group: &[Value]| {
+    let cell = |group: &[SeedValue]| {
         let seeds: Vec<f64> = group.iter().map(|value| value.y * y_scale).collect();
         Some(Cell { x: group[0].x, spread: SeedSummary::of(&seeds)?, seeds })
     };

@@ -13,7 +13,7 @@ use serde::Deserialize;
 
 use super::axes::{Metric, SweepAxis};
 use super::claim::Assertion;
-use super::parameters::{Lb, Path, Pcc, Rpc};
+use super::parameters::{LbParameters, PathParameters, PccParameters, RpcParameters};
 use super::table::PublishedCell;
 
 /// Experiment: simulation, drawing, published values and claims.
@@ -33,15 +33,15 @@ pub struct Scenario {
     /// Seeds 1 to this number; every point is their median.
     pub seeds: Spanned<u64>,
     /// Requests at cores: parameters common to all series.
-    pub rpc: Option<Rpc>,
+    pub rpc: Option<RpcParameters>,
     /// Packets of a trace at servers and cores.
-    pub lb: Option<Lb>,
+    pub lb: Option<LbParameters>,
     /// Connections while the pool changes.
-    pub pcc: Option<Pcc>,
+    pub pcc: Option<PccParameters>,
     /// Connections placed by a load balancer, with requests queued at cores.
-    pub path: Option<Path>,
+    pub path: Option<PathParameters>,
     /// Live figure ([`super::live`]): every series is measured, except those marked as simulated.
-    pub live: Option<Live>,
+    pub live: Option<LiveParameters>,
     /// Compared curves.
     pub series: Vec<Series>,
     /// Panels, drawn side by side.
@@ -57,7 +57,7 @@ pub struct Scenario {
 /// Figure whose numbers are measured on this machine; its `seeds` are runs.
 #[derive(Debug, Clone, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct Live {
+pub struct LiveParameters {
     /// Approximate duration for `coreward-lab figure --list` (minutes).
     pub minutes: f64,
     /// Measured time of each point in each run (s), where the figure leaves it open.
@@ -66,7 +66,7 @@ pub struct Live {
     pub unit_us: Option<f64>,
 }
 
-impl fmt::Display for Live {
+impl fmt::Display for LiveParameters {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "live: measured on this machine, needs root, about {} min", self.minutes)
     }
@@ -83,13 +83,13 @@ pub struct Series {
     #[serde(default)]
     pub simulated: bool,
     /// Parameters of this series that differ from the common ones, in the scenario's kind.
-    pub rpc: Option<Rpc>,
+    pub rpc: Option<RpcParameters>,
     /// See `rpc`.
-    pub lb: Option<Lb>,
+    pub lb: Option<LbParameters>,
     /// See `rpc`.
-    pub pcc: Option<Pcc>,
+    pub pcc: Option<PccParameters>,
     /// See `rpc`.
-    pub path: Option<Path>,
+    pub path: Option<PathParameters>,
 }
 
 /// Panel with its axes.
@@ -101,7 +101,7 @@ pub struct Panel {
     pub measure: Spanned<Metric>,
     /// Style of drawing.
     #[serde(default)]
-    pub draw: Draw,
+    pub draw: PlotType,
     /// Parameter on the x axis; without one each series has one value.
     pub x: Option<Sweep>,
     pub y: Axis,
@@ -112,18 +112,18 @@ pub struct Panel {
     #[serde(default)]
     pub mark: Vec<ReferenceLine>,
     /// Parameters of this panel that differ from the common ones.
-    pub rpc: Option<Rpc>,
+    pub rpc: Option<RpcParameters>,
     /// See `rpc`.
-    pub lb: Option<Lb>,
+    pub lb: Option<LbParameters>,
     /// See `rpc`.
-    pub pcc: Option<Pcc>,
+    pub pcc: Option<PccParameters>,
     /// See `rpc`.
-    pub path: Option<Path>,
+    pub path: Option<PathParameters>,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum Draw {
+pub enum PlotType {
     /// Points joined by lines, whiskers from the lowest to the highest seed.
     #[default]
     Lines,
@@ -218,7 +218,7 @@ fn default_scale() -> f64 {
 
 impl Scenario {
     /// Returns the series that `panel` shows, in the order of the file.
-    pub fn series_of(&self, panel: &Panel) -> impl Iterator<Item = &Series> {
+    pub fn panel_series(&self, panel: &Panel) -> impl Iterator<Item = &Series> {
         let only: Vec<&str> = panel.series.iter().map(|label| label.get_ref().as_str()).collect();
         self.series.iter().filter(move |series| only.is_empty() || only.contains(&series.label.get_ref().as_str()))
     }
@@ -228,7 +228,7 @@ impl Scenario {
     pub fn filter_simulated(&self, simulated: bool) -> Self {
         let series = self.series.iter().filter(|series| series.simulated == simulated);
         let panel = self.panel.iter().filter_map(|panel| {
-            let of_panel = self.series_of(panel).filter(|series| series.simulated == simulated);
+            let of_panel = self.panel_series(panel).filter(|series| series.simulated == simulated);
             let series: Vec<_> = of_panel.map(|series| series.label.clone()).collect();
             (!series.is_empty()).then(|| Panel { series, ..panel.clone() })
         });

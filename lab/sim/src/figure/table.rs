@@ -2,13 +2,13 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::point::same_point;
+use super::point::is_same_point;
 use crate::output::csv;
 use crate::seed_summary::SeedSummary;
 
 /// All values of one figure, in shown units.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub struct Table {
+pub struct FigureTable {
     /// Number of seeds of each point.
     pub seeds: u64,
     /// In the order of the scenario.
@@ -53,23 +53,23 @@ pub struct PublishedCell {
 
 impl Curve {
     fn published_at(&self, x: f64) -> Option<&PublishedCell> {
-        self.published.iter().find(|published| same_point(published.x, x))
+        self.published.iter().find(|published| is_same_point(published.x, x))
     }
 }
 
 /// Columns of a figure's CSV.
-pub const COLUMNS: [&str; 7] = ["panel", "series", "x", "median", "low", "high", "published"];
+pub const CSV_COLUMNS: [&str; 7] = ["panel", "series", "x", "median", "low", "high", "published"];
 
-impl Table {
+impl FigureTable {
     /// Returns one row per point; a published point without simulation has no median.
     pub fn rows(&self) -> Vec<Vec<String>> {
         let curves = self.panels.iter().flat_map(|panel| panel.curves.iter().map(move |curve| (panel, curve)));
         curves.flat_map(|(panel, curve)| rows(panel, curve)).collect()
     }
 
-    /// Returns [`COLUMNS`] and [`Table::rows`] as CSV.
+    /// Returns [`CSV_COLUMNS`] and [`FigureTable::rows`] as CSV.
     pub fn csv(&self) -> String {
-        csv(&COLUMNS, &self.rows())
+        csv(&CSV_COLUMNS, &self.rows())
     }
 }
 
@@ -83,7 +83,7 @@ fn rows(panel: &PanelTable, curve: &Curve) -> Vec<Vec<String>> {
         rows.push((cell.x, head(cell.x).into_iter().chain(rest).collect()));
     }
     for published in &curve.published {
-        if !curve.cells.iter().any(|cell| same_point(cell.x, published.x)) {
+        if !curve.cells.iter().any(|cell| is_same_point(cell.x, published.x)) {
             let rest = [String::new(), String::new(), String::new(), format_number(published.y)];
             rows.push((published.x, head(published.x).into_iter().chain(rest).collect()));
         }
@@ -130,7 +130,7 @@ mod tests {
         let published = |x, y| PublishedCell { x, y, spread: None };
         let curve =
             Curve { label: "a".into(), cells: vec![cell], published: vec![published(0.5, 9.0), published(1.0, 2.5)] };
-        let table = Table { seeds: 1, panels: vec![PanelTable { title: "p".into(), curves: vec![curve] }] };
+        let table = FigureTable { seeds: 1, panels: vec![PanelTable { title: "p".into(), curves: vec![curve] }] };
         assert_eq!(table.csv(), "panel,series,x,median,low,high,published\np,a,0.5,,,,9\np,a,1,2,2,2,2.5\n");
     }
 }

@@ -7,7 +7,7 @@ use anyhow::Context;
 
 /// Writes `name` in `directory` under a temporary name, then renames it. Fails when the file cannot be written; the
 /// error names it.
-pub fn write_whole(directory: &Path, name: &str, content: &str) -> anyhow::Result<()> {
+pub fn write_atomically(directory: &Path, name: &str, content: &str) -> anyhow::Result<()> {
     let path = directory.join(name);
     let written = (|| -> std::io::Result<()> {
         let mut file = tempfile::Builder::new().prefix(".figure-").tempfile_in(directory)?;
@@ -32,11 +32,11 @@ mod tests {
     #[test]
     fn file_is_replaced_atomically() {
         let directory = tempfile::tempdir().unwrap();
-        write_whole(directory.path(), "a.csv", "first").unwrap();
-        write_whole(directory.path(), "a.csv", "second").unwrap();
+        write_atomically(directory.path(), "a.csv", "first").unwrap();
+        write_atomically(directory.path(), "a.csv", "second").unwrap();
         assert_eq!(std::fs::read_to_string(directory.path().join("a.csv")).unwrap(), "second");
         assert_eq!(std::fs::read_dir(directory.path()).unwrap().count(), 1);
-        let error = write_whole(&directory.path().join("absent"), "a.csv", "").unwrap_err();
+        let error = write_atomically(&directory.path().join("absent"), "a.csv", "").unwrap_err();
         assert!(error.to_string().ends_with("absent/a.csv"), "{error}");
     }
 }

@@ -6,7 +6,7 @@ use coreward_model::placement::{BucketCount, BucketCountError};
 
 use super::{Config, run};
 use crate::output::{Format, Printable as _};
-use crate::trace::Source;
+use crate::trace::TraceSource;
 use crate::trace::capture::ReadOptions;
 
 /// Arguments of `coreward-lab sim lb`.
@@ -15,7 +15,7 @@ pub struct LbArgs {
     /// Traffic: a capture (pcap, pcapng; also .gz, .xz, .zst), an arrival log of `coreward-lab demo`, or a generator:
     /// campus[:seed=1,flows=3000,seconds=10,history=300] or burst[:seed=1,connections=1000,seconds=5]
     #[arg(long, default_value = "campus")]
-    trace: Source,
+    trace: TraceSource,
     /// Number of servers
     #[arg(long, default_value_t = 4)]
     servers: u16,
@@ -120,8 +120,8 @@ impl LbArgs {
             alpha: self.alpha,
             policies: self.policy,
             seeds: self.seeds.0,
-            read: ReadOptions { idle_timeout_ns: self.idle_timeout * 1_000_000_000 },
-            overlay: self.overlay,
+            read_options: ReadOptions { idle_timeout_ns: self.idle_timeout * 1_000_000_000 },
+            trace_copies: self.overlay,
             core_capacity: self.core_capacity,
             tables: match self.indirection_tables {
                 IndirectionTables::Balanced => TableDraw::Balanced,

@@ -18,7 +18,7 @@ pub enum Capacity {
         /// Busy time per packet (ns), above 0.
         cost_ns: f64,
         /// Largest number of waiting packets; `None`: no limit.
-        queue: Option<u32>,
+        queue_limit: Option<u32>,
     },
 }
 
@@ -34,7 +34,7 @@ pub struct Cores {
     /// Packets that found the queue full, per core.
     dropped_packets: Vec<u64>,
     /// Time at which each core has served all accepted packets (ns).
-    free_ns: Vec<f64>,
+    idle_from_ns: Vec<f64>,
     /// Bytes of the accepted packets of all cores.
     bytes: u64,
 }
@@ -43,7 +43,7 @@ impl Cores {
     pub fn new(cores: usize, capacity: Capacity) -> Self {
         let (cost_ns, limited, queue) = match capacity {
             Capacity::Unlimited { cost_ns } => (cost_ns, false, None),
-            Capacity::Limited { cost_ns, queue } => (cost_ns, true, queue),
+            Capacity::Limited { cost_ns, queue_limit: queue } => (cost_ns, true, queue),
         };
         let longest_wait_ns = queue.map_or(f64::INFINITY, |queue| (f64::from(queue) + ROUNDING) * cost_ns);
         Self {
@@ -52,7 +52,7 @@ impl Cores {
             longest_wait_ns,
             arrived_packets: vec![0; cores],
             dropped_packets: vec![0; cores],
-            free_ns: vec![0.0; cores],
+            idle_from_ns: vec![0.0; cores],
             bytes: 0,
         }
     }
@@ -69,7 +69,7 @@ impl Cores {
 
     /// Queues the packet. Returns false when the queue is full.
     fn try_enqueue(&mut self, core: usize, time_ns: u64) -> bool {
-        let (now_ns, free_ns) = (time_ns as f64, &mut self.free_ns[core]);
+        let (now_ns, free_ns) = (time_ns as f64, &mut self.idle_from_ns[core]);
         // All packets take the same time, so the remaining work gives their number; the packet in service does not
         // wait.
         if *free_ns - now_ns > self.longest_wait_ns {
@@ -97,7 +97,7 @@ impl Cores {
 
     /// Returns the accepted work that the core has not served yet (ns).
     fn backlog_ns(&self, core: usize, time_ns: u64) -> f64 {
-        if self.is_limited { (self.free_ns[core] - time_ns as f64).max(0.0) } else { 0.0 }
+        if self.is_limited { (self.idle_from_ns[core] - time_ns as f64).max(0.0) } else { 0.0 }
     }
 
     /// Returns the packets that each core has served so far.
@@ -136,7 +136,7 @@ mod tests {
     #[test]
     fn queue_equals_one_that_keeps_every_packet() {
         let mut rng = seeded_rng(3, 77);
-        let mut cores = Cores::new(1, Capacity::Limited { cost_ns: 50.0, queue: Some(4) });
+        let mut cores = Cores::new(1, Capacity::Limited { cost_ns: 50.0, queue_limit: Some(4) });
         let mut reference = Reference { departures: VecDeque::new(), last: 0, served: 0, dropped: 0 };
         let mut now = 0;
         for step in 0..20_000u64 {

@@ -5,12 +5,12 @@ use super::cores::Capacity;
 /// Work of every core in the history. Between two events the number of packets is linear in time, so each core has a
 /// slope and an offset.
 #[derive(Debug)]
-pub struct History {
+pub struct HistoryLoad {
     cost_ns: f64,
     is_limited: bool,
     end_ns: u64,
     /// Packets per ns, per core.
-    slope: Vec<f64>,
+    packets_per_ns: Vec<f64>,
     /// Packets at time 0 of the line, per core.
     offset: Vec<f64>,
     /// Packets per ns, per flow.
@@ -21,7 +21,7 @@ pub struct History {
     busy_ns: Vec<f64>,
 }
 
-impl History {
+impl HistoryLoad {
     pub fn new(cores: usize, capacity: Capacity, end_ns: u64) -> Self {
         let (cost_ns, limited) = match capacity {
             Capacity::Unlimited { cost_ns } => (cost_ns, false),
@@ -31,7 +31,7 @@ impl History {
             cost_ns,
             is_limited: limited,
             end_ns,
-            slope: vec![0.0; cores],
+            packets_per_ns: vec![0.0; cores],
             offset: vec![0.0; cores],
             rate_of_flow: Vec::new(),
             read_ns: 0,
@@ -55,7 +55,7 @@ impl History {
     }
 
     fn add(&mut self, core: usize, slope: f64, now_ns: u64) {
-        self.slope[core] += slope;
+        self.packets_per_ns[core] += slope;
         self.offset[core] -= slope * now_ns as f64;
     }
 
@@ -66,7 +66,7 @@ impl History {
         let elapsed_ns = (now_ns - self.read_ns) as f64;
         if elapsed_ns > 0.0 {
             for core in 0..self.packets.len() {
-                let packets = self.slope[core] * now_ns as f64 + self.offset[core];
+                let packets = self.packets_per_ns[core] * now_ns as f64 + self.offset[core];
                 let work_ns = ((packets - self.packets[core]) * self.cost_ns).max(0.0);
                 self.busy_ns[core] += if self.is_limited { work_ns.min(elapsed_ns) } else { work_ns };
                 self.packets[core] = packets;
@@ -83,7 +83,7 @@ mod tests {
 
     #[test]
     fn busy_time_is_rate_times_time_and_ends_with_the_history() {
-        let mut history = History::new(2, Capacity::Unlimited { cost_ns: 1_000.0 }, 3_000_000_000);
+        let mut history = HistoryLoad::new(2, Capacity::Unlimited { cost_ns: 1_000.0 }, 3_000_000_000);
         history.begin(0, 1, 500.0, 0);
         history.begin(7, 1, 100.0, 500_000_000);
         // 500 packets of 1 us in one flow, 50 in the other.
@@ -98,7 +98,8 @@ mod tests {
 
     #[test]
     fn core_load_is_at_most_one() {
-        let mut history = History::new(1, Capacity::Limited { cost_ns: 10_000.0, queue: None }, 2_000_000_000);
+        let mut history =
+            HistoryLoad::new(1, Capacity::Limited { cost_ns: 10_000.0, queue_limit: None }, 2_000_000_000);
         history.begin(0, 0, 150_000.0, 0);
         assert_eq!(history.busy_ns(1_000_000_000)[0], 1e9);
     }

@@ -25,7 +25,7 @@ use coreward_model::policy::MAX_CANDIDATES;
 use crate::names::UnknownName;
 use crate::range::OutOfRange;
 use crate::trace::capture::ReadOptions;
-use crate::trace::{Source, TraceError};
+use crate::trace::{TraceError, TraceSource};
 
 pub use oracle::ORACLE;
 pub use outcome::{Outcome, PolicyOutcome, SeedResult};
@@ -35,7 +35,7 @@ pub use run::run;
 #[derive(Debug, Clone, PartialEq)]
 pub struct Config {
     /// Traffic.
-    pub trace: Source,
+    pub trace: TraceSource,
     /// Number of servers, at least 1; all servers together have at most [`MAX_CORES`] cores.
     pub servers: u16,
     /// Number of cores of each server, at least 1.
@@ -51,9 +51,9 @@ pub struct Config {
     /// Seeds, each of which draws server ids (and with them indirection tables), RSS key and hash keys. For `campus`
     /// without its own seed they also draw the traffic.
     pub seeds: Vec<u64>,
-    pub read: ReadOptions,
+    pub read_options: ReadOptions,
     /// Number of simultaneous copies of the trace, shifted in time, each with its own addresses; at least 1.
-    pub overlay: u32,
+    pub trace_copies: u32,
     /// Packets/s that a core serves; a packet that finds 128 waiting packets is dropped. `None`: unlimited.
     pub core_capacity: Option<f64>,
     /// Distribution of cores over the indirection tables.
@@ -74,7 +74,7 @@ pub struct Config {
 impl Default for Config {
     fn default() -> Self {
         Self {
-            trace: Source::default(),
+            trace: TraceSource::default(),
             servers: 4,
             cores: 4,
             buckets: BucketCount::PUBLISHED,
@@ -82,8 +82,8 @@ impl Default for Config {
             alpha: Alpha::PUBLISHED,
             policies: ["hash", "rr", "pow2", "crossrss", "crossrss-plus"].map(str::to_owned).to_vec(),
             seeds: (1..=10).collect(),
-            read: ReadOptions::default(),
-            overlay: 1,
+            read_options: ReadOptions::default(),
+            trace_copies: 1,
             core_capacity: None,
             tables: TableDraw::Balanced,
             window_ms: 1_000,
@@ -112,7 +112,7 @@ pub enum Error {
     Trace(#[from] TraceError),
     /// The trace has no packets to simulate.
     #[error("the trace has no packets that can be placed{}", format_skipped(.0))]
-    Empty(crate::trace::SkipCounts),
+    NoPackets(crate::trace::SkipCounts),
     /// The trace is too short for a window.
     #[error(
         "the trace lasts {seconds:.3} s: variance is measured in windows of {window_ms} ms after the first, so it must \
@@ -155,7 +155,10 @@ impl Config {
                 (1..=3_600_000).contains(&self.window_ms),
                 ("window-ms", self.window_ms.to_string(), "1 to 3600000".to_owned()),
             ),
-            ((1..=1_024).contains(&self.overlay), ("overlay", self.overlay.to_string(), "1 to 1024 copies".to_owned())),
+            (
+                (1..=1_024).contains(&self.trace_copies),
+                ("overlay", self.trace_copies.to_string(), "1 to 1024 copies".to_owned()),
+            ),
             (
                 self.core_capacity.is_none_or(|capacity| (1.0..=1e9).contains(&capacity)),
                 (

@@ -10,7 +10,7 @@ use crate::trace::FirstPacket;
 pub const ORACLE: &str = "oracle";
 
 /// Unit of rates: sums of integers return to zero exactly (micropackets/s).
-const UNIT_PER_PACKET: f64 = 1e6;
+const RATE_UNITS_PER_PACKET: f64 = 1e6;
 
 /// True rates of all flows.
 #[derive(Debug, Default)]
@@ -26,7 +26,7 @@ impl Oracle {
 
     /// Returns the core for a new flow among the reachable ones. `None` when the flow's rate is unknown.
     pub fn place(&mut self, flow: u32, opening: &FirstPacket, reachable: impl Iterator<Item = usize>) -> Option<usize> {
-        let rate = (opening.rate? * UNIT_PER_PACKET) as u64;
+        let rate = (opening.rate_pps? * RATE_UNITS_PER_PACKET) as u64;
         let core = reachable.min_by_key(|core| self.core_rates[*core])?;
         if self.flow_rates.len() <= flow as usize {
             self.flow_rates.resize(flow as usize + 1, 0);
@@ -52,13 +52,13 @@ mod tests {
     #[test]
     fn oracle_takes_the_least_sum_of_live_rates() {
         let tuple = FourTuple::ipv4((Ipv4Addr::LOCALHOST, 1), (Ipv4Addr::LOCALHOST, 2));
-        let opening = |rate| FirstPacket { tuple, rate: Some(rate) };
+        let opening = |rate| FirstPacket { tuple, rate_pps: Some(rate) };
         let mut oracle = Oracle::new(3);
         assert_eq!(oracle.place(0, &opening(10.0), [0, 2].into_iter()), Some(0));
         assert_eq!(oracle.place(1, &opening(3.0), [0, 2].into_iter()), Some(2));
         assert_eq!(oracle.place(2, &opening(3.0), [0, 2].into_iter()), Some(2));
         oracle.close(0, 0);
         assert_eq!(oracle.place(3, &opening(1.0), [0, 2].into_iter()), Some(0));
-        assert_eq!(oracle.place(4, &FirstPacket { tuple, rate: None }, [0].into_iter()), None);
+        assert_eq!(oracle.place(4, &FirstPacket { tuple, rate_pps: None }, [0].into_iter()), None);
     }
 }

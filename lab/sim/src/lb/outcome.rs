@@ -27,17 +27,17 @@ pub struct SeedResult {
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct PolicyOutcome {
     pub policy: String,
-    /// See [`Measured::server_variance_pct`].
+    /// See [`SeedResult::server_variance_pct`].
     pub server_variance_pct: SeedSummary,
-    /// See [`Measured::core_variance_pct`].
+    /// See [`SeedResult::core_variance_pct`].
     pub core_variance_pct: SeedSummary,
-    /// See [`Measured::max_over_mean`].
+    /// See [`SeedResult::max_over_mean`].
     pub max_over_mean: SeedSummary,
-    /// See [`Measured::dropped_pct`].
+    /// See [`SeedResult::dropped_pct`].
     pub dropped_pct: SeedSummary,
-    /// See [`Measured::throughput_pps`].
+    /// See [`SeedResult::throughput_pps`].
     pub throughput_pps: SeedSummary,
-    /// See [`Measured::throughput_gbps`].
+    /// See [`SeedResult::throughput_gbps`].
     pub throughput_gbps: SeedSummary,
     /// Results of each seed, in the order of the seeds.
     pub seeds: Vec<SeedResult>,

@@ -44,7 +44,7 @@ struct Run {
 impl Run {
     /// Simulates every policy with these seeds on the traffic of the first one.
     fn simulate_seeds(config: &Config, seeds: &[u64]) -> Result<Self, Error> {
-        let mut trace = config.trace.open_overlay(seeds[0], config.overlay, config.read)?;
+        let mut trace = config.trace.open_overlay(seeds[0], config.trace_copies, config.read_options)?;
         let speed = config.replay_speed;
         let sped = |time_ns: u64| if speed == 1.0 { time_ns } else { (time_ns as f64 / speed) as u64 };
         let history_ns = sped(trace.history_ns());
@@ -60,7 +60,10 @@ impl Run {
             trace.read(&mut batch)?;
             if speed != 1.0 {
                 batch.packets.iter_mut().for_each(|packet| packet.time_ns = sped(packet.time_ns));
-                batch.openings.iter_mut().for_each(|opening| opening.rate = opening.rate.map(|rate| rate * speed));
+                batch
+                    .openings
+                    .iter_mut()
+                    .for_each(|opening| opening.rate_pps = opening.rate_pps.map(|rate| rate * speed));
             }
             let Some(last) = batch.packets.last() else { break };
             last_ns = last.time_ns;
@@ -71,7 +74,7 @@ impl Run {
         }
         let (skipped, reordered) = (trace.skipped(), trace.reordered());
         if packets == 0 {
-            return Err(Error::Empty(skipped));
+            return Err(Error::NoPackets(skipped));
         }
         let end_ns = trace.end_ns().map_or(last_ns, sped);
         let measured: Option<Vec<SeedResult>> =
@@ -85,9 +88,11 @@ impl Run {
 /// Returns the capacity of the cores. Requests of an arrival log wait without limit; packets are dropped.
 fn derive_capacity(config: &Config, trace: &dyn Trace) -> Capacity {
     match (config.core_capacity, trace.service()) {
-        (Some(packets_per_s), None) => Capacity::Limited { cost_ns: 1e9 / packets_per_s, queue: Some(QUEUE_PACKETS) },
-        (Some(packets_per_s), Some(_)) => Capacity::Limited { cost_ns: 1e9 / packets_per_s, queue: None },
-        (None, Some(service)) => Capacity::Limited { cost_ns: 1e9 / service.packets_per_s, queue: None },
+        (Some(packets_per_s), None) => {
+            Capacity::Limited { cost_ns: 1e9 / packets_per_s, queue_limit: Some(QUEUE_PACKETS) }
+        }
+        (Some(packets_per_s), Some(_)) => Capacity::Limited { cost_ns: 1e9 / packets_per_s, queue_limit: None },
+        (None, Some(service)) => Capacity::Limited { cost_ns: 1e9 / service.packets_per_s, queue_limit: None },
         (None, None) => Capacity::Unlimited { cost_ns: PACKET_COST_NS_UNLIMITED },
     }
 }

@@ -7,7 +7,7 @@ use coreward_model::rss::seeded_rng;
 use coreward_model::statistics::{mean, variance_pct};
 
 use super::cores::{Capacity, Cores};
-use super::history::History;
+use super::history::HistoryLoad;
 use super::oracle::{ORACLE, Oracle};
 use super::outcome::SeedResult;
 use super::{Config, Error};
@@ -50,11 +50,11 @@ pub struct Simulation {
     fleet: SimulatedCluster,
     cores_of_server: usize,
     cores: Cores,
-    history: History,
+    history: HistoryLoad,
     history_ns: u64,
     core_of_flow: Vec<u16>,
     open_connections: Vec<u32>,
-    report_ns: u64,
+    report_interval_ns: u64,
     window_ns: u64,
     next_report_ns: u64,
     /// Time from reports until their table is in force (ns).
@@ -72,7 +72,8 @@ impl Simulation {
     pub fn new(config: &Config, policy: &str, seed: u64, capacity: Capacity, history_ns: u64) -> Result<Self, Error> {
         let mut rng = seeded_rng(seed, RNG_STREAM_SERVERS);
         let Config { servers, cores, buckets, alpha, tables, .. } = *config;
-        let plan = FleetShape { server_count: servers, cores, buckets, alpha, tables }.draw_plan(&mut rng);
+        let plan =
+            FleetShape { server_count: servers, cores_per_server: cores, buckets, alpha, tables }.draw_plan(&mut rng);
         let mut fleet = SimulatedCluster::new(plan).expect("as many entries as buckets");
         let core_count = fleet.core_count();
         let placer = match policy {
@@ -90,11 +91,11 @@ impl Simulation {
             fleet,
             cores_of_server: usize::from(config.cores),
             cores: Cores::new(core_count, capacity),
-            history: History::new(core_count, capacity, history_ns),
+            history: HistoryLoad::new(core_count, capacity, history_ns),
             history_ns,
             core_of_flow: Vec::new(),
             open_connections: vec![0; usize::from(config.servers)],
-            report_ns: u64::from(config.report_ms) * 1_000_000,
+            report_interval_ns: u64::from(config.report_ms) * 1_000_000,
             window_ns: u64::from(config.window_ms) * 1_000_000,
             next_report_ns: 0,
             table_delay_ns: u64::from(config.table_delay_ms) * 1_000_000,
@@ -115,20 +116,20 @@ impl Simulation {
             }
             self.install_due_table(packet.time_ns);
             if packet.event.opens() {
-                self.open(packet, openings.next().expect("one for each flow that opens"))?;
+                self.open_flow(packet, openings.next().expect("one for each flow that opens"))?;
             }
             let core = usize::from(self.core_of_flow[packet.flow as usize]);
             if packet.event.is_packet() {
                 self.cores.enter(core, packet.time_ns, packet.bytes);
             }
             if packet.event.closes() {
-                self.close(packet, core);
+                self.close_flow(packet, core);
             }
         }
         Ok(())
     }
 
-    fn open(&mut self, packet: &Packet, opening: &crate::trace::FirstPacket) -> Result<(), Error> {
+    fn open_flow(&mut self, packet: &Packet, opening: &crate::trace::FirstPacket) -> Result<(), Error> {
         let core = match &mut self.placer {
             Placer::Policy(_) => self.fleet.place(&opening.tuple),
             Placer::Oracle(oracle) => {
@@ -143,13 +144,13 @@ impl Simulation {
         self.core_of_flow[flow] = core as u16;
         self.open_connections[core / self.cores_of_server] += 1;
         if packet.time_ns < self.history_ns {
-            let rate = opening.rate.expect("a history knows rates");
+            let rate = opening.rate_pps.expect("a history knows rates");
             self.history.begin(packet.flow, core, rate, packet.time_ns);
         }
         Ok(())
     }
 
-    fn close(&mut self, packet: &Packet, core: usize) {
+    fn close_flow(&mut self, packet: &Packet, core: usize) {
         self.open_connections[core / self.cores_of_server] -= 1;
         if let Placer::Oracle(oracle) = &mut self.placer {
             oracle.close(packet.flow, core);
@@ -165,11 +166,12 @@ impl Simulation {
         while self.next_report_ns.min(self.next_window_ns) <= now_ns {
             if self.next_report_ns <= self.next_window_ns {
                 self.process_reports(self.next_report_ns);
-                self.next_report_ns += self.report_ns;
+                self.next_report_ns += self.report_interval_ns;
                 reports_left = reports_left.saturating_sub(1);
                 if reports_left == 0 {
                     // Skips to the last report that is due.
-                    self.next_report_ns += now_ns.saturating_sub(self.next_report_ns) / self.report_ns * self.report_ns;
+                    self.next_report_ns +=
+                        now_ns.saturating_sub(self.next_report_ns) / self.report_interval_ns * self.report_interval_ns;
                 }
             } else {
                 self.close_window(self.next_window_ns);

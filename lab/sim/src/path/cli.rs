@@ -7,7 +7,7 @@ use coreward_model::placement::BucketCount;
 use super::{Config, ReportPhase, run};
 use crate::lb::cli::{parse_alpha, parse_buckets};
 use crate::output::{Format, Printable as _};
-use crate::rpc::{Policy, Service};
+use crate::rpc::{Policy, ServiceTimeDistribution};
 
 /// Arguments of `coreward-lab sim path`.
 #[derive(Debug, clap::Args)]
@@ -26,7 +26,7 @@ pub struct PathArgs {
     dispatch: Vec<Policy>,
     /// Service times: fixed, exp, lognormal:SIGMA, bimodal:FRACTION:FACTOR, trimodal:FRACTION:FACTOR:FRACTION:FACTOR
     #[arg(long, default_value = "exp")]
-    service: Service,
+    service: ServiceTimeDistribution,
     /// Length of the unit of service time (us): the service time of the shortest class (fixed, exp, lognormal: the
     /// mean)
     #[arg(long, default_value_t = 100.0)]
@@ -80,7 +80,7 @@ impl PathArgs {
             servers: self.servers,
             cores: self.cores,
             policies: self.policy,
-            dispatch: self.dispatch,
+            dispatch_policies: self.dispatch,
             service: self.service,
             unit_us: self.unit_us,
             latency: self.latency,

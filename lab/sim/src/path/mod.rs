@@ -25,10 +25,11 @@ use crate::names::UnknownName;
 use crate::par_map_ordered;
 use crate::range::OutOfRange;
 use crate::rpc::ticks::{Tick, to_ticks};
-use crate::rpc::{self, Policy, Service};
+use crate::rpc::{self, Policy, ServiceTimeDistribution};
 use simulation::Simulation;
 
-/// Configuration of a simulation. Times without a unit in their name are in units of service time (see [`Service`]).
+/// Configuration of a simulation. Times without a unit in their name are in units of service time (see
+/// [`ServiceTimeDistribution`]).
 #[derive(Debug, Clone, PartialEq)]
 pub struct Config {
     /// Number of servers, at least 1.
@@ -39,8 +40,8 @@ pub struct Config {
     pub policies: Vec<String>,
     /// Policies inside the servers; each is combined with each of `policies`. [`Policy::Rss`] uses the core that the
     /// load balancer predicts.
-    pub dispatch: Vec<Policy>,
-    pub service: Service,
+    pub dispatch_policies: Vec<Policy>,
+    pub service: ServiceTimeDistribution,
     /// Length of the unit of service time (us), 0.001 to 1,000,000,000: it relates requests to reports.
     pub unit_us: f64,
     /// One-way latency between NIC and cores.
@@ -87,8 +88,8 @@ impl Default for Config {
             servers: 4,
             cores: 4,
             policies: ["hash", "rr", "pow2", "crossrss", "crossrss-plus"].map(str::to_owned).to_vec(),
-            dispatch: vec![Policy::Rss, Policy::ShortestQueue],
-            service: Service::Exponential,
+            dispatch_policies: vec![Policy::Rss, Policy::ShortestQueue],
+            service: ServiceTimeDistribution::Exponential,
             unit_us: 100.0,
             latency: 0.0,
             load: 0.7,
@@ -153,7 +154,7 @@ impl Config {
             ("window-ms", self.window_ms, 1e-3, 3.6e6),
             ("seconds", self.seconds, 1e-6, 1e6),
             ("policies", self.policies.len() as f64, 1.0, 1e3),
-            ("dispatch policies", self.dispatch.len() as f64, 1.0, 1e3),
+            ("dispatch policies", self.dispatch_policies.len() as f64, 1.0, 1e3),
             ("seeds", self.seeds.len() as f64, 1.0, 1e4),
         ];
         if let Some((name, value, low, high)) =
@@ -161,7 +162,7 @@ impl Config {
         {
             return Err(OutOfRange { name, value: value.to_string(), expected: format!("{low} to {high}") }.into());
         }
-        for dispatch in &self.dispatch {
+        for dispatch in &self.dispatch_policies {
             self.check_server(dispatch)?;
         }
         let known = policy::names();
@@ -186,8 +187,11 @@ impl Config {
 /// Simulates every combination with every seed. An error names the invalid value and its position.
 pub fn run(config: &Config) -> Result<Outcome, Error> {
     config.check()?;
-    let combinations: Vec<(&String, &Policy)> =
-        config.policies.iter().flat_map(|policy| config.dispatch.iter().map(move |inside| (policy, inside))).collect();
+    let combinations: Vec<(&String, &Policy)> = config
+        .policies
+        .iter()
+        .flat_map(|policy| config.dispatch_policies.iter().map(move |inside| (policy, inside)))
+        .collect();
     let runs: Vec<(&String, &Policy, u64)> = combinations
         .iter()
         .flat_map(|(policy, dispatch)| config.seeds.iter().map(move |seed| (*policy, *dispatch, *seed)))

@@ -3,14 +3,14 @@
 use serde::Serialize;
 
 use crate::output::Printable;
-use crate::rpc::Quantiles;
+use crate::rpc::LatencySummary;
 use crate::seed_summary::SeedSummary;
 
 /// Results of one combination of policies and one seed.
 #[derive(Debug, Clone, PartialEq)]
 pub struct SeedResult {
     /// Latency of all requests after the warm-up, from the server's NIC in to the NIC out, in units of service time.
-    pub latency: Quantiles,
+    pub latency: LatencySummary,
     /// Variance of the servers' busy times relative to their mean, averaged over the windows (%).
     pub server_variance_pct: f64,
     /// Variance of the cores' busy times relative to their mean, averaged over the windows (%).
@@ -33,9 +33,9 @@ pub struct Combination {
     pub p99: SeedSummary,
     /// 99.9th percentile of the latency.
     pub p999: SeedSummary,
-    /// See [`Measured::server_variance_pct`].
+    /// See [`SeedResult::server_variance_pct`].
     pub server_variance_pct: SeedSummary,
-    /// See [`Measured::core_variance_pct`].
+    /// See [`SeedResult::core_variance_pct`].
     pub core_variance_pct: SeedSummary,
 }
 

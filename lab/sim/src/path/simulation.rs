@@ -7,11 +7,11 @@ use coreward_model::statistics::{mean, variance_pct};
 use rand::Rng as _;
 use rand_xoshiro::Xoshiro256PlusPlus;
 
-use super::traffic::{Event, Id, Traffic};
+use super::traffic::{ConnectionId, Event, Traffic};
 use super::{Config, Error, ReportPhase, SeedResult};
 use crate::names::UnknownName;
 use crate::rpc::outcome::{Observer as _, Recorder};
-use crate::rpc::server::{Request, Response, Server, ServerSpec, Sink, WithServer};
+use crate::rpc::server::{Request, Response, Server, ServerSpec, ServerVisitor, Sink};
 use crate::rpc::ticks::{NEVER, Tick, to_ticks};
 use crate::rpc::{Policy, Sampler};
 
@@ -27,12 +27,12 @@ pub struct Simulation<'a> {
     dispatch: &'a Policy,
     placement: Box<dyn Placement>,
     fleet: SimulatedCluster,
-    servers: Vec<Box<dyn Server<ResponseCounts>>>,
+    servers: Vec<Box<dyn Server<ResponseTracker>>>,
     traffic: Traffic,
     sampler: Sampler,
     service_rng: Xoshiro256PlusPlus,
     hash_rng: Xoshiro256PlusPlus,
-    answers: ResponseCounts,
+    answers: ResponseTracker,
     readings: Vec<CoreReading>,
     requests: u64,
     windows: Windows,
@@ -48,11 +48,11 @@ struct CoreReading {
 }
 
 /// Responses and open connections.
-struct ResponseCounts {
+struct ResponseTracker {
     recorder: Recorder,
     connections: Vec<Connection>,
     /// Ids of closed connections, for reuse.
-    free_ids: Vec<Id>,
+    free_ids: Vec<ConnectionId>,
     /// Number of open connections by server.
     open_connections: Vec<u32>,
 }
@@ -67,10 +67,10 @@ struct Connection {
     has_last_arrived: bool,
 }
 
-impl Sink for ResponseCounts {
+impl Sink for ResponseTracker {
     fn handle_response(&mut self, response: &Response) {
         self.recorder.handle_response(response);
-        let id = Id(response.request.connection);
+        let id = ConnectionId(response.request.connection);
         let connection = &mut self.connections[id.0 as usize];
         connection.unanswered -= 1;
         if connection.has_last_arrived && connection.unanswered == 0 {
@@ -80,13 +80,13 @@ impl Sink for ResponseCounts {
     }
 }
 
-impl ResponseCounts {
-    fn open(&mut self, server: u16, flow_hash: u32) -> Id {
+impl ResponseTracker {
+    fn open(&mut self, server: u16, flow_hash: u32) -> ConnectionId {
         self.open_connections[usize::from(server)] += 1;
         let connection = Connection { server, flow_hash, unanswered: 0, has_last_arrived: false };
         let Some(id) = self.free_ids.pop() else {
             self.connections.push(connection);
-            return Id(self.connections.len() as u32 - 1);
+            return ConnectionId(self.connections.len() as u32 - 1);
         };
         self.connections[id.0 as usize] = connection;
         id
@@ -102,9 +102,9 @@ struct Windows {
 }
 
 /// Constructor that boxes a server.
-struct Boxed;
+struct BoxServer;
 
-impl<S: Sink> WithServer<S> for Boxed {
+impl<S: Sink> ServerVisitor<S> for BoxServer {
     type Output = Box<dyn Server<S>>;
 
     fn visit(self, server: impl Server<S> + 'static) -> Box<dyn Server<S>> {
@@ -117,10 +117,11 @@ impl<'a> Simulation<'a> {
     pub fn new(config: &'a Config, policy: &str, dispatch: &'a Policy, seed: u64) -> Result<Self, Error> {
         let mut rng = seeded_rng(seed, RNG_STREAM_SERVERS);
         let Config { servers, cores, buckets, alpha, tables, .. } = *config;
-        let plan = FleetShape { server_count: servers, cores, buckets, alpha, tables }.draw_plan(&mut rng);
+        let plan =
+            FleetShape { server_count: servers, cores_per_server: cores, buckets, alpha, tables }.draw_plan(&mut rng);
         let mut fleet = SimulatedCluster::new(plan).expect("as many entries as buckets");
         if config.requests_per_connection == 1.0 {
-            fleet.place_requests();
+            fleet.count_placements_as_requests();
         }
         let unknown = |_| UnknownName::new("policy", policy, policy::names());
         let classes = config.service.class_times().len();
@@ -141,7 +142,7 @@ impl<'a> Simulation<'a> {
                 latency: to_ticks(config.latency),
                 indirection_table: fleet.indirection_table(position),
             };
-            spec.build(Boxed)
+            spec.build(BoxServer)
         };
         Ok(Self {
             placement: policy::policy_by_name(policy, seed).map_err(unknown)?,
@@ -150,7 +151,7 @@ impl<'a> Simulation<'a> {
             sampler: config.service.sampler(),
             service_rng: seeded_rng(seed, RNG_STREAM_SERVICES),
             hash_rng: seeded_rng(seed, RNG_STREAM_HASHES),
-            answers: ResponseCounts {
+            answers: ResponseTracker {
                 recorder: Recorder::new(classes, None),
                 connections: Vec::new(),
                 free_ids: Vec::new(),
@@ -321,7 +322,7 @@ mod tests {
                 Event::Requests(id) => id,
                 Event::Opens(tuple) => {
                     // The reference never reuses ids.
-                    let id = Id(cores.len() as u32);
+                    let id = ConnectionId(cores.len() as u32);
                     cores.push(reference.fleet.place(&tuple));
                     reference.traffic.open_connection(id);
                     id

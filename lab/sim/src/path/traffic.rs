@@ -9,7 +9,7 @@ use coreward_model::rss::{seeded_rng, uniform_below};
 use rand_xoshiro::Xoshiro256PlusPlus;
 
 use super::Config;
-use crate::random::{exponential, log_normal, unit};
+use crate::random::{exponential, log_normal, uniform_unit};
 use crate::rpc::ticks::{NEVER, Tick, to_ticks};
 
 /// Next event of the traffic.
@@ -18,12 +18,12 @@ pub enum Event {
     /// A connection is opened, with its first request.
     Opens(FourTuple),
     /// A connection sends its next request.
-    Requests(Id),
+    Requests(ConnectionId),
 }
 
 /// Id of an open connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Id(pub u32);
+pub struct ConnectionId(pub u32);
 
 /// Remaining requests of a connection, and their mean gap (ticks).
 #[derive(Debug, Clone, Copy)]
@@ -39,10 +39,10 @@ pub struct Traffic {
     /// Mean time between two connections (ticks).
     mean_interval: f64,
     requests_per_connection: f64,
-    gap: f64,
+    mean_request_gap: f64,
     rate_sigma: f64,
     next_connection: Tick,
-    next_requests: BinaryHeap<Reverse<(Tick, Id)>>,
+    next_requests: BinaryHeap<Reverse<(Tick, ConnectionId)>>,
     /// By connection.
     pending: Vec<PendingRequests>,
     connection_rng: Xoshiro256PlusPlus,
@@ -62,7 +62,7 @@ impl Traffic {
         let mut traffic = Self {
             mean_interval: work_per_connection / (config.load * cores) * to_ticks(1.0) as f64,
             requests_per_connection: config.requests_per_connection,
-            gap: config.request_gap * to_ticks(1.0) as f64,
+            mean_request_gap: config.request_gap * to_ticks(1.0) as f64,
             rate_sigma: config.rate_sigma,
             next_connection: 0,
             next_requests: BinaryHeap::new(),
@@ -102,7 +102,7 @@ impl Traffic {
     }
 
     /// Sets the id of the connection of [`Event::Opens`]; no other open connection may have it.
-    pub fn open_connection(&mut self, id: Id) {
+    pub fn open_connection(&mut self, id: ConnectionId) {
         let at = self.next_connection;
         self.next_connection = at + self.draw_interval();
         let rest = PendingRequests { requests: self.draw_request_count(), mean_gap: self.draw_gap() };
@@ -115,7 +115,7 @@ impl Traffic {
     }
 
     /// Returns whether the connection has more requests.
-    pub fn has_more_requests(&self, id: Id) -> bool {
+    pub fn has_more_requests(&self, id: ConnectionId) -> bool {
         self.pending[id.0 as usize].requests > 0
     }
 
@@ -126,7 +126,7 @@ impl Traffic {
             return 0;
         }
         // The number of failures before a success of probability 1/mean, by inversion.
-        let u = 1.0 - unit(&mut self.connection_rng);
+        let u = 1.0 - uniform_unit(&mut self.connection_rng);
         (libm::log(u) / libm::log(1.0 - 1.0 / mean)) as u64
     }
 
@@ -134,14 +134,14 @@ impl Traffic {
     fn draw_gap(&mut self) -> f64 {
         let sigma = self.rate_sigma;
         if sigma == 0.0 {
-            self.gap
+            self.mean_request_gap
         } else {
-            self.gap * log_normal(&mut self.connection_rng, -sigma * sigma / 2.0, sigma)
+            self.mean_request_gap * log_normal(&mut self.connection_rng, -sigma * sigma / 2.0, sigma)
         }
     }
 
     /// Schedules the connection's next request after the one at `at`, if any.
-    fn schedule(&mut self, id: Id, at: Tick) {
+    fn schedule(&mut self, id: ConnectionId, at: Tick) {
         let rest = self.pending[id.0 as usize];
         if rest.requests > 0 {
             let gap = (exponential(&mut self.request_rng) * rest.mean_gap + 0.5) as Tick;
@@ -165,7 +165,7 @@ mod tests {
             last = traffic.next_event_time();
             requests += 1;
             if let Event::Opens(_) = traffic.pop_event() {
-                traffic.open_connection(Id(connections));
+                traffic.open_connection(ConnectionId(connections));
                 connections += 1;
             }
         }

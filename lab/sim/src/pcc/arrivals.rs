@@ -24,31 +24,31 @@ pub enum Arrivals {
     /// The generator of Cheetah's Fig. 9 (`includes/httpclient.py` of github.com/cheetahlb/experiments). Every client
     /// has the whole mix as a list of requests, and repeats each request only after its end. Long requests therefore
     /// accumulate, and most new ones are short.
-    Recycled { clients: u32, per_second: RateStep },
+    ClosedLoop { clients: u32, per_second: RateWave },
 }
 
 /// Rate that rises and falls once.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct RateStep {
+pub struct RateWave {
     /// Rate at the start, at the end, and outside of the wave.
-    pub low: f64,
+    pub base_per_s: f64,
     /// Rate in the middle.
-    pub high: f64,
+    pub peak_per_s: f64,
     /// Duration of the wave (s).
-    pub length: f64,
+    pub duration_s: f64,
 }
 
-impl RateStep {
+impl RateWave {
     /// Returns the rate at a time: half a sine wave above `low`.
-    fn at(&self, second: f64) -> f64 {
-        if second <= 0.0 || second >= self.length {
-            return self.low;
+    fn rate_at(&self, second: f64) -> f64 {
+        if second <= 0.0 || second >= self.duration_s {
+            return self.base_per_s;
         }
         // Bhaskara's approximation of sin(pi x) (7th century), within 0.2 % of the height, has the same bits on every
         // machine.
-        let x = second / self.length;
+        let x = second / self.duration_s;
         let product = 16.0 * x * (1.0 - x);
-        self.low + (self.high - self.low) * product / (5.0 - product / 4.0)
+        self.base_per_s + (self.peak_per_s - self.base_per_s) * product / (5.0 - product / 4.0)
     }
 }
 
@@ -69,7 +69,7 @@ impl ConnectionSource {
     pub fn new(arrivals: Arrivals, mix: &Mix, warm_up: Nanoseconds, seed: u64) -> Self {
         let rng = seeded_rng(seed, RNG_STREAM_ARRIVALS);
         let mut source = Self { arrivals, mix: mix.clone(), rng, next_start: 0, warm_up, waiting: VecDeque::new() };
-        if let Arrivals::Recycled { clients, .. } = arrivals {
+        if let Arrivals::ClosedLoop { clients, .. } = arrivals {
             let mut all: Vec<u8> = (0..clients).flat_map(|_| mix.weighted_kinds().to_vec()).collect();
             // Fisher-Yates shuffle.
             for last in (1..all.len()).rev() {
@@ -77,7 +77,7 @@ impl ConnectionSource {
             }
             source.waiting = all.into();
         }
-        source.find_next();
+        source.schedule_next();
         source
     }
 
@@ -90,25 +90,25 @@ impl ConnectionSource {
     pub fn pop_connection(&mut self) -> Option<(u64, u8)> {
         let kind = match self.arrivals {
             Arrivals::Open { .. } => Some(self.mix.draw(&mut self.rng)),
-            Arrivals::Recycled { .. } => self.waiting.pop_front(),
+            Arrivals::ClosedLoop { .. } => self.waiting.pop_front(),
         };
         let identity = self.rng.next_u64();
-        self.find_next();
+        self.schedule_next();
         Some((identity, kind?))
     }
 
     pub fn connection_ended(&mut self, kind: u8) {
-        if let Arrivals::Recycled { .. } = self.arrivals {
+        if let Arrivals::ClosedLoop { .. } = self.arrivals {
             self.waiting.push_back(kind);
         }
     }
 
-    fn find_next(&mut self) {
+    fn schedule_next(&mut self) {
         let gap = exponential(&mut self.rng);
         let mean_gap = match self.arrivals {
             Arrivals::Open { connections } => self.mix.mean_duration() / connections,
-            Arrivals::Recycled { per_second, .. } => {
-                1e9 / per_second.at(to_seconds(self.next_start) - to_seconds(self.warm_up))
+            Arrivals::ClosedLoop { per_second, .. } => {
+                1e9 / per_second.rate_at(to_seconds(self.next_start) - to_seconds(self.warm_up))
             }
         };
         self.next_start += (gap * mean_gap).round() as Nanoseconds;
@@ -118,9 +118,9 @@ impl ConnectionSource {
 /// Returns the time until connections of the initially empty system have ended: for open arrivals the longest duration.
 pub fn settling_time(arrivals: &Arrivals, mix: &Mix) -> Nanoseconds {
     match arrivals {
-        Arrivals::Open { .. } => mix.longest(),
+        Arrivals::Open { .. } => mix.longest_duration(),
         // The experiment runs for 15 s before its plot begins.
-        Arrivals::Recycled { .. } => from_seconds(15.0),
+        Arrivals::ClosedLoop { .. } => from_seconds(15.0),
     }
 }
 
@@ -142,16 +142,19 @@ mod tests {
 
     #[test]
     fn ended_request_is_sent_again() {
-        let wave = RateStep { low: 1_000.0, high: 2_000.0, length: 40.0 };
+        let wave = RateWave { base_per_s: 1_000.0, peak_per_s: 2_000.0, duration_s: 40.0 };
         let mix = Mix::constant(10.0);
-        let mut source = ConnectionSource::new(Arrivals::Recycled { clients: 2, per_second: wave }, &mix, 0, 1);
+        let mut source = ConnectionSource::new(Arrivals::ClosedLoop { clients: 2, per_second: wave }, &mix, 0, 1);
         assert!(
             source.pop_connection().is_some() && source.pop_connection().is_some() && source.pop_connection().is_none()
         );
         source.connection_ended(0);
         assert!(source.pop_connection().is_some() && source.pop_connection().is_none());
-        assert_eq!([wave.at(-1.0), wave.at(0.0), wave.at(20.0), wave.at(40.0)], [1_000.0, 1_000.0, 2_000.0, 1_000.0]);
+        assert_eq!(
+            [wave.rate_at(-1.0), wave.rate_at(0.0), wave.rate_at(20.0), wave.rate_at(40.0)],
+            [1_000.0, 1_000.0, 2_000.0, 1_000.0]
+        );
         // sin(pi / 6) and sin(pi / 4).
-        assert!((wave.at(40.0 / 6.0) - 1_500.0).abs() < 2.0 && (wave.at(10.0) - 1_707.1).abs() < 2.0);
+        assert!((wave.rate_at(40.0 / 6.0) - 1_500.0).abs() < 2.0 && (wave.rate_at(10.0) - 1_707.1).abs() < 2.0);
     }
 }

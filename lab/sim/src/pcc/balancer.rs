@@ -40,5 +40,5 @@ pub trait Balancer {
 
     /// Returns the first time at which packets of the connection went to another server than its own; `None`: never.
     /// Without [`super::Config::by_second`] no history is stored, and the returned time is the current one.
-    fn broken_at(&self, connection: &Connection, cluster: &Cluster) -> Option<Nanoseconds>;
+    fn first_break_time(&self, connection: &Connection, cluster: &Cluster) -> Option<Nanoseconds>;
 }

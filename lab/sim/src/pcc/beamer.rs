@@ -43,12 +43,12 @@ pub struct Beamer {
     own_buckets: Vec<Vec<u32>>,
     /// Buckets of suspended servers that each server has borrowed.
     borrowed_buckets: Vec<Vec<u32>>,
-    control: Option<Control>,
+    control: Option<ThresholdControl>,
     rng: Xoshiro256PlusPlus,
 }
 
 #[derive(Debug, Clone, Copy)]
-pub struct Control {
+pub struct ThresholdControl {
     /// Allowed imbalance: 0.1 is 10 % above the mean.
     pub threshold: f64,
     /// Start of suspensions: while the system fills, loads of one or two connections are not significant.
@@ -56,7 +56,7 @@ pub struct Control {
 }
 
 impl Beamer {
-    pub fn new(control: Option<Control>, config: &Config, seed: u64) -> Self {
+    pub fn new(control: Option<ThresholdControl>, config: &Config, seed: u64) -> Self {
         let buckets = bucket_count(config.servers, config.buckets_per_server);
         let table = BucketTable::new(buckets, true, config.by_second);
         let rng = seeded_rng(seed, RNG_STREAM_BUCKET_MOVES);
@@ -195,7 +195,7 @@ impl Balancer for Beamer {
         PlacedConnection {
             server: self.table.server(self.table.bucket(identity)),
             core: 0,
-            stored_state: self.table.last_change(),
+            stored_state: self.table.last_change_number(),
         }
     }
 
@@ -239,7 +239,7 @@ impl Balancer for Beamer {
         }
     }
 
-    fn broken_at(&self, connection: &Connection, cluster: &Cluster) -> Option<Nanoseconds> {
+    fn first_break_time(&self, connection: &Connection, cluster: &Cluster) -> Option<Nanoseconds> {
         self.table.broken_at(connection, cluster.now)
     }
 }

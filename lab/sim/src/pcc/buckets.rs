@@ -28,7 +28,7 @@ struct Eviction {
     evicted_at: Nanoseconds,
 }
 
-const NO_RESIDENT: BucketServer = BucketServer { server: u16::MAX, since_change: u32::MAX };
+const NO_SERVER: BucketServer = BucketServer { server: u16::MAX, since_change: u32::MAX };
 
 /// Returns the bucket of a hash (its lower 32 bits).
 pub fn bucket_of(hash: u64, buckets: usize) -> usize {
@@ -44,18 +44,18 @@ pub struct BucketTable {
     /// Number of changes; a connection's mark is the last change before its first packet.
     change_count: u32,
     now: Nanoseconds,
-    history: Option<Vec<Vec<Eviction>>>,
+    evictions: Option<Vec<Vec<Eviction>>>,
 }
 
 impl BucketTable {
     /// Returns a table whose buckets have no server yet.
     pub fn new(buckets: usize, daisy_chaining: bool, keeps_history: bool) -> Self {
         Self {
-            buckets: vec![Bucket { current: NO_RESIDENT, previous: NO_RESIDENT }; buckets],
+            buckets: vec![Bucket { current: NO_SERVER, previous: NO_SERVER }; buckets],
             daisy_chaining,
             change_count: 0,
             now: 0,
-            history: keeps_history.then(|| vec![Vec::new(); buckets]),
+            evictions: keeps_history.then(|| vec![Vec::new(); buckets]),
         }
     }
 
@@ -72,7 +72,7 @@ impl BucketTable {
     }
 
     /// Returns the mark of a connection that begins now.
-    pub fn last_change(&self) -> u64 {
+    pub fn last_change_number(&self) -> u64 {
         self.change_count.into()
     }
 
@@ -98,8 +98,8 @@ impl BucketTable {
             (false, _) => entry.current,
         };
         entry.current = BucketServer { server, since_change: self.change_count };
-        if let Some(history) = &mut self.history
-            && evicted.server != NO_RESIDENT.server
+        if let Some(history) = &mut self.evictions
+            && evicted.server != NO_SERVER.server
         {
             let (server, since) = (evicted.server, evicted.since_change);
             history[bucket].push(Eviction {
@@ -111,8 +111,8 @@ impl BucketTable {
         }
     }
 
-    /// Implements [`super::balancer::Balancer::broken_at`]; the connection's mark is [`BucketTable::last_change`] at
-    /// its first packet.
+    /// Implements [`super::balancer::Balancer::first_break_time`]; the connection's mark is
+    /// [`BucketTable::last_change_number`] at its first packet.
     pub fn broken_at(&self, connection: &Connection, now: Nanoseconds) -> Option<Nanoseconds> {
         let bucket = self.bucket(connection.identity);
         let mark = connection.stored_state as u32;
@@ -121,7 +121,7 @@ impl BucketTable {
         if reaches(current) || reaches(previous) {
             return None;
         }
-        let Some(history) = &self.history else { return Some(now) };
+        let Some(history) = &self.evictions else { return Some(now) };
         let eviction = history[bucket].iter().find(|eviction| {
             eviction.server == connection.server && eviction.since_change <= mark && mark < eviction.until_change
         });

@@ -4,10 +4,10 @@
 use std::net::Ipv4Addr;
 
 use coreward_model::FourTuple;
-use coreward_model::cookie::{Cookie, CookieKey, FleetKeys, KeyIndex, decode_cookie, stamp};
-use coreward_model::placement::{BucketCount, PlacementState, PlacementTable, Rule};
+use coreward_model::cookie::{Cookie, CookieKey, FleetKeys, KeyIndex, decode_cookie, stamp_tsval};
+use coreward_model::placement::{BucketCount, PlacementRule, PlacementState, PlacementTable};
 use coreward_model::policy::{self, LeastByMetric, Policy, Pool, PoolServer};
-use coreward_model::rss::{IndirectionTable, Rss, RssKey, seeded_rng};
+use coreward_model::rss::{IndirectionTable, RssConfig, RssKey, seeded_rng};
 
 use super::balancer::{Balancer, PlacedConnection};
 use super::clock::Nanoseconds;
@@ -36,7 +36,7 @@ pub struct Cheetah {
     generation: u64,
     keys: FleetKeys,
     time_key: CookieKey,
-    rss: Vec<Rss>,
+    rss: Vec<RssConfig>,
     cores: u16,
     /// Open connections by server and core.
     open_connections: Vec<u32>,
@@ -55,7 +55,7 @@ impl Cheetah {
         };
         let buckets = if by_counts { one_bucket() } else { config.buckets };
         let rss_key = RssKey::random(&mut seeded_rng(seed, RNG_STREAM_RSS_KEY));
-        let rss = |server: usize| Rss {
+        let rss = |server: usize| RssConfig {
             key: rss_key.clone(),
             indirection_table: IndirectionTable::balanced(server as u64, INDIRECTION_ENTRY_COUNT, config.cores)
                 .expect("a power of two"),
@@ -96,7 +96,7 @@ impl Cheetah {
         Pool::new((0..cluster.server_count()).map(server).collect(), cluster.load_balancers().len() as u32)
     }
 
-    /// Returns whether [`PlacementState::assigned`] holds the present open connections.
+    /// Returns whether [`PlacementState::assigned_counts`] holds the present open connections.
     fn has_current_counts(&self) -> bool {
         self.load_info == LoadInfo::Current && self.policy.name() == LEAST_POLICY
     }
@@ -105,7 +105,7 @@ impl Cheetah {
     fn replace_table(&mut self, cluster: &Cluster) {
         self.generation += 1;
         self.table = self.policy.compute_table(&self.pool(cluster), self.buckets, self.generation);
-        if matches!(self.table.rule, Rule::RoundRobin | Rule::PowerOfTwo) {
+        if matches!(self.table.rule, PlacementRule::RoundRobin | PlacementRule::PowerOfTwo) {
             // These rules use no bucket: one suffices for the next table.
             self.buckets = one_bucket();
         }
@@ -126,7 +126,7 @@ impl Cheetah {
                 self.position[usize::from(core.server.get())] = slot;
                 self.states[0].assigned_counts[slot] = cluster.open_connections(core.server.get());
             }
-        } else if self.table.rule == Rule::PowerOfTwo {
+        } else if self.table.rule == PlacementRule::PowerOfTwo {
             for (position, member) in self.table.members.iter_mut().enumerate() {
                 self.position[usize::from(member.server.get())] = position;
                 member.load = cluster.open_connections(member.server.get());
@@ -141,22 +141,22 @@ impl Cheetah {
             return;
         }
         match self.table.rule {
-            Rule::PowerOfTwo => self.table.members[position].load = cluster.open_connections(server),
+            PlacementRule::PowerOfTwo => self.table.members[position].load = cluster.open_connections(server),
             _ => self.states[0].assigned_counts[position] = cluster.open_connections(server),
         }
     }
 
     /// Returns the cookie that a load balancer decodes from a later packet.
     pub fn cookie_of(&self, connection: &Connection) -> Cookie {
-        decode_cookie(&self.keys, &tuple(connection.identity), connection.stored_state as u32)
+        decode_cookie(&self.keys, &identity_to_tuple(connection.identity), connection.stored_state as u32)
     }
 
     /// Returns the servers that rule `PowerOfTwo` compares.
     #[cfg(test)]
     pub fn drawn_servers(&self, identity: u64) -> [coreward_model::ServerId; 2] {
-        use coreward_model::placement::{mix, two_draws};
-        let hash = self.table.groups[0].toeplitz(&tuple(identity).bytes());
-        let (first, second) = two_draws(mix(hash), self.table.members.len() as u32);
+        use coreward_model::placement::{mix_hash, two_draws};
+        let hash = self.table.groups[0].toeplitz(&identity_to_tuple(identity).bytes());
+        let (first, second) = two_draws(mix_hash(hash), self.table.members.len() as u32);
         [first, second].map(|position| self.table.members[position as usize].server)
     }
 
@@ -180,19 +180,19 @@ fn one_bucket() -> BucketCount {
     BucketCount::new(1).expect("a power of two")
 }
 
-fn tuple(identity: u64) -> FourTuple {
+fn identity_to_tuple(identity: u64) -> FourTuple {
     let client = (Ipv4Addr::from(identity as u32), (identity >> 32) as u16);
     FourTuple::ipv4(client, (Ipv4Addr::new(10, 200, 0, 1), 80))
 }
 
 impl Balancer for Cheetah {
     fn place(&mut self, identity: u64, cluster: &Cluster) -> PlacedConnection {
-        let tuple = tuple(identity);
+        let tuple = identity_to_tuple(identity);
         // With current counts all load balancers have the same information.
         let state = if self.has_current_counts() { 0 } else { cluster.load_balancer(identity).into() };
         let server = self.table.choose(&mut self.states[state], &tuple).expect("the pool is never empty");
         let cookie =
-            stamp(&self.keys, &self.time_key, &tuple, Cookie::Server(server), (cluster.now / 1_000_000) as u32);
+            stamp_tsval(&self.keys, &self.time_key, &tuple, Cookie::Server(server), (cluster.now / 1_000_000) as u32);
         PlacedConnection { server: server.get(), core: self.core(server.get(), &tuple), stored_state: cookie.into() }
     }
 
@@ -213,7 +213,7 @@ impl Balancer for Cheetah {
     }
 
     fn takes_reports(&self) -> bool {
-        let by_counts = self.has_current_counts() || self.table.rule == Rule::PowerOfTwo;
+        let by_counts = self.has_current_counts() || self.table.rule == PlacementRule::PowerOfTwo;
         self.policy.reads_loads() && !(self.load_info == LoadInfo::Current && by_counts)
     }
 
@@ -222,7 +222,7 @@ impl Balancer for Cheetah {
     }
 
     /// Reads the cookie once, because every load balancer decodes the same server.
-    fn broken_at(&self, connection: &Connection, cluster: &Cluster) -> Option<Nanoseconds> {
+    fn first_break_time(&self, connection: &Connection, cluster: &Cluster) -> Option<Nanoseconds> {
         (self.cookie_of(connection) != Cookie::Server(id_of(connection.server))).then_some(cluster.now)
     }
 }

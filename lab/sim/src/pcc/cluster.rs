@@ -9,7 +9,7 @@ use super::clock::Nanoseconds;
 use super::imbalance::Imbalance;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Change {
+pub enum ClusterChange {
     /// The server that left the pool first joins again.
     AddServer,
     /// A random server leaves the pool. It is drained: it gets no new connections and keeps its open ones.
@@ -120,16 +120,16 @@ impl Cluster {
 
     /// Applies the change. Returns `false` when it is impossible: no server or load balancer can be added, or only one
     /// is left.
-    pub fn apply_change(&mut self, change: Change, rng: &mut impl rand::Rng) -> bool {
+    pub fn apply_change(&mut self, change: ClusterChange, rng: &mut impl rand::Rng) -> bool {
         match change {
-            Change::AddServer => self.add_server(),
-            Change::RemoveServer => self.remove_server(rng),
-            Change::AddLoadBalancer => {
+            ClusterChange::AddServer => self.add_server(),
+            ClusterChange::RemoveServer => self.remove_server(rng),
+            ClusterChange::AddLoadBalancer => {
                 let added = self.idle_load_balancers.pop_front();
                 self.load_balancers.extend(added);
                 added.is_some()
             }
-            Change::RemoveLoadBalancer => {
+            ClusterChange::RemoveLoadBalancer => {
                 let count = self.load_balancers.len();
                 if count > 1 {
                     let removed = self.load_balancers.swap_remove(uniform_below(rng, count as u32) as usize);
@@ -181,31 +181,31 @@ mod tests {
         let mut cluster = Cluster::new(3, 1, 2, 0);
         [0, 0, 1, 2, 2, 2].into_iter().for_each(|server| cluster.connection_opened(server));
         assert_eq!(cluster.mean_open_connections(), 2.0);
-        assert!(cluster.apply_change(Change::RemoveServer, &mut rng));
+        assert!(cluster.apply_change(ClusterChange::RemoveServer, &mut rng));
         let gone = (0..3).find(|server| !cluster.is_member(*server)).unwrap();
         assert_eq!(cluster.mean_open_connections(), f64::from(6 - cluster.open_connections(gone)) / 2.0);
         let kept = cluster.open_connections(gone);
         cluster.connection_closed(gone);
         assert_eq!(cluster.open_connections(gone), kept - 1);
         // The spare server joins first, then the one that left.
-        assert!(cluster.apply_change(Change::AddServer, &mut rng) && cluster.is_member(3));
-        assert!(cluster.apply_change(Change::AddServer, &mut rng) && cluster.is_member(gone));
-        assert!(!cluster.apply_change(Change::AddServer, &mut rng));
+        assert!(cluster.apply_change(ClusterChange::AddServer, &mut rng) && cluster.is_member(3));
+        assert!(cluster.apply_change(ClusterChange::AddServer, &mut rng) && cluster.is_member(gone));
+        assert!(!cluster.apply_change(ClusterChange::AddServer, &mut rng));
         assert_eq!(cluster.mean_open_connections(), 5.0 / 4.0);
-        (0..3).for_each(|_| assert!(cluster.apply_change(Change::RemoveServer, &mut rng)));
-        assert!(!cluster.apply_change(Change::RemoveServer, &mut rng));
+        (0..3).for_each(|_| assert!(cluster.apply_change(ClusterChange::RemoveServer, &mut rng)));
+        assert!(!cluster.apply_change(ClusterChange::RemoveServer, &mut rng));
     }
 
     #[test]
     fn load_balancers_join_and_leave() {
         let mut rng = seeded_rng(1, 0);
         let mut cluster = Cluster::new(1, 0, 1, 0);
-        assert!(!cluster.apply_change(Change::RemoveLoadBalancer, &mut rng));
-        assert!(cluster.apply_change(Change::AddLoadBalancer, &mut rng));
+        assert!(!cluster.apply_change(ClusterChange::RemoveLoadBalancer, &mut rng));
+        assert!(cluster.apply_change(ClusterChange::AddLoadBalancer, &mut rng));
         let reached: std::collections::BTreeSet<u8> =
             (0..100u64).map(|identity| cluster.load_balancer(identity << 32)).collect();
         assert_eq!(reached.into_iter().collect::<Vec<_>>(), [0, 1]);
-        assert!(cluster.apply_change(Change::RemoveLoadBalancer, &mut rng));
+        assert!(cluster.apply_change(ClusterChange::RemoveLoadBalancer, &mut rng));
         assert_eq!(cluster.load_balancers().len(), 1);
     }
 }

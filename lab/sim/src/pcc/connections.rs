@@ -17,7 +17,7 @@ pub struct Connection {
     /// Server that received the first packet.
     pub server: u16,
     pub core: u16,
-    /// Index of its [`super::mix::Kind`].
+    /// Index of its [`super::mix::ConnectionKind`].
     pub kind: u8,
 }
 

@@ -3,18 +3,18 @@
 use super::arrivals::{ConnectionSource, settling_time};
 use super::balancer::Balancer;
 use super::clock::{Nanoseconds, from_seconds};
-use super::cluster::{Change, Cluster};
+use super::cluster::{Cluster, ClusterChange};
 use super::connections::{Connection, Connections};
 use super::mix::Mix;
-use super::outcome::{Run, Second};
-use super::schedule::{Schedule, max_deviation};
+use super::outcome::{SecondCounts, SeedOutcome};
+use super::schedule::{ChangeSchedule, max_deviation};
 use super::{Config, Updates};
 
 /// Returns the number of servers outside the pool at the start.
 fn spare_servers(config: &Config) -> usize {
     match &config.updates {
         Updates::PerMinute { .. } => max_deviation(config.servers),
-        Updates::Scheduled(list) => list.iter().filter(|(_, change)| *change == Change::AddServer).count(),
+        Updates::Scheduled(list) => list.iter().filter(|(_, change)| *change == ClusterChange::AddServer).count(),
     }
 }
 
@@ -23,7 +23,7 @@ pub fn server_count(config: &Config) -> usize {
     config.servers + spare_servers(config)
 }
 
-pub fn simulate<B: Balancer>(config: &Config, mix: &Mix, seed: u64, balancer: B) -> Run {
+pub fn simulate<B: Balancer>(config: &Config, mix: &Mix, seed: u64, balancer: B) -> SeedOutcome {
     Simulation::new(config, mix, seed, balancer).run()
 }
 
@@ -33,12 +33,12 @@ struct Simulation<'a, B> {
     cluster: Cluster,
     connections: Connections,
     source: ConnectionSource,
-    schedule: Schedule,
+    schedule: ChangeSchedule,
     next_report: Option<Nanoseconds>,
     report_interval: Nanoseconds,
     warm_up: Nanoseconds,
     end: Nanoseconds,
-    run: Run,
+    run: SeedOutcome,
 }
 
 impl<'a, B: Balancer> Simulation<'a, B> {
@@ -49,23 +49,26 @@ impl<'a, B: Balancer> Simulation<'a, B> {
         balancer.servers_changed(&cluster);
         let report_interval = config.report_ms * 1_000_000;
         let whole_seconds = (config.minutes * 60.0).ceil() as usize;
-        let seconds = vec![Second { servers: config.servers, ..Second::default() }; whole_seconds];
+        let seconds = vec![SecondCounts { servers: config.servers, ..SecondCounts::default() }; whole_seconds];
         Self {
             mix,
             next_report: balancer.takes_reports().then_some(report_interval),
             balancer,
             connections: Connections::new(mix),
             source: ConnectionSource::new(config.arrivals, mix, warm_up, seed),
-            schedule: Schedule::new(&config.updates, &cluster, warm_up, seed),
+            schedule: ChangeSchedule::new(&config.updates, &cluster, warm_up, seed),
             cluster,
             report_interval,
             warm_up,
             end,
-            run: Run { seconds: if config.by_second { seconds } else { Vec::new() }, ..Run::default() },
+            run: SeedOutcome {
+                second_counts: if config.by_second { seconds } else { Vec::new() },
+                ..SeedOutcome::default()
+            },
         }
     }
 
-    fn run(mut self) -> Run {
+    fn run(mut self) -> SeedOutcome {
         loop {
             // At equal times connections end first, because an ended connection cannot be broken.
             let ends = self.connections.next_end().unwrap_or(Nanoseconds::MAX);
@@ -111,7 +114,7 @@ impl<'a, B: Balancer> Simulation<'a, B> {
 
     fn close(&mut self) {
         let connection = self.connections.close_next().expect("one ends now");
-        let broken = self.balancer.broken_at(&connection, &self.cluster);
+        let broken = self.balancer.first_break_time(&connection, &self.cluster);
         self.source.connection_ended(connection.kind);
         self.cluster.connection_closed(connection.server);
         self.balancer.connection_closed(&connection, &self.cluster);
@@ -122,7 +125,7 @@ impl<'a, B: Balancer> Simulation<'a, B> {
         match broken {
             Some(at) => {
                 self.run.broken += 1;
-                if !self.run.seconds.is_empty() {
+                if !self.run.second_counts.is_empty() {
                     let noticed = self.notice_time(&connection, at);
                     self.update_second(noticed, |second| second.broken += 1);
                 }
@@ -135,8 +138,10 @@ impl<'a, B: Balancer> Simulation<'a, B> {
         let previous_servers = self.cluster.members().len();
         match self.schedule.apply_next(&mut self.cluster) {
             None => return,
-            Some(Change::AddServer | Change::RemoveServer) => self.balancer.servers_changed(&self.cluster),
-            Some(Change::AddLoadBalancer | Change::RemoveLoadBalancer) => {
+            Some(ClusterChange::AddServer | ClusterChange::RemoveServer) => {
+                self.balancer.servers_changed(&self.cluster)
+            }
+            Some(ClusterChange::AddLoadBalancer | ClusterChange::RemoveLoadBalancer) => {
                 self.balancer.load_balancers_changed(&self.cluster, &mut self.connections);
             }
         }
@@ -146,7 +151,7 @@ impl<'a, B: Balancer> Simulation<'a, B> {
         }
         if servers != previous_servers {
             let first = (self.cluster.now.saturating_sub(self.warm_up) / SECOND) as usize;
-            self.run.seconds.iter_mut().skip(first).for_each(|second| second.servers = servers);
+            self.run.second_counts.iter_mut().skip(first).for_each(|second| second.servers = servers);
         }
     }
 
@@ -160,20 +165,20 @@ impl<'a, B: Balancer> Simulation<'a, B> {
         connection.start + (next * u128::from(kind.duration) / packets) as Nanoseconds
     }
 
-    fn update_second(&mut self, at: Nanoseconds, count: impl FnOnce(&mut Second)) {
+    fn update_second(&mut self, at: Nanoseconds, count: impl FnOnce(&mut SecondCounts)) {
         let Some(after) = at.checked_sub(self.warm_up) else { return };
-        if let Some(second) = self.run.seconds.get_mut((after / SECOND) as usize) {
+        if let Some(second) = self.run.second_counts.get_mut((after / SECOND) as usize) {
             count(second);
         }
     }
 
-    fn finish(mut self) -> Run {
+    fn finish(mut self) -> SeedOutcome {
         self.run.imbalance = self.cluster.imbalance.average();
         self.run.open_at_end = self.connections.len();
-        if !self.run.seconds.is_empty() {
+        if !self.run.second_counts.is_empty() {
             // Open connections may have been broken within a reported second.
             while let Some(connection) = self.connections.close_next() {
-                if let Some(at) = self.balancer.broken_at(&connection, &self.cluster) {
+                if let Some(at) = self.balancer.first_break_time(&connection, &self.cluster) {
                     let noticed = self.notice_time(&connection, at);
                     self.update_second(noticed, |second| second.broken += 1);
                 }

@@ -44,12 +44,12 @@ impl HashLayout {
 
 /// Stateless hashing: every packet goes to the current server of its bucket.
 #[derive(Debug)]
-pub struct Hashed {
+pub struct StatelessHashing {
     layout: HashLayout,
     table: BucketTable,
 }
 
-impl Hashed {
+impl StatelessHashing {
     pub fn new(layout: HashLayout, config: &Config) -> Self {
         let size = layout.size(config.servers, config.buckets_per_server);
         Self { layout, table: BucketTable::new(size, false, config.by_second) }
@@ -61,9 +61,9 @@ impl Hashed {
     }
 }
 
-impl Balancer for Hashed {
+impl Balancer for StatelessHashing {
     fn place(&mut self, identity: u64, _cluster: &Cluster) -> PlacedConnection {
-        PlacedConnection { server: self.server_of(identity), core: 0, stored_state: self.table.last_change() }
+        PlacedConnection { server: self.server_of(identity), core: 0, stored_state: self.table.last_change_number() }
     }
 
     fn servers_changed(&mut self, cluster: &Cluster) {
@@ -74,7 +74,7 @@ impl Balancer for Hashed {
         }
     }
 
-    fn broken_at(&self, connection: &Connection, cluster: &Cluster) -> Option<Nanoseconds> {
+    fn first_break_time(&self, connection: &Connection, cluster: &Cluster) -> Option<Nanoseconds> {
         self.table.broken_at(connection, cluster.now)
     }
 }
@@ -83,14 +83,14 @@ impl Balancer for Hashed {
 /// (Ananta, Maglev, Katran: Cheetah, NSDI'20, Sect. 2.2). A connection's mark has a bit for every load balancer that
 /// stores it.
 #[derive(Debug)]
-pub struct Stateful {
-    hashed: Hashed,
+pub struct StatefulHashing {
+    hashed: StatelessHashing,
     load_balancer_mask: u64,
 }
 
-impl Stateful {
+impl StatefulHashing {
     pub fn new(layout: HashLayout, config: &Config) -> Self {
-        Self { hashed: Hashed::new(layout, config), load_balancer_mask: 0 }
+        Self { hashed: StatelessHashing::new(layout, config), load_balancer_mask: 0 }
     }
 
     /// Returns the current server of packets at a load balancer without an entry for the connection.
@@ -100,25 +100,25 @@ impl Stateful {
     }
 }
 
-fn bits_of(load_balancers: &[u8]) -> u64 {
+fn load_balancer_bits(load_balancers: &[u8]) -> u64 {
     load_balancers.iter().fold(0, |bits, load_balancer| bits | 1 << load_balancer)
 }
 
-impl Balancer for Stateful {
+impl Balancer for StatefulHashing {
     fn place(&mut self, identity: u64, cluster: &Cluster) -> PlacedConnection {
         PlacedConnection { stored_state: 1 << cluster.load_balancer(identity), ..self.hashed.place(identity, cluster) }
     }
 
     fn servers_changed(&mut self, cluster: &Cluster) {
-        self.load_balancer_mask = bits_of(cluster.load_balancers());
+        self.load_balancer_mask = load_balancer_bits(cluster.load_balancers());
         self.hashed.servers_changed(cluster);
     }
 
     /// Checks all connections, because each may now reach another load balancer. Hashed connections keep their server.
     fn load_balancers_changed(&mut self, cluster: &Cluster, connections: &mut Connections) {
         // A load balancer that stops or restarts loses its state.
-        let kept = self.load_balancer_mask & bits_of(cluster.load_balancers());
-        self.load_balancer_mask = bits_of(cluster.load_balancers());
+        let kept = self.load_balancer_mask & load_balancer_bits(cluster.load_balancers());
+        self.load_balancer_mask = load_balancer_bits(cluster.load_balancers());
         let hashed = &self.hashed;
         for connection in connections.iter_mut().filter(|connection| connection.rerouted_at.is_none()) {
             connection.stored_state &= kept;
@@ -132,7 +132,7 @@ impl Balancer for Stateful {
         }
     }
 
-    fn broken_at(&self, connection: &Connection, _cluster: &Cluster) -> Option<Nanoseconds> {
+    fn first_break_time(&self, connection: &Connection, _cluster: &Cluster) -> Option<Nanoseconds> {
         connection.rerouted_at
     }
 }

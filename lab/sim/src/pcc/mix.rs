@@ -5,7 +5,7 @@ use coreward_model::rss::uniform_below;
 use super::clock::Nanoseconds;
 
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Kind {
+pub struct ConnectionKind {
     /// Time from the first packet to the last.
     pub duration: Nanoseconds,
     /// Packets from the server, at equal intervals over the duration; at least 1. The client acknowledges each.
@@ -56,7 +56,7 @@ const BYTES_PER_PACKET: f64 = 125.0;
 
 #[derive(Debug, Clone)]
 pub struct Mix {
-    kinds: Vec<Kind>,
+    kinds: Vec<ConnectionKind>,
     /// Numbers of kinds, repeated by weight.
     weighted_kinds: Vec<u8>,
     mean_duration: f64,
@@ -64,7 +64,7 @@ pub struct Mix {
 
 impl Mix {
     pub fn web_server() -> Self {
-        let kind = |(microseconds, bytes, _): &(u64, f64, u16)| Kind {
+        let kind = |(microseconds, bytes, _): &(u64, f64, u16)| ConnectionKind {
             duration: microseconds * 1_000,
             packets: ((bytes / BYTES_PER_PACKET) as u32).max(1),
         };
@@ -77,17 +77,17 @@ impl Mix {
     /// Returns a mix of connections that all have the duration `seconds`.
     #[cfg(test)]
     pub fn constant(seconds: f64) -> Self {
-        Self::new(vec![Kind { duration: super::clock::from_seconds(seconds), packets: 1 }], vec![0])
+        Self::new(vec![ConnectionKind { duration: super::clock::from_seconds(seconds), packets: 1 }], vec![0])
     }
 
-    fn new(kinds: Vec<Kind>, drawn_from: Vec<u8>) -> Self {
+    fn new(kinds: Vec<ConnectionKind>, drawn_from: Vec<u8>) -> Self {
         let total: u128 = drawn_from.iter().map(|kind| u128::from(kinds[usize::from(*kind)].duration)).sum();
         let mean_duration = total as f64 / drawn_from.len() as f64;
         Self { kinds, weighted_kinds: drawn_from, mean_duration }
     }
 
     /// Returns the kinds; a kind's number is its position.
-    pub fn kinds(&self) -> &[Kind] {
+    pub fn kinds(&self) -> &[ConnectionKind] {
         &self.kinds
     }
 
@@ -106,7 +106,7 @@ impl Mix {
         self.mean_duration
     }
 
-    pub fn longest(&self) -> Nanoseconds {
+    pub fn longest_duration(&self) -> Nanoseconds {
         self.kinds.iter().map(|kind| kind.duration).max().unwrap_or(0)
     }
 }
@@ -123,7 +123,7 @@ mod tests {
         // Values of the file: mean 26.3013 s, median 0.544234 s, maximum 150.403355 s, mean size 6.2 KB.
         assert!((mix.mean_duration() / 1e9 - 26.3013).abs() < 1e-4, "{}", mix.mean_duration());
         assert_eq!(mix.kinds()[usize::from(mix.weighted_kinds()[454])].duration, from_seconds(0.544234));
-        assert_eq!(mix.longest(), 150_403_355_000);
+        assert_eq!(mix.longest_duration(), 150_403_355_000);
         let bytes: f64 = WEB_SERVER.iter().map(|(_, bytes, weight)| bytes * f64::from(*weight)).sum();
         assert!((bytes / 908.0 - 6_200.0).abs() < 50.0, "{}", bytes / 908.0);
     }

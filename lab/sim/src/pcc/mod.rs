@@ -21,17 +21,17 @@ mod reference_tests;
 mod schedule;
 mod small_cookies;
 
-pub use arrivals::{Arrivals, ConnectionSource, RateStep};
-use beamer::{Beamer, Control};
+pub use arrivals::{Arrivals, ConnectionSource, RateWave};
+use beamer::{Beamer, ThresholdControl};
 use cheetah::Cheetah;
-pub use cluster::{Change, LOAD_BALANCERS_MAX};
+pub use cluster::{ClusterChange, LOAD_BALANCERS_MAX};
 use coreward_model::placement::BucketCount;
-use hashed::{Hashed, Stateful};
+use hashed::{StatefulHashing, StatelessHashing};
 pub use method::{HashLayout, INDEX_BITS_MAX, Method, MethodError, TAG_BITS_MAX};
-pub use mix::{Kind, Mix};
-pub use outcome::{MethodOutcome, Outcome, Run, Second};
+pub use mix::{ConnectionKind, Mix};
+pub use outcome::{MethodOutcome, Outcome, SecondCounts, SeedOutcome};
 pub use schedule::Updates;
-use small_cookies::{Fields, SmallCookies};
+use small_cookies::{CookieFields, SmallCookies};
 
 use crate::par_map_ordered;
 
@@ -105,16 +105,16 @@ impl Config {
     pub fn cheetah_figure_9() -> Self {
         let steps = [(5, 1), (6, 2), (7, 2), (13, 1), (16, -2), (20, -1), (21, -1), (22, -3), (23, -1)];
         let changes = steps.into_iter().flat_map(|(second, servers): (u32, i32)| {
-            let change = if servers > 0 { Change::AddServer } else { Change::RemoveServer };
+            let change = if servers > 0 { ClusterChange::AddServer } else { ClusterChange::RemoveServer };
             // A count covers the preceding second.
             std::iter::repeat_n((f64::from(second) - 0.5, change), servers.unsigned_abs() as usize)
         });
         Self {
             servers: 24,
-            arrivals: Arrivals::Recycled {
+            arrivals: Arrivals::ClosedLoop {
                 // Four machines generated the load.
                 clients: 4,
-                per_second: RateStep { low: 1_500.0, high: 2_500.0, length: 40.0 },
+                per_second: RateWave { base_per_s: 1_500.0, peak_per_s: 2_500.0, duration_s: 40.0 },
             },
             updates: Updates::Scheduled(changes.collect()),
             minutes: 45.0 / 60.0,
@@ -192,25 +192,25 @@ pub fn run(config: &Config) -> Result<Outcome, Error> {
     Ok(Outcome { methods: methods.map(|(method, runs)| MethodOutcome::of(*method, runs.to_vec())).collect() })
 }
 
-fn run_one(config: &Config, mix: &Mix, method: Method, seed: u64) -> Run {
+fn run_one(config: &Config, mix: &Mix, method: Method, seed: u64) -> SeedOutcome {
     let servers = engine::server_count(config);
     match method {
-        Method::Hashed(layout) => engine::simulate(config, mix, seed, Hashed::new(layout, config)),
+        Method::Hashed(layout) => engine::simulate(config, mix, seed, StatelessHashing::new(layout, config)),
         Method::Beamer { threshold } => {
             let starts = arrivals::settling_time(&config.arrivals, mix) / 2;
-            let control = threshold.map(|threshold| Control { threshold, start: starts });
+            let control = threshold.map(|threshold| ThresholdControl { threshold, start: starts });
             let beamer = Beamer::new(control, config, seed);
             engine::simulate(config, mix, seed, beamer)
         }
-        Method::Stateful(layout) => engine::simulate(config, mix, seed, Stateful::new(layout, config)),
+        Method::Stateful(layout) => engine::simulate(config, mix, seed, StatefulHashing::new(layout, config)),
         Method::HistoryTag { bits, renews_tags: fresh, layout } => {
-            let fields = Fields { tag_bits: bits, renews_tags: fresh, index_bits: 0 };
-            let cookies = SmallCookies::new(fields, layout, config, servers, mix.longest());
+            let fields = CookieFields { tag_bits: bits, renews_tags: fresh, index_bits: 0 };
+            let cookies = SmallCookies::new(fields, layout, config, servers, mix.longest_duration());
             engine::simulate(config, mix, seed, cookies)
         }
         Method::HashIndex { bits, tag_bits, layout } => {
-            let fields = Fields { tag_bits, renews_tags: true, index_bits: bits };
-            let cookies = SmallCookies::new(fields, layout, config, servers, mix.longest());
+            let fields = CookieFields { tag_bits, renews_tags: true, index_bits: bits };
+            let cookies = SmallCookies::new(fields, layout, config, servers, mix.longest_duration());
             engine::simulate(config, mix, seed, cookies)
         }
         Method::Cheetah { policy } => engine::simulate(config, mix, seed, Cheetah::new(policy, config, servers, seed)),
@@ -226,9 +226,9 @@ fn check(config: &Config) -> Result<(), Error> {
         Arrivals::Open { connections } if !within(connections, 1.0, CONNECTIONS_MAX.into()) => {
             return Err(Error::Connections(connections));
         }
-        Arrivals::Recycled { clients, .. } if clients == 0 || clients > 1_000 => return Err(Error::Clients(clients)),
-        Arrivals::Recycled { per_second, .. } => {
-            let rates = [per_second.low, per_second.high];
+        Arrivals::ClosedLoop { clients, .. } if clients == 0 || clients > 1_000 => return Err(Error::Clients(clients)),
+        Arrivals::ClosedLoop { per_second, .. } => {
+            let rates = [per_second.base_per_s, per_second.peak_per_s];
             rates
                 .map(|rate| if within(rate, 1.0, 1e6) { Ok(()) } else { Err(Error::Requests(rate)) })
                 .into_iter()

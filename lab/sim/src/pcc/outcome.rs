@@ -8,7 +8,7 @@ use crate::seed_summary::SeedSummary;
 
 /// Results of one method with one seed.
 #[derive(Debug, Clone, Default, PartialEq)]
-pub struct Run {
+pub struct SeedOutcome {
     /// Connections that ended after the warm-up.
     pub ended: u64,
     /// Number of broken connections.
@@ -19,12 +19,12 @@ pub struct Run {
     pub updates: u64,
     pub open_at_end: usize,
     /// Results of each second after the warm-up, if [`super::Config::by_second`] is set.
-    pub seconds: Vec<Second>,
+    pub second_counts: Vec<SecondCounts>,
 }
 
 /// Results of one second of one method with one seed.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct Second {
+pub struct SecondCounts {
     /// Connections that ended unbroken.
     pub completed: u64,
     /// Connections whose client noticed the break.
@@ -33,14 +33,14 @@ pub struct Second {
     pub servers: usize,
 }
 
-impl Run {
+impl SeedOutcome {
     /// Returns the broken connections in percent of the ended ones.
     pub fn broken_pct(&self) -> f64 {
         if self.ended == 0 { 0.0 } else { 100.0 * self.broken as f64 / self.ended as f64 }
     }
 }
 
-impl Second {
+impl SecondCounts {
     /// Returns the broken connections in percent of the completed ones (Cheetah, NSDI'20, Fig. 9).
     pub fn broken_pct(&self) -> f64 {
         100.0 * self.broken as f64 / self.completed.max(1) as f64
@@ -61,18 +61,18 @@ pub struct MethodOutcome {
     pub updates: u64,
     /// Results of each seed, in order.
     #[serde(skip)]
-    pub runs: Vec<Run>,
+    pub runs: Vec<SeedOutcome>,
 }
 
 impl MethodOutcome {
     /// Returns the results of at least one run.
-    pub(super) fn of(method: Method, runs: Vec<Run>) -> Self {
-        let spread = |value: fn(&Run) -> f64| {
+    pub(super) fn of(method: Method, runs: Vec<SeedOutcome>) -> Self {
+        let spread = |value: fn(&SeedOutcome) -> f64| {
             SeedSummary::of(&runs.iter().map(value).collect::<Vec<_>>()).expect("at least one seed")
         };
         Self {
             method,
-            broken_pct: spread(Run::broken_pct),
+            broken_pct: spread(SeedOutcome::broken_pct),
             imbalance: spread(|run| run.imbalance),
             connections: runs.iter().map(|run| run.ended).sum(),
             updates: runs.iter().map(|run| run.updates).sum(),

@@ -7,16 +7,16 @@ use coreward_model::cookie::Cookie;
 use proptest::prelude::*;
 
 use super::balancer::{Balancer, PlacedConnection};
-use super::beamer::{Beamer, Control};
+use super::beamer::{Beamer, ThresholdControl};
 use super::cheetah::Cheetah;
 use super::clock::Nanoseconds;
 use super::cluster::{Cluster, id_of};
 use super::connections::{Connection, Connections};
 use super::engine::{server_count, simulate};
-use super::hashed::{Hashed, Stateful};
+use super::hashed::{StatefulHashing, StatelessHashing};
 use super::mix::Mix;
-use super::small_cookies::{Fields, SmallCookies};
-use super::{Arrivals, Config, HashLayout, Run, Updates};
+use super::small_cookies::{CookieFields, SmallCookies};
+use super::{Arrivals, Config, HashLayout, SeedOutcome, Updates};
 
 /// Reference model of the destination of a connection's packets.
 trait Network<B> {
@@ -92,8 +92,8 @@ impl<B: Balancer, N: Network<B>> Balancer for FollowedConnections<B, N> {
         self.send_to_all(cluster);
     }
 
-    fn broken_at(&self, connection: &Connection, cluster: &Cluster) -> Option<Nanoseconds> {
-        let reported = self.balancer.broken_at(connection, cluster);
+    fn first_break_time(&self, connection: &Connection, cluster: &Cluster) -> Option<Nanoseconds> {
+        let reported = self.balancer.first_break_time(connection, cluster);
         assert_eq!(reported, self.open[&connection.identity].1, "{connection:?}");
         reported
     }
@@ -102,12 +102,12 @@ impl<B: Balancer, N: Network<B>> Balancer for FollowedConnections<B, N> {
 /// Model in which a packet goes to the current server of its bucket.
 struct ByBucket;
 
-impl Network<Hashed> for ByBucket {
-    fn observe(&mut self, _: &Hashed, _: &Cluster) {}
+impl Network<StatelessHashing> for ByBucket {
+    fn observe(&mut self, _: &StatelessHashing, _: &Cluster) {}
 
     fn begin(&mut self, _: &Connection, _: &Cluster) {}
 
-    fn send(&mut self, connection: &Connection, balancer: &Hashed, _: &Cluster) -> u16 {
+    fn send(&mut self, connection: &Connection, balancer: &StatelessHashing, _: &Cluster) -> u16 {
         balancer.server_of(connection.identity)
     }
 }
@@ -149,8 +149,8 @@ struct ConnectionTables {
     tables: BTreeMap<u8, BTreeMap<u64, u16>>,
 }
 
-impl Network<Stateful> for ConnectionTables {
-    fn observe(&mut self, _: &Stateful, cluster: &Cluster) {
+impl Network<StatefulHashing> for ConnectionTables {
+    fn observe(&mut self, _: &StatefulHashing, cluster: &Cluster) {
         let running: BTreeSet<u8> = cluster.load_balancers().iter().copied().collect();
         self.tables.retain(|load_balancer, _| running.contains(load_balancer));
     }
@@ -160,7 +160,7 @@ impl Network<Stateful> for ConnectionTables {
         self.tables.entry(load_balancer).or_default().insert(connection.identity, connection.server);
     }
 
-    fn send(&mut self, connection: &Connection, balancer: &Stateful, cluster: &Cluster) -> u16 {
+    fn send(&mut self, connection: &Connection, balancer: &StatefulHashing, cluster: &Cluster) -> u16 {
         let table = self.tables.entry(cluster.load_balancer(connection.identity)).or_default();
         *table.entry(connection.identity).or_insert_with(|| balancer.server_of(connection.identity))
     }
@@ -225,10 +225,10 @@ fn churning_cluster(servers: usize, load_balancers: usize) -> Config {
     }
 }
 
-fn check<B: Balancer, N: Network<B>>(config: &Config, seed: u64, balancer: B, network: N) -> Run {
+fn check<B: Balancer, N: Network<B>>(config: &Config, seed: u64, balancer: B, network: N) -> SeedOutcome {
     let run = simulate(config, &Mix::web_server(), seed, FollowedConnections::new(balancer, network));
     assert!(run.ended > 50 && run.updates > 30, "{run:?}");
-    let by_second: u64 = run.seconds.iter().map(|second| second.completed).sum();
+    let by_second: u64 = run.second_counts.iter().map(|second| second.completed).sum();
     assert_eq!(by_second, run.ended - run.broken);
     run
 }
@@ -240,7 +240,7 @@ proptest! {
     fn bucket_tables_equal_the_reference(seed: u64, servers in 2usize..12, layout in 0usize..3) {
         let config = churning_cluster(servers, 2);
         let layout = [HashLayout::Striped, HashLayout::Ring, HashLayout::Maglev][layout];
-        let run = check(&config, seed, Hashed::new(layout, &config), ByBucket);
+        let run = check(&config, seed, StatelessHashing::new(layout, &config), ByBucket);
         prop_assert!(run.broken > 0);
     }
 
@@ -249,14 +249,14 @@ proptest! {
         seed: u64, servers in 2usize..12, threshold in proptest::option::of(0.05f64..1.0)
     ) {
         let config = churning_cluster(servers, 2);
-        let control = threshold.map(|threshold| Control { threshold, start: 20_000_000_000 });
+        let control = threshold.map(|threshold| ThresholdControl { threshold, start: 20_000_000_000 });
         check(&config, seed, Beamer::new(control, &config, seed), DaisyChained::default());
     }
 
     #[test]
     fn connection_tables_equal_the_reference(seed: u64, servers in 2usize..12, load_balancers in 1usize..5) {
         let config = churning_cluster(servers, load_balancers);
-        check(&config, seed, Stateful::new(HashLayout::Striped, &config), ConnectionTables::default());
+        check(&config, seed, StatefulHashing::new(HashLayout::Striped, &config), ConnectionTables::default());
     }
 
     #[test]
@@ -265,8 +265,8 @@ proptest! {
     ) {
         let config = churning_cluster(servers, 2);
         let layout = [HashLayout::Striped, HashLayout::Ring, HashLayout::Maglev][layout];
-        let (fields, mix) = (Fields { tag_bits, renews_tags: fresh, index_bits }, Mix::web_server());
-        let cookies = SmallCookies::new(fields, layout, &config, server_count(&config), mix.longest());
+        let (fields, mix) = (CookieFields { tag_bits, renews_tags: fresh, index_bits }, Mix::web_server());
+        let cookies = SmallCookies::new(fields, layout, &config, server_count(&config), mix.longest_duration());
         check(&config, seed, cookies, TablesByTag::default());
     }
 
@@ -315,8 +315,8 @@ fn least_and_pow2_use_present_counts() {
             assert!(!self.0.takes_reports());
         }
 
-        fn broken_at(&self, connection: &Connection, cluster: &Cluster) -> Option<Nanoseconds> {
-            self.0.broken_at(connection, cluster)
+        fn first_break_time(&self, connection: &Connection, cluster: &Cluster) -> Option<Nanoseconds> {
+            self.0.first_break_time(connection, cluster)
         }
     }
 

@@ -4,8 +4,8 @@ use coreward_model::rss::{seeded_rng, uniform_below};
 use rand_xoshiro::Xoshiro256PlusPlus;
 
 use super::clock::{Nanoseconds, from_seconds};
-use super::cluster::{Change, Cluster};
-use crate::random::{exponential, unit};
+use super::cluster::{Cluster, ClusterChange};
+use crate::random::{exponential, uniform_unit};
 
 /// [`seeded_rng`]'s stream for changes.
 const RNG_STREAM_CHANGES: u64 = 201;
@@ -21,7 +21,7 @@ pub enum Updates {
         load_balancers: f64,
     },
     /// Changes at times after the warm-up (s), in this order.
-    Scheduled(Vec<(f64, Change)>),
+    Scheduled(Vec<(f64, ClusterChange)>),
 }
 
 /// Returns the largest deviation of the number of servers or load balancers from the nominal one.
@@ -31,22 +31,23 @@ pub fn max_deviation(nominal: usize) -> usize {
 
 /// Changes of one simulation.
 #[derive(Debug)]
-pub struct Schedule {
+pub struct ChangeSchedule {
     updates: Updates,
     rng: Xoshiro256PlusPlus,
     next_change: Option<Nanoseconds>,
     /// Next position in [`Updates::Scheduled`].
     position: usize,
-    nominal: (usize, usize),
+    nominal_counts: (usize, usize),
     warm_up: Nanoseconds,
 }
 
-impl Schedule {
+impl ChangeSchedule {
     /// Creates the schedule for a cluster of nominal size.
     pub fn new(updates: &Updates, cluster: &Cluster, warm_up: Nanoseconds, seed: u64) -> Self {
         let nominal = (cluster.members().len(), cluster.load_balancers().len());
         let rng = seeded_rng(seed, RNG_STREAM_CHANGES);
-        let mut schedule = Self { updates: updates.clone(), rng, next_change: None, position: 0, nominal, warm_up };
+        let mut schedule =
+            Self { updates: updates.clone(), rng, next_change: None, position: 0, nominal_counts: nominal, warm_up };
         schedule.find_next(0);
         schedule
     }
@@ -57,14 +58,14 @@ impl Schedule {
     }
 
     /// Applies the change that is due. An impossible change (an addition without a spare server) is skipped.
-    pub fn apply_next(&mut self, cluster: &mut Cluster) -> Option<Change> {
+    pub fn apply_next(&mut self, cluster: &mut Cluster) -> Option<ClusterChange> {
         let change = match &self.updates {
             Updates::Scheduled(list) => list[self.position].1,
             Updates::PerMinute { servers, load_balancers } => {
                 let total = servers + load_balancers;
-                let of_servers = load_balancers == &0.0 || unit(&mut self.rng) * total < *servers;
+                let of_servers = load_balancers == &0.0 || uniform_unit(&mut self.rng) * total < *servers;
                 let add = uniform_below(&mut self.rng, 2) == 1;
-                random_change(of_servers, add, cluster, self.nominal)
+                random_change(of_servers, add, cluster, self.nominal_counts)
             }
         };
         self.position += 1;
@@ -84,16 +85,16 @@ impl Schedule {
     }
 }
 
-fn random_change(of_servers: bool, add: bool, cluster: &Cluster, nominal: (usize, usize)) -> Change {
+fn random_change(of_servers: bool, add: bool, cluster: &Cluster, nominal: (usize, usize)) -> ClusterChange {
     let (count, nominal) =
         if of_servers { (cluster.members().len(), nominal.0) } else { (cluster.load_balancers().len(), nominal.1) };
     let fewest = nominal.saturating_sub(max_deviation(nominal)).max(1);
     let add = (add || count <= fewest) && count < nominal + max_deviation(nominal);
     match (of_servers, add) {
-        (true, true) => Change::AddServer,
-        (true, false) => Change::RemoveServer,
-        (false, true) => Change::AddLoadBalancer,
-        (false, false) => Change::RemoveLoadBalancer,
+        (true, true) => ClusterChange::AddServer,
+        (true, false) => ClusterChange::RemoveServer,
+        (false, true) => ClusterChange::AddLoadBalancer,
+        (false, false) => ClusterChange::RemoveLoadBalancer,
     }
 }
 
@@ -105,12 +106,12 @@ mod tests {
     fn random_changes_keep_the_rate_and_the_size() {
         let mut cluster = Cluster::new(40, max_deviation(40), 4, 0);
         let updates = Updates::PerMinute { servers: 60.0, load_balancers: 20.0 };
-        let mut schedule = Schedule::new(&updates, &cluster, 0, 1);
+        let mut schedule = ChangeSchedule::new(&updates, &cluster, 0, 1);
         let (mut of_servers, mut of_load_balancers) = (0, 0);
         while schedule.next().unwrap() < from_seconds(6_000.0) {
             cluster.advance(schedule.next().unwrap());
             match schedule.apply_next(&mut cluster) {
-                Some(Change::AddServer | Change::RemoveServer) => of_servers += 1,
+                Some(ClusterChange::AddServer | ClusterChange::RemoveServer) => of_servers += 1,
                 Some(_) => of_load_balancers += 1,
                 None => panic!("a random change can be made"),
             }
@@ -124,14 +125,17 @@ mod tests {
     #[test]
     fn listed_changes_come_after_the_warm_up() {
         let mut cluster = Cluster::new(2, 1, 1, 0);
-        let updates =
-            Updates::Scheduled(vec![(1.0, Change::AddServer), (1.0, Change::AddServer), (2.5, Change::RemoveServer)]);
-        let mut schedule = Schedule::new(&updates, &cluster, from_seconds(10.0), 1);
+        let updates = Updates::Scheduled(vec![
+            (1.0, ClusterChange::AddServer),
+            (1.0, ClusterChange::AddServer),
+            (2.5, ClusterChange::RemoveServer),
+        ]);
+        let mut schedule = ChangeSchedule::new(&updates, &cluster, from_seconds(10.0), 1);
         assert_eq!(schedule.next(), Some(11_000_000_000));
-        assert_eq!(schedule.apply_next(&mut cluster), Some(Change::AddServer));
+        assert_eq!(schedule.apply_next(&mut cluster), Some(ClusterChange::AddServer));
         assert_eq!(schedule.apply_next(&mut cluster), None);
         assert_eq!(schedule.next(), Some(12_500_000_000));
-        assert_eq!(schedule.apply_next(&mut cluster), Some(Change::RemoveServer));
+        assert_eq!(schedule.apply_next(&mut cluster), Some(ClusterChange::RemoveServer));
         assert_eq!(schedule.next(), None);
     }
 }

@@ -10,7 +10,7 @@
 use std::collections::VecDeque;
 
 use coreward_model::ServerId;
-use coreward_model::placement::mix;
+use coreward_model::placement::mix_hash;
 
 use super::balancer::{Balancer, PlacedConnection};
 use super::buckets::bucket_of;
@@ -22,7 +22,7 @@ use super::{Config, LoadInfo};
 
 /// Sizes and use of a cookie's fields.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Fields {
+pub struct CookieFields {
     /// Bits of the tag: 2^bits configurations are stored. 0: only the current one.
     pub tag_bits: u8,
     /// Whether open connections get newer tags.
@@ -44,28 +44,34 @@ struct Configuration {
 /// hash index above 32 bits.
 #[derive(Debug)]
 pub struct SmallCookies {
-    fields: Fields,
+    fields: CookieFields,
     layout: HashLayout,
     buckets: usize,
     /// Configurations that an open connection may use, the current one last.
     configurations: VecDeque<Configuration>,
     /// Number of the first stored configuration.
     first_number: u32,
-    longest: Nanoseconds,
+    longest_duration: Nanoseconds,
     /// Connections by server in the last report, for policies that only use reports.
     reported_connections: Option<Vec<u32>>,
 }
 
 impl SmallCookies {
     /// Creates load balancers for the configured cluster; `longest` is the longest duration of a connection.
-    pub fn new(fields: Fields, layout: HashLayout, config: &Config, servers: usize, longest: Nanoseconds) -> Self {
+    pub fn new(
+        fields: CookieFields,
+        layout: HashLayout,
+        config: &Config,
+        servers: usize,
+        longest: Nanoseconds,
+    ) -> Self {
         Self {
             fields,
             layout,
             buckets: layout.size(config.servers, config.buckets_per_server),
             configurations: VecDeque::new(),
             first_number: 0,
-            longest,
+            longest_duration: longest,
             reported_connections: (config.load_info == LoadInfo::Reported).then(|| vec![0; servers]),
         }
     }
@@ -87,7 +93,7 @@ impl SmallCookies {
 
     /// Returns the server of a connection by hash function `index` in a stored configuration.
     pub fn server(&self, configuration: u32, identity: u64, index: u32) -> u16 {
-        let hash = if index == 0 { identity } else { mix(identity as u32 ^ index.wrapping_mul(0x9e37_79b9)) };
+        let hash = if index == 0 { identity } else { mix_hash(identity as u32 ^ index.wrapping_mul(0x9e37_79b9)) };
         let servers = &self.configuration(configuration).servers;
         servers[bucket_of(hash, self.buckets) % servers.len()]
     }
@@ -132,7 +138,7 @@ impl Balancer for SmallCookies {
         let servers = positions.into_iter().map(|position| cluster.members()[position]).collect();
         self.configurations.push_back(Configuration { start: cluster.now, servers });
         // A configuration is needed until the connections that began in it have ended.
-        while self.configurations.get(1).is_some_and(|next| next.start + self.longest < cluster.now) {
+        while self.configurations.get(1).is_some_and(|next| next.start + self.longest_duration < cluster.now) {
             self.configurations.pop_front();
             self.first_number += 1;
         }
@@ -151,7 +157,7 @@ impl Balancer for SmallCookies {
         }
     }
 
-    fn broken_at(&self, connection: &Connection, _cluster: &Cluster) -> Option<Nanoseconds> {
+    fn first_break_time(&self, connection: &Connection, _cluster: &Cluster) -> Option<Nanoseconds> {
         let mut tagged = connection.stored_state as u32;
         for number in tagged + 1..=self.current_number() {
             match self.surviving_tag(connection, tagged, number) {

@@ -6,8 +6,8 @@ use std::time::Instant;
 use serde::Serialize;
 
 use super::{
-    Class, Config, Outcome, Peak, PeakConfig, Policy, Quantiles, Service, SloMetric, SloUnit, Window, find_peak_load,
-    run,
+    ClassLatency, Config, LatencySummary, Outcome, PeakConfig, PeakLoadEstimate, Policy, ServiceTimeDistribution,
+    SloMetric, SloUnit, WindowLatency, find_peak_load, run,
 };
 use crate::output::{Format, Printable};
 
@@ -24,7 +24,7 @@ struct ServerArgs {
     /// Service times: fixed, exp, lognormal:SIGMA, bimodal:FRACTION:FACTOR, trimodal:FRACTION:FACTOR:FRACTION:FACTOR;
     /// the unit of time is the service time of the shortest class (fixed, exp, lognormal: the mean)
     #[arg(long, default_value = "exp")]
-    service: Service,
+    service: ServiceTimeDistribution,
     /// Latency between NIC and cores, one way, in units of service time
     #[arg(long, default_value_t = 0.0)]
     latency: f64,
@@ -100,12 +100,12 @@ pub struct PeakArgs {
 
 #[derive(Debug, Serialize)]
 struct RpcResult {
-    all: Quantiles,
-    classes: Vec<Class>,
+    all: LatencySummary,
+    classes: Vec<ClassLatency>,
     requests: u64,
     dropped_pct: f64,
     #[serde(skip_serializing_if = "Vec::is_empty")]
-    windows: Vec<Window>,
+    windows: Vec<WindowLatency>,
     events_per_second: f64,
 }
 
@@ -120,8 +120,13 @@ impl RpcResult {
 impl RpcArgs {
     /// Simulates and returns the printable result.
     pub(crate) fn run(self) -> anyhow::Result<String> {
-        let config =
-            Config { load: self.load, seed: self.seed, queue: self.queue, window: self.window, ..self.server.config() };
+        let config = Config {
+            load: self.load,
+            seed: self.seed,
+            queue_limit: self.queue,
+            window: self.window,
+            ..self.server.config()
+        };
         let start = Instant::now();
         let outcome = run(&config)?;
         let result = RpcResult::new(outcome, start.elapsed().as_secs_f64());
@@ -150,8 +155,8 @@ impl Printable for RpcResult {
     }
 
     fn rows(&self) -> Vec<Vec<String>> {
-        let row = |of: String, service: String, quantiles: &Quantiles| {
-            let Quantiles { mean, p50, p90, p99, p999 } = *quantiles;
+        let row = |of: String, service: String, quantiles: &LatencySummary| {
+            let LatencySummary { mean, p50, p90, p99, p999 } = *quantiles;
             let latencies = [mean, p50, p90, p99, p999].map(|latency| format!("{latency:.4}"));
             [of, service].into_iter().chain(latencies).collect()
         };
@@ -176,7 +181,7 @@ impl Printable for RpcResult {
     }
 }
 
-impl Printable for Peak {
+impl Printable for PeakLoadEstimate {
     fn columns(&self) -> Vec<&'static str> {
         vec!["peak_load", "low", "high"]
     }
@@ -215,7 +220,7 @@ mod tests {
         assert_eq!(json["events_per_second"], 1.0);
         let rows = result.rows();
         assert!(rows.len() > 4 && rows.iter().all(|row| row.len() == result.columns().len()));
-        let peak = Peak { peak_load: 0.5, low: 0.4, high: 0.6 };
+        let peak = PeakLoadEstimate { peak_load: 0.5, low: 0.4, high: 0.6 };
         let json: serde_json::Value = serde_json::from_str(&peak.render(Format::Json)).unwrap();
         assert_eq!(json, serde_json::json!({"peak_load": 0.5, "low": 0.4, "high": 0.6}));
     }

@@ -2,18 +2,18 @@
 
 use std::num::NonZeroU32;
 
-use coreward_model::dispatch::Assignment;
+use coreward_model::dispatch::CoreAssignment;
 
 use super::ticks::{TICKS_PER_UNIT, Tick};
-use super::{Policy, Service};
+use super::{Policy, ServiceTimeDistribution};
 
-/// Configuration of a simulation. Times are in units of service time (see [`Service`]).
+/// Configuration of a simulation. Times are in units of service time (see [`ServiceTimeDistribution`]).
 #[derive(Debug, Clone, PartialEq)]
 pub struct Config {
     pub policy: Policy,
     /// Number of cores of the server, at least 1.
     pub cores: u16,
-    pub service: Service,
+    pub service: ServiceTimeDistribution,
     /// One-way latency between NIC and cores.
     pub latency: f64,
     /// Offered load as a fraction of the cores' capacity.
@@ -27,8 +27,8 @@ pub struct Config {
     /// Skew of the connections: the i-th most frequent has a share proportional to 1 / i^skew; 0: equal shares.
     pub skew: f64,
     /// Largest number of requests inside the server; others are dropped. `None`: no limit.
-    pub queue: Option<u64>,
-    /// Length of the windows of [`Outcome::windows`], in units of service time.
+    pub queue_limit: Option<u64>,
+    /// Length of the windows of [`Outcome::windows`](super::Outcome), in units of service time.
     pub window: Option<f64>,
 }
 
@@ -37,14 +37,14 @@ impl Default for Config {
         Self {
             policy: Policy::ShortestQueue,
             cores: 16,
-            service: Service::Exponential,
+            service: ServiceTimeDistribution::Exponential,
             latency: 0.0,
             load: 0.8,
             requests: 1_000_000,
             seed: 1,
             connections: None,
             skew: 0.0,
-            queue: None,
+            queue_limit: None,
             window: None,
         }
     }
@@ -84,7 +84,7 @@ pub enum Error {
     Window(f64),
     /// Queue limit without room for a request.
     #[error("a queue of 0 requests: expected at least 1")]
-    NoQueue,
+    ZeroQueueLimit,
     /// The bounded queue was always full.
     #[error("no request after the warm-up was answered: expected more requests, or a longer queue")]
     NothingMeasured,
@@ -95,7 +95,7 @@ pub enum Error {
     #[error(
         "policy {policy}: {services} services on {cores} cores: expected two services (bimodal) and at least 2 cores"
     )]
-    TwoServices { policy: Policy, services: u8, cores: u16 },
+    NotTwoServices { policy: Policy, services: u8, cores: u16 },
     /// Invalid service level objective.
     #[error("SLO {0}: expected a number above 0, in multiples of the service time")]
     Slo(f64),
@@ -124,7 +124,7 @@ impl Config {
     pub(crate) fn check_stable(&self, buckets: u32) -> Result<(), Error> {
         self.check()?;
         let capacity = self.capacity(buckets);
-        if self.queue.is_none() && self.load >= capacity {
+        if self.queue_limit.is_none() && self.load >= capacity {
             return Err(Error::Overload { load: self.load, capacity, policy: self.policy.clone() });
         }
         Ok(())
@@ -154,15 +154,15 @@ impl Config {
         if let Some(window) = self.window.filter(|window| !within(*window, 1e-3, 1e9)) {
             return Err(Error::Window(window));
         }
-        if self.queue == Some(0) {
-            return Err(Error::NoQueue);
+        if self.queue_limit == Some(0) {
+            return Err(Error::ZeroQueueLimit);
         }
         if let Policy::RankedQueue(options) = &self.policy
-            && options.assignment != Assignment::CompleteShare
+            && options.assignment != CoreAssignment::CompleteShare
         {
             let services = options.priorities.service_count(self.service.class_times().len() as u8);
             if services != 2 || self.cores < 2 {
-                return Err(Error::TwoServices { policy: self.policy.clone(), services, cores: self.cores });
+                return Err(Error::NotTwoServices { policy: self.policy.clone(), services, cores: self.cores });
             }
         }
         if let Policy::GroupedFcfs { groups, cores_each } = self.policy {

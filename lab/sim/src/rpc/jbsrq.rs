@@ -5,7 +5,7 @@ use std::num::NonZeroU16;
 use std::str::FromStr;
 
 use coreward_model::dispatch::{
-    Assignment, InvalidReservedCores, Lambda, RankRule, ReservedCores, Selection, UnknownAssignment,
+    CoreAssignment, InvalidReservedCores, Lambda, RankRule, ReservedCores, Selection, UnknownAssignment,
 };
 
 use crate::names::UnknownName;
@@ -28,7 +28,7 @@ pub struct JbsrqOptions {
     /// `switch`: time in which a core switches to another service, in units of service time
     pub switch_cost: f64,
     /// `assignment`: division of the cores between two services
-    pub assignment: Assignment,
+    pub assignment: CoreAssignment,
     /// `interval`: interval in which load monitors poll the NIC's queues, in units of service time
     pub interval: f64,
     /// `reserved`: cores that each service keeps for itself, unless all services share all cores
@@ -73,7 +73,7 @@ impl Default for JbsrqOptions {
             quantum: 5.0 / 3.0,
             priorities: Priorities::Classes,
             switch_cost: 0.0,
-            assignment: Assignment::CompleteShare,
+            assignment: CoreAssignment::CompleteShare,
             interval: 5.0 / 3.0,
             reserved: ReservedCores([1, 1]),
         }
@@ -107,15 +107,17 @@ impl FromStr for JbsrqOptions {
                     let lambda = value.parse().map_err(|_| wrong("a number from 0 to 1"))?;
                     options.lambda = Lambda::new(lambda).map_err(|error| error.to_string())?;
                 }
-                "depth" => options.depth = value.parse().map_err(|_| wrong(COUNT))?,
+                "depth" => options.depth = value.parse().map_err(|_| wrong(EXPECTED_COUNT))?,
                 "rank" => {
                     options.rank = find_by_name(&RANKS, value).ok_or_else(|| wrong("jbsrq, global or per-service"))?
                 }
                 "scheduler" => {
                     options.scheduler = find_by_name(&SCHEDULERS, value).ok_or_else(|| wrong("feo or pifo"))?
                 }
-                "quantum" => options.quantum = parse_time(value, MIN_UNITS).ok_or_else(|| wrong(INTERVAL))?,
-                "interval" => options.interval = parse_time(value, MIN_UNITS).ok_or_else(|| wrong(INTERVAL))?,
+                "quantum" => options.quantum = parse_time(value, MIN_UNITS).ok_or_else(|| wrong(EXPECTED_INTERVAL))?,
+                "interval" => {
+                    options.interval = parse_time(value, MIN_UNITS).ok_or_else(|| wrong(EXPECTED_INTERVAL))?
+                }
                 "switch" => {
                     let cost = parse_time(value, 0.0);
                     options.switch_cost = cost.ok_or_else(|| wrong("a time from 0 to 1000000 service times"))?;
@@ -157,8 +159,8 @@ fn name_of<T: PartialEq>(names: &[(&'static str, T)], value: T) -> String {
 
 /// Shortest time, in units of service time.
 const MIN_UNITS: f64 = 0.001;
-const INTERVAL: &str = "a time from 0.001 to 1000000 service times";
-const COUNT: &str = "a number from 1 to 65535";
+const EXPECTED_INTERVAL: &str = "a time from 0.001 to 1000000 service times";
+const EXPECTED_COUNT: &str = "a number from 1 to 65535";
 
 fn parse_time(text: &str, shortest: f64) -> Option<f64> {
     text.parse().ok().filter(|time| (shortest..=1e6).contains(time))

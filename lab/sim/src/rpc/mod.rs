@@ -21,12 +21,12 @@ use coreward_model::rss::IndirectionTable;
 pub use class_bounds::ClassBoundOptions;
 pub use config::{Config, Error};
 pub use jbsrq::{JbsrqOptions, Priorities};
-pub use outcome::{Class, Quantiles, Window};
+pub use outcome::{ClassLatency, LatencySummary, WindowLatency};
 use outcome::{Observer, Recorder};
-pub use peak::{Peak, PeakConfig, SloMetric, SloUnit, find_peak_load};
+pub use peak::{PeakConfig, PeakLoadEstimate, SloMetric, SloUnit, find_peak_load};
 pub use policy::{Policy, PolicyError, SYNTAX};
-use server::{Server, ServerSpec, WithServer};
-pub use service::{LongClass, Sampler, Service, ServiceError};
+use server::{Server, ServerSpec, ServerVisitor};
+pub use service::{LongClass, Sampler, ServiceTimeDistribution, ServiceTimeError};
 use ticks::{NEVER, to_ticks};
 use workload::Workload;
 
@@ -34,15 +34,15 @@ use workload::Workload;
 #[derive(Debug, Clone, PartialEq)]
 pub struct Outcome {
     /// Latencies of all requests after the warm-up.
-    pub all: Quantiles,
+    pub all: LatencySummary,
     /// Latencies by class, the shortest class first. Classes without a request are omitted.
-    pub classes: Vec<Class>,
+    pub classes: Vec<ClassLatency>,
     /// Requests that arrived, including the warm-up.
     pub requests: u64,
     /// Share of the requests that were dropped because the server was full (%).
     pub dropped_pct: f64,
     /// Latencies over time, if [`Config::window`] is set.
-    pub windows: Vec<Window>,
+    pub windows: Vec<WindowLatency>,
 }
 
 /// Runs the simulation. An error names the value that is out of range, and the range.
@@ -51,7 +51,8 @@ pub fn run(config: &Config) -> Result<Outcome, Error> {
     let times = config.service.class_times();
     let mut recorder = Recorder::new(times.len(), config.window);
     let dropped = simulate(config, config.load, &mut recorder);
-    let class = |(service, quantiles): (f64, Option<Quantiles>)| Some(Class { service, quantiles: quantiles? });
+    let class =
+        |(service, quantiles): (f64, Option<LatencySummary>)| Some(ClassLatency { service, quantiles: quantiles? });
     Ok(Outcome {
         all: recorder.all().ok_or(Error::NothingMeasured)?,
         classes: times.into_iter().zip(recorder.classes()).filter_map(class).collect(),
@@ -85,14 +86,14 @@ struct Runner<'a, O> {
     observer: &'a mut O,
 }
 
-impl<O: Observer> WithServer<O> for Runner<'_, O> {
+impl<O: Observer> ServerVisitor<O> for Runner<'_, O> {
     /// Number of requests that the server dropped.
     type Output = u64;
 
     fn visit(self, mut server: impl Server<O>) -> u64 {
         let mut workload = Workload::new(self.config, self.load);
         let warm_up = self.config.requests / 10;
-        let bound = self.config.queue.unwrap_or(u64::MAX);
+        let bound = self.config.queue_limit.unwrap_or(u64::MAX);
         let mut dropped = 0;
         for number in 0..self.config.requests {
             let request = workload.draw();

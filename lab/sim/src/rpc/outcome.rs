@@ -9,7 +9,7 @@ use super::ticks::{NEVER, TICKS_PER_UNIT, Tick, to_ticks, to_units};
 /// Quantiles of the latency, from a request's arrival at the NIC to its response's departure, in units of service time,
 /// within 0.05 %.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
-pub struct Quantiles {
+pub struct LatencySummary {
     pub mean: f64,
     /// Median latency.
     pub p50: f64,
@@ -22,23 +22,23 @@ pub struct Quantiles {
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
-pub struct Class {
+pub struct ClassLatency {
     /// Service time of the class in units; for a distribution without classes the mean.
     pub service: f64,
     /// Latencies of the class.
     #[serde(flatten)]
-    pub quantiles: Quantiles,
+    pub quantiles: LatencySummary,
 }
 
 /// Latencies of the responses that left within one window.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
-pub struct Window {
+pub struct WindowLatency {
     /// Start of the window, in units of service time.
     pub from: f64,
     pub responses: u64,
     /// Latencies in the window.
     #[serde(flatten)]
-    pub quantiles: Quantiles,
+    pub quantiles: LatencySummary,
 }
 
 #[derive(Debug, Clone)]
@@ -67,14 +67,14 @@ impl LatencyHistogram {
     }
 
     /// Returns the quantiles; `None` without latencies.
-    fn quantiles(&self) -> Option<Quantiles> {
+    fn quantiles(&self) -> Option<LatencySummary> {
         let count = self.histogram.len();
         if count == 0 {
             return None;
         }
         let at = |quantile| to_units(self.histogram.median_equivalent(self.histogram.value_at_quantile(quantile)));
         let mean = self.sum as f64 / count as f64 / TICKS_PER_UNIT as f64;
-        Some(Quantiles { mean, p50: at(0.5), p90: at(0.9), p99: at(0.99), p999: at(0.999) })
+        Some(LatencySummary { mean, p50: at(0.5), p90: at(0.9), p99: at(0.99), p999: at(0.999) })
     }
 }
 
@@ -90,7 +90,7 @@ struct Windows {
     length: Tick,
     current_start: Tick,
     current: LatencyHistogram,
-    closed_windows: Vec<Window>,
+    closed_windows: Vec<WindowLatency>,
 }
 
 impl Recorder {
@@ -106,18 +106,18 @@ impl Recorder {
     }
 
     /// Returns the latencies of all classes together; `None` without any.
-    pub fn all(&self) -> Option<Quantiles> {
+    pub fn all(&self) -> Option<LatencySummary> {
         let mut all = LatencyHistogram::new();
         self.classes.iter().for_each(|class| all.add(class));
         all.quantiles()
     }
 
     /// Returns the latencies of each class; `None`: no request of that class.
-    pub fn classes(&self) -> impl Iterator<Item = Option<Quantiles>> {
+    pub fn classes(&self) -> impl Iterator<Item = Option<LatencySummary>> {
         self.classes.iter().map(LatencyHistogram::quantiles)
     }
 
-    pub fn into_windows(self) -> Vec<Window> {
+    pub fn into_windows(self) -> Vec<WindowLatency> {
         self.windows.map_or(Vec::new(), |mut windows| {
             windows.close();
             windows.closed_windows
@@ -136,7 +136,7 @@ impl Windows {
 
     fn close(&mut self) {
         if let Some(quantiles) = self.current.quantiles() {
-            self.closed_windows.push(Window {
+            self.closed_windows.push(WindowLatency {
                 from: to_units(self.current_start),
                 responses: self.current.histogram.len(),
                 quantiles,

@@ -62,7 +62,7 @@ impl Default for PeakConfig {
 
 /// Peak load, as a fraction of the cores' capacity.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
-pub struct Peak {
+pub struct PeakLoadEstimate {
     /// Mean over the seeds; 0: the SLO is missed at every load.
     pub peak_load: f64,
     /// Lower end of the mean's 95 % confidence interval (Student's t over the seeds, and half a step of bisection).
@@ -73,7 +73,7 @@ pub struct Peak {
 
 /// Searches for the peak load by bisection. Each seed has the same requests with scaled gaps. An error names the value
 /// that is out of range, and the range.
-pub fn find_peak_load(search: &PeakConfig) -> Result<Peak, Error> {
+pub fn find_peak_load(search: &PeakConfig) -> Result<PeakLoadEstimate, Error> {
     if !(search.slo > 0.0 && search.slo.is_finite()) {
         return Err(Error::Slo(search.slo));
     }
@@ -85,8 +85,11 @@ pub fn find_peak_load(search: &PeakConfig) -> Result<Peak, Error> {
     }
     // Checks the lowest load of the search, which has the longest run.
     Config { load: 0.5f64.powi(search.steps as i32), ..search.config.clone() }.check()?;
-    let configs: Vec<Config> =
-        search.seeds.clone().map(|seed| Config { seed, queue: None, window: None, ..search.config.clone() }).collect();
+    let configs: Vec<Config> = search
+        .seeds
+        .clone()
+        .map(|seed| Config { seed, queue_limit: None, window: None, ..search.config.clone() })
+        .collect();
     let peaks = par_map_ordered(&configs, |config| bisect(search, config));
     Ok(confidence_interval(&peaks, 0.5f64.powi(search.steps as i32)))
 }
@@ -155,13 +158,13 @@ impl Observer for SloObserver {
 }
 
 /// Returns the mean and its 95 % confidence interval; `step`: precision of each value.
-fn confidence_interval(values: &[f64], step: f64) -> Peak {
+fn confidence_interval(values: &[f64], step: f64) -> PeakLoadEstimate {
     let count = values.len() as f64;
     let mean = values.iter().sum::<f64>() / count;
     let squares: f64 = values.iter().map(|value| (value - mean) * (value - mean)).sum();
     let deviation = if values.len() > 1 { (squares / (count - 1.0) / count).sqrt() } else { 0.0 };
     let half = student_t(values.len().saturating_sub(1)) * deviation + step / 2.0;
-    Peak { peak_load: mean, low: (mean - half).max(0.0), high: (mean + half).min(1.0) }
+    PeakLoadEstimate { peak_load: mean, low: (mean - half).max(0.0), high: (mean + half).min(1.0) }
 }
 
 /// Returns the 97.5 % quantile of Student's t distribution (standard table). Between its rows the next smaller number
@@ -203,7 +206,7 @@ mod tests {
         assert!((peak.peak_load - 0.2).abs() < 1e-12);
         let half = 4.303 * 0.1 / 3f64.sqrt();
         assert!((peak.low - (0.2f64 - half).max(0.0)).abs() < 1e-12 && (peak.high - (0.2 + half)).abs() < 1e-12);
-        assert_eq!(confidence_interval(&[0.5], 0.1), Peak { peak_load: 0.5, low: 0.45, high: 0.55 });
+        assert_eq!(confidence_interval(&[0.5], 0.1), PeakLoadEstimate { peak_load: 0.5, low: 0.45, high: 0.55 });
     }
 
     #[test]

@@ -12,7 +12,7 @@ use crate::random::{exponential, log_normal};
 /// Distribution of service times. The unit of time is the service time of the shortest class; without classes it is the
 /// mean.
 #[derive(Debug, Clone, PartialEq)]
-pub enum Service {
+pub enum ServiceTimeDistribution {
     /// `fixed`: every request takes 1
     Fixed,
     /// `exp`: exponential with mean 1
@@ -35,7 +35,7 @@ pub struct LongClass {
 
 /// Text that is not a distribution of service times.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
-pub enum ServiceError {
+pub enum ServiceTimeError {
     /// Unknown distribution.
     #[error(transparent)]
     Unknown(#[from] UnknownName),
@@ -67,14 +67,14 @@ const MAX_CLASS_UNITS: f64 = 1e6;
 /// Largest sigma: above it the few longest requests of a run determine its mean.
 const WIDEST_SIGMA: f64 = 4.0;
 
-impl FromStr for Service {
-    type Err = ServiceError;
+impl FromStr for ServiceTimeDistribution {
+    type Err = ServiceTimeError;
 
-    fn from_str(given: &str) -> Result<Self, ServiceError> {
+    fn from_str(given: &str) -> Result<Self, ServiceTimeError> {
         let (name, parameters) = given.split_once(':').map_or((given, None), |(name, rest)| (name, Some(rest)));
         let numbers: Option<Vec<f64>> =
             parameters.map_or(Some(Vec::new()), |rest| rest.split(':').map(|number| number.parse().ok()).collect());
-        let wrong = |expected| ServiceError::Parameters { given: given.to_owned(), expected };
+        let wrong = |expected| ServiceTimeError::Parameters { given: given.to_owned(), expected };
         match (name, numbers.as_deref()) {
             ("fixed", Some([])) => Ok(Self::Fixed),
             ("exp", Some([])) => Ok(Self::Exponential),
@@ -94,7 +94,7 @@ impl FromStr for Service {
     }
 }
 
-impl fmt::Display for Service {
+impl fmt::Display for ServiceTimeDistribution {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Fixed => f.write_str(FIXED),
@@ -108,23 +108,23 @@ impl fmt::Display for Service {
     }
 }
 
-impl Service {
-    fn parse_classes(given: &str, numbers: &[f64]) -> Result<Self, ServiceError> {
+impl ServiceTimeDistribution {
+    fn parse_classes(given: &str, numbers: &[f64]) -> Result<Self, ServiceTimeError> {
         let given = || given.to_owned();
         let class = |pair: &[f64]| {
             let [fraction, factor] = [pair[0], pair[1]];
             if !(0.0..=1.0).contains(&fraction) {
-                return Err(ServiceError::Fraction { given: given(), fraction });
+                return Err(ServiceTimeError::Fraction { given: given(), fraction });
             }
             if !(1.0..=MAX_CLASS_UNITS).contains(&factor) {
-                return Err(ServiceError::Factor { given: given(), factor });
+                return Err(ServiceTimeError::Factor { given: given(), factor });
             }
             Ok(LongClass { fraction, factor })
         };
         let classes: Vec<LongClass> = numbers.chunks(2).map(class).collect::<Result<_, _>>()?;
         let sum: f64 = classes.iter().map(|class| class.fraction).sum();
         if sum > 1.0 {
-            return Err(ServiceError::Sum { given: given(), sum });
+            return Err(ServiceTimeError::Sum { given: given(), sum });
         }
         Ok(Self::Classes(classes))
     }
@@ -147,10 +147,10 @@ impl Service {
     /// Returns a sampler of the distribution.
     pub fn sampler(&self) -> Sampler {
         match self {
-            Self::Fixed => Sampler::Classes(ClassDraw::new(&[])),
+            Self::Fixed => Sampler::Classes(ClassSampler::new(&[])),
             Self::Exponential => Sampler::Exponential,
             Self::LogNormal(sigma) => Sampler::LogNormal(*sigma),
-            Self::Classes(classes) => Sampler::Classes(ClassDraw::new(classes)),
+            Self::Classes(classes) => Sampler::Classes(ClassSampler::new(classes)),
         }
     }
 }
@@ -162,19 +162,19 @@ pub enum Sampler {
     Exponential,
     /// Lognormal with mean 1 and this sigma.
     LogNormal(f64),
-    Classes(ClassDraw),
+    Classes(ClassSampler),
 }
 
 const MAX_CLASSES: usize = 3;
 
 /// Selection of a class: a 32-bit draw below `thresholds[i]`, and not below the previous one, selects class i.
 #[derive(Debug, Clone)]
-pub struct ClassDraw {
+pub struct ClassSampler {
     thresholds: [u64; MAX_CLASSES],
     times: [Tick; MAX_CLASSES],
 }
 
-impl ClassDraw {
+impl ClassSampler {
     fn new(long: &[LongClass]) -> Self {
         let mut draw = Self { thresholds: [1 << 32; MAX_CLASSES], times: [TICKS_PER_UNIT; MAX_CLASSES] };
         let mut below = 1.0 - long.iter().map(|class| class.fraction).sum::<f64>();
@@ -214,13 +214,13 @@ mod tests {
     #[test]
     fn names_round_trip() {
         for name in ["fixed", "exp", "lognormal:1.5", "bimodal:0.1:5", "trimodal:0.1:5:0.01:50"] {
-            assert_eq!(name.parse::<Service>().unwrap().to_string(), name);
+            assert_eq!(name.parse::<ServiceTimeDistribution>().unwrap().to_string(), name);
         }
     }
 
     #[test]
     fn invalid_service_times_are_rejected() {
-        let error = |text: &str| text.parse::<Service>().unwrap_err().to_string();
+        let error = |text: &str| text.parse::<ServiceTimeDistribution>().unwrap_err().to_string();
         assert_eq!(error("bimodal:1.1:5"), "service \"bimodal:1.1:5\": fraction 1.1: expected a number from 0 to 1");
         assert_eq!(error("bimodal:0.1"), "service \"bimodal:0.1\": expected bimodal:FRACTION:FACTOR");
         assert!(error("bimodal:0.1:0.5").contains("factor 0.5: expected a number from 1"));
@@ -233,7 +233,7 @@ mod tests {
     #[test]
     fn draws_have_the_mean_and_the_shares() {
         for name in ["fixed", "exp", "lognormal:0.5", "bimodal:0.1:5", "trimodal:0.2:5:0.1:10"] {
-            let service: Service = name.parse().unwrap();
+            let service: ServiceTimeDistribution = name.parse().unwrap();
             let (sampler, mut rng) = (service.sampler(), seeded_rng(1, 0));
             let (count, mut sum, mut classes) = (200_000, 0.0, [0; 3]);
             for _ in 0..count {

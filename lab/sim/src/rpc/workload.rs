@@ -16,7 +16,7 @@ use crate::random::exponential;
 pub struct Workload {
     mean_gap: f64,
     sampler: Sampler,
-    connections: Option<Connections>,
+    connections: Option<ConnectionSampler>,
     priorities: Priorities,
     next_arrival: Tick,
     arrival_rng: Xoshiro256PlusPlus,
@@ -33,7 +33,7 @@ impl Workload {
     /// Returns requests at `load` times the capacity of the cores in `config`.
     pub fn new(config: &Config, load: f64) -> Self {
         let connections = config.connections.map(|count| {
-            Connections::new(count.get(), config.skew, &mut seeded_rng(config.seed, RNG_STREAM_CONNECTIONS))
+            ConnectionSampler::new(count.get(), config.skew, &mut seeded_rng(config.seed, RNG_STREAM_CONNECTIONS))
         });
         Self {
             mean_gap: config.service.mean() / (load * f64::from(config.cores)) * TICKS_PER_UNIT as f64,
@@ -66,7 +66,7 @@ impl Workload {
 
 /// Connections of the requests: the i-th most frequent has a share proportional to 1 / i^skew (Zipf).
 #[derive(Debug)]
-struct Connections {
+struct ConnectionSampler {
     /// Entries of Walker's alias method (1977): a draw selects an entry, and then its connection or its alias.
     entries: Vec<AliasEntry>,
 }
@@ -79,7 +79,7 @@ struct AliasEntry {
     alias_hash: u32,
 }
 
-impl Connections {
+impl ConnectionSampler {
     fn new(count: u32, skew: f64, rng: &mut Xoshiro256PlusPlus) -> Self {
         let weights: Vec<f64> = (1..=count).map(|rank| libm::pow(f64::from(rank), -skew)).collect();
         let total: f64 = weights.iter().sum();
@@ -115,7 +115,7 @@ mod tests {
     #[test]
     fn connections_have_zipf_shares() {
         let mut rng = seeded_rng(1, 0);
-        let connections = Connections::new(4, 1.0, &mut rng);
+        let connections = ConnectionSampler::new(4, 1.0, &mut rng);
         let mut counts: HashMap<u32, u32> = HashMap::new();
         (0..100_000).for_each(|_| *counts.entry(connections.draw(&mut rng)).or_default() += 1);
         let mut counts: Vec<u32> = counts.into_values().collect();

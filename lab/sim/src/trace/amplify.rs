@@ -11,7 +11,7 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 
 use coreward_model::FourTuple;
 
-use super::{Batch, Event, FirstPacket, Packet, Service, SkipCounts, Trace, TraceError};
+use super::{Batch, CoreServiceRate, FirstPacket, FlowEvent, Packet, SkipCounts, Trace, TraceError};
 
 /// Packets of a merged batch.
 const BATCH_PACKETS: usize = 16_384;
@@ -22,9 +22,9 @@ pub struct TraceSlice {
     from_ns: u64,
     until_ns: u64,
     /// Flows that began before the part and have not sent in it yet.
-    waiting: HashMap<u32, FirstPacket>,
+    unsent_flows: HashMap<u32, FirstPacket>,
     /// Flows that have sent in the part and have not ended.
-    open: HashMap<u32, ()>,
+    open_flows: HashMap<u32, ()>,
     is_ended: bool,
 }
 
@@ -32,7 +32,7 @@ impl TraceSlice {
     /// Creates the part. Panics when the trace has a history, which would have to be cut too.
     pub fn new(trace: Box<dyn Trace>, from_ns: u64, until_ns: u64) -> Self {
         assert_eq!(trace.history_ns(), 0, "a trace with a history is not cut");
-        Self { trace, from_ns, until_ns, waiting: HashMap::new(), open: HashMap::new(), is_ended: false }
+        Self { trace, from_ns, until_ns, unsent_flows: HashMap::new(), open_flows: HashMap::new(), is_ended: false }
     }
 
     /// Copies the packets within the part, with adjusted times.
@@ -54,27 +54,27 @@ impl TraceSlice {
 
     fn process_before_part(&mut self, packet: &Packet, opening: Option<FirstPacket>) {
         if let Some(opening) = opening {
-            self.waiting.insert(packet.flow, opening);
+            self.unsent_flows.insert(packet.flow, opening);
         }
         if packet.event.closes() {
-            self.waiting.remove(&packet.flow);
+            self.unsent_flows.remove(&packet.flow);
         }
     }
 
     fn process_in_part(&mut self, packet: &Packet, opening: Option<FirstPacket>, part: &mut Batch) {
-        let began_before = self.waiting.remove(&packet.flow);
+        let began_before = self.unsent_flows.remove(&packet.flow);
         if began_before.is_some() && !packet.event.is_packet() {
             return;
         }
         let mut event = packet.event;
         if let Some(opening) = opening.or(began_before) {
             part.openings.push(opening);
-            event = if event.closes() { Event::ONLY } else { Event::OPENS };
+            event = if event.closes() { FlowEvent::OPENS_AND_CLOSES } else { FlowEvent::OPENS };
         }
         if event.closes() {
-            self.open.remove(&packet.flow);
+            self.open_flows.remove(&packet.flow);
         } else if event.opens() {
-            self.open.insert(packet.flow, ());
+            self.open_flows.insert(packet.flow, ());
         }
         part.packets.push(Packet { time_ns: packet.time_ns - self.from_ns, event, ..*packet });
     }
@@ -91,14 +91,14 @@ impl Trace for TraceSlice {
         }
         if self.is_ended {
             // Flows that are open at the end of the part send nothing more.
-            let mut open: Vec<u32> = self.open.drain().map(|(flow, ())| flow).collect();
+            let mut open: Vec<u32> = self.open_flows.drain().map(|(flow, ())| flow).collect();
             open.sort_unstable();
             let time_ns = self.until_ns - self.from_ns;
             batch.packets.extend(open.into_iter().map(|flow| Packet {
                 time_ns,
                 flow,
                 bytes: 0,
-                event: Event::EXPIRES,
+                event: FlowEvent::EXPIRES,
             }));
         }
         Ok(())
@@ -116,12 +116,12 @@ impl Trace for TraceSlice {
         Some(self.until_ns - self.from_ns)
     }
 
-    fn service(&self) -> Option<Service> {
+    fn service(&self) -> Option<CoreServiceRate> {
         self.trace.service()
     }
 }
 
-struct Part {
+struct TraceCopy {
     trace: Box<dyn Trace>,
     start_ns: u64,
     copy: u32,
@@ -130,7 +130,7 @@ struct Part {
     next_opening: usize,
 }
 
-impl Part {
+impl TraceCopy {
     /// Returns the part's next packet, in the time of the overlay; `None` at its end.
     fn peek(&mut self) -> Result<Option<Packet>, TraceError> {
         if self.next_packet == self.batch.packets.len() {
@@ -143,17 +143,17 @@ impl Part {
 }
 
 /// Overlay of several traces.
-pub struct Overlay {
-    parts: Vec<Part>,
+pub struct TraceOverlay {
+    parts: Vec<TraceCopy>,
     /// Next packet of each part, by time.
     next_packets: BinaryHeap<Reverse<(u64, usize)>>,
     is_started: bool,
 }
 
-impl Overlay {
+impl TraceOverlay {
     /// Creates an overlay of traces, each with its start time (ns) and the number of its copy.
     pub fn new(parts: Vec<(Box<dyn Trace>, u64, u32)>) -> Self {
-        let part = |(trace, start_ns, copy)| Part {
+        let part = |(trace, start_ns, copy)| TraceCopy {
             trace,
             start_ns,
             copy,
@@ -172,7 +172,7 @@ impl Overlay {
     }
 }
 
-impl Trace for Overlay {
+impl Trace for TraceOverlay {
     fn read(&mut self, batch: &mut Batch) -> Result<(), TraceError> {
         batch.clear();
         if !self.is_started {
@@ -218,7 +218,7 @@ impl Trace for Overlay {
         self.parts.iter().map(|part| Some(part.start_ns + part.trace.end_ns()?)).max()?
     }
 
-    fn service(&self) -> Option<Service> {
+    fn service(&self) -> Option<CoreServiceRate> {
         self.parts[0].trace.service()
     }
 }
@@ -262,12 +262,12 @@ mod tests {
 
     fn small() -> Box<dyn Trace> {
         let tuple = |port| FourTuple::ipv4((Ipv4Addr::new(10, 0, 0, 1), port), (Ipv4Addr::new(10, 9, 0, 1), 80));
-        let opening = |port| FirstPacket { tuple: tuple(port), rate: None };
+        let opening = |port| FirstPacket { tuple: tuple(port), rate_pps: None };
         let packet = |time_ns, flow, event| Packet { time_ns, flow, bytes: 60, event };
-        let mut packets: Vec<Packet> = (0..10u64).map(|n| packet(n * 10, 5, Event::NONE)).collect();
-        packets[0].event = Event::OPENS;
-        packets.push(packet(35, 6, Event::OPENS));
-        packets.push(packet(65, 6, Event::CLOSES));
+        let mut packets: Vec<Packet> = (0..10u64).map(|n| packet(n * 10, 5, FlowEvent::NONE)).collect();
+        packets[0].event = FlowEvent::OPENS;
+        packets.push(packet(35, 6, FlowEvent::OPENS));
+        packets.push(packet(65, 6, FlowEvent::CLOSES));
         packets.sort_by_key(|packet| packet.time_ns);
         let batch = Batch { packets, openings: vec![opening(1), opening(2)] };
         Box::new(SmallTrace(vec![batch]))
@@ -284,7 +284,7 @@ mod tests {
         }
     }
 
-    fn all(mut trace: impl Trace) -> (Vec<(u64, u32, Event)>, Vec<FirstPacket>) {
+    fn all(mut trace: impl Trace) -> (Vec<(u64, u32, FlowEvent)>, Vec<FirstPacket>) {
         let (mut batch, mut packets, mut openings) = (Batch::default(), Vec::new(), Vec::new());
         loop {
             trace.read(&mut batch).unwrap();
@@ -301,21 +301,26 @@ mod tests {
         let (packets, openings) = all(TraceSlice::new(small(), 55, 75));
         assert_eq!(
             packets,
-            [(5, 5, Event::OPENS), (10, 6, Event::ONLY), (15, 5, Event::NONE), (20, 5, Event::EXPIRES)]
+            [
+                (5, 5, FlowEvent::OPENS),
+                (10, 6, FlowEvent::OPENS_AND_CLOSES),
+                (15, 5, FlowEvent::NONE),
+                (20, 5, FlowEvent::EXPIRES)
+            ]
         );
         assert_eq!(openings.iter().map(|opening| opening.tuple.client().port()).collect::<Vec<_>>(), [1, 2]);
         // From its beginning the part equals the trace, plus the ends of flows.
         let (packets, _) = all(TraceSlice::new(small(), 0, 100));
-        assert_eq!((packets.len(), packets[12]), (13, (100, 5, Event::EXPIRES)));
+        assert_eq!((packets.len(), packets[12]), (13, (100, 5, FlowEvent::EXPIRES)));
     }
 
     #[test]
     fn copies_are_merged_by_time_with_flows_of_their_own() {
         let parts = vec![(small(), 0, 0), (small(), 3, 1)];
-        let (packets, openings) = all(Overlay::new(parts));
+        let (packets, openings) = all(TraceOverlay::new(parts));
         assert_eq!(packets.len(), 24);
         assert!(packets.is_sorted_by_key(|(time_ns, ..)| *time_ns));
-        assert_eq!((packets[0], packets[1]), ((0, 10, Event::OPENS), (3, 11, Event::OPENS)));
+        assert_eq!((packets[0], packets[1]), ((0, 10, FlowEvent::OPENS), (3, 11, FlowEvent::OPENS)));
         let clients: std::collections::HashSet<_> = openings.iter().map(|opening| opening.tuple.client()).collect();
         assert_eq!(clients.len(), 4);
     }

@@ -2,7 +2,7 @@
 
 use coreward_model::arrivals::ArrivalLog;
 
-use super::{Batch, Event, FirstPacket, Packet, Service, Trace, TraceError};
+use super::{Batch, CoreServiceRate, FirstPacket, FlowEvent, Packet, Trace, TraceError};
 
 /// Packets of a batch.
 const BATCH_PACKETS: usize = 16_384;
@@ -13,7 +13,7 @@ pub struct ArrivalTrace {
     /// Time of each request (us), its connection, and its number on the connection.
     requests: Vec<(u64, u32, u32)>,
     next_request: usize,
-    service: Service,
+    service: CoreServiceRate,
 }
 
 impl ArrivalTrace {
@@ -29,7 +29,7 @@ impl ArrivalTrace {
             requests.extend((0..arrival.request_count).map(|index| (arrival.due_us(index), connection as u32, index)));
         }
         requests.sort_unstable();
-        Ok(Self { log, requests, next_request: 0, service: Service { packets_per_s: 1e6 / f64::from(first) } })
+        Ok(Self { log, requests, next_request: 0, service: CoreServiceRate { packets_per_s: 1e6 / f64::from(first) } })
     }
 }
 
@@ -40,14 +40,14 @@ impl Trace for ArrivalTrace {
         for (due_us, connection, index) in &self.requests[self.next_request..end] {
             let arrival = &self.log.arrivals[*connection as usize];
             let event = match (*index == 0, *index + 1 == arrival.request_count) {
-                (false, false) => Event::NONE,
-                (false, true) => Event::CLOSES,
-                (true, false) => Event::OPENS,
-                (true, true) => Event::ONLY,
+                (false, false) => FlowEvent::NONE,
+                (false, true) => FlowEvent::CLOSES,
+                (true, false) => FlowEvent::OPENS,
+                (true, true) => FlowEvent::OPENS_AND_CLOSES,
             };
             if event.opens() {
                 let rate = Some(1e6 / f64::from(arrival.interval_us.max(1)));
-                batch.openings.push(FirstPacket { tuple: arrival.four_tuple(), rate });
+                batch.openings.push(FirstPacket { tuple: arrival.four_tuple(), rate_pps: rate });
             }
             batch.packets.push(Packet { time_ns: due_us * 1_000, flow: *connection, bytes: 0, event });
         }
@@ -59,7 +59,7 @@ impl Trace for ArrivalTrace {
         Some(self.log.duration_us * 1_000)
     }
 
-    fn service(&self) -> Option<Service> {
+    fn service(&self) -> Option<CoreServiceRate> {
         Some(self.service)
     }
 }

@@ -11,9 +11,9 @@ use super::settings::{SettingError, parse_settings};
 use super::{Batch, Trace, TraceError};
 
 /// Start of the burst (ns), within the first window, which is not measured.
-const START_NS: u64 = 500_000_000;
+const BURST_START_NS: u64 = 500_000_000;
 /// Duration of the burst (ns).
-const WIDTH_NS: u64 = 100_000_000;
+const BURST_DURATION_NS: u64 = 100_000_000;
 /// Slice of time in which packets are drawn and sorted (ns).
 const SLICE_NS: u64 = 20_000_000;
 
@@ -66,7 +66,7 @@ impl BurstTrace {
         let mut draw = FlowGenerator::new(burst.seed.unwrap_or(seed));
         let end_ns = burst.seconds * 1_000_000_000;
         let active = (0..burst.connections).map(|number| {
-            let start_ns = START_NS as f64 + draw.draw_uniform() * WIDTH_NS as f64;
+            let start_ns = BURST_START_NS as f64 + draw.draw_uniform() * BURST_DURATION_NS as f64;
             let rate = draw.draw_rate();
             // More packets than the connection can send until the end.
             let packets = rate * end_ns as f64 / 1e9 + 1.0;

@@ -26,15 +26,15 @@ use rand_distr::{Distribution as _, Exp1, LogNormal};
 use rand_xoshiro::Xoshiro256PlusPlus;
 
 use super::settings::{SettingError, parse_settings};
-use super::{Batch, Event, FirstPacket, Packet, Trace, TraceError};
+use super::{Batch, FirstPacket, FlowEvent, Packet, Trace, TraceError};
 
 /// Component of the mixture of packets per flow: its weight and distribution (SciPy's parameters with `loc` 0).
-struct Part {
+struct MixtureComponent {
     weight: f64,
-    length: Length,
+    length: LengthDistribution,
 }
 
-enum Length {
+enum LengthDistribution {
     /// Uniform between 0 and this value.
     Uniform(f64),
     /// `scale` x exp(`s` x a standard normal number).
@@ -42,34 +42,40 @@ enum Length {
 }
 
 /// flow-models, agh_2015061019_IPv4_anon, mixtures/all/length (Jurkiewicz 2023).
-const MIXTURE: [Part; 10] = [
-    Part { weight: 0.2667839375411922, length: Length::Uniform(1.0) },
-    Part { weight: 0.2498173937170916, length: Length::Uniform(2.0) },
-    Part { weight: 0.07891291919980845, length: Length::Uniform(3.0) },
-    Part { weight: 0.04500096756101436, length: Length::Uniform(4.0) },
-    Part { weight: 0.01744045367227924, length: Length::Uniform(5.0) },
-    Part { weight: 0.08315270229031899, length: Length::Uniform(6.0) },
-    Part { weight: 0.1332450209694342, length: Length::Lognormal { s: 0.49364076506762783, scale: 7.379776617881778 } },
-    Part {
-        weight: 0.07856960684414944,
-        length: Length::Lognormal { s: 0.7294315551184803, scale: 20.034092933439634 },
+const MIXTURE: [MixtureComponent; 10] = [
+    MixtureComponent { weight: 0.2667839375411922, length: LengthDistribution::Uniform(1.0) },
+    MixtureComponent { weight: 0.2498173937170916, length: LengthDistribution::Uniform(2.0) },
+    MixtureComponent { weight: 0.07891291919980845, length: LengthDistribution::Uniform(3.0) },
+    MixtureComponent { weight: 0.04500096756101436, length: LengthDistribution::Uniform(4.0) },
+    MixtureComponent { weight: 0.01744045367227924, length: LengthDistribution::Uniform(5.0) },
+    MixtureComponent { weight: 0.08315270229031899, length: LengthDistribution::Uniform(6.0) },
+    MixtureComponent {
+        weight: 0.1332450209694342,
+        length: LengthDistribution::Lognormal { s: 0.49364076506762783, scale: 7.379776617881778 },
     },
-    Part { weight: 0.0376312022303655, length: Length::Lognormal { s: 1.1885847327306296, scale: 107.16017390959571 } },
-    Part {
+    MixtureComponent {
+        weight: 0.07856960684414944,
+        length: LengthDistribution::Lognormal { s: 0.7294315551184803, scale: 20.034092933439634 },
+    },
+    MixtureComponent {
+        weight: 0.0376312022303655,
+        length: LengthDistribution::Lognormal { s: 1.1885847327306296, scale: 107.16017390959571 },
+    },
+    MixtureComponent {
         weight: 0.009445795974345318,
-        length: Length::Lognormal { s: 2.0387101598164863, scale: 1373.9749450320094 },
+        length: LengthDistribution::Lognormal { s: 2.0387101598164863, scale: 1373.9749450320094 },
     },
 ];
 
 /// Longest duration of a flow (s).
 const MAX_FLOW_SECONDS: f64 = 300.0;
 /// Highest rate of a flow (packets/s).
-const MAX_RATE: f64 = 4_000.0;
+const MAX_RATE_PPS: f64 = 4_000.0;
 /// Median rate of the flows (packets/s), followed by the standard deviation of its logarithm.
-const MEDIAN_RATE: f64 = 150.0;
+const MEDIAN_RATE_PPS: f64 = 150.0;
 const RATE_SIGMA: f64 = 1.3;
 /// Largest number of packets that the limits of the rate allow.
-const MAX_FLOW_PACKETS: f64 = MAX_FLOW_SECONDS * MAX_RATE;
+const MAX_FLOW_PACKETS: f64 = MAX_FLOW_SECONDS * MAX_RATE_PPS;
 /// Mean size of the hour's packets (bytes): 547 GB in 681 million packets.
 const PACKET_BYTES: u16 = 803;
 /// Slice of time in which packets are drawn and sorted (ns).
@@ -136,7 +142,7 @@ impl ActiveFlow {
     }
 
     fn opening(&self) -> FirstPacket {
-        FirstPacket { tuple: self.tuple, rate: Some(1e9 / self.interval_ns) }
+        FirstPacket { tuple: self.tuple, rate_pps: Some(1e9 / self.interval_ns) }
     }
 
     /// Returns the end of the flow: one interval after its last packet.
@@ -276,11 +282,11 @@ fn begin_or_expire(flow: &mut ActiveFlow, until_ns: f64, events: &mut Vec<Packet
     if flow.is_new {
         let time_ns = flow.next_ns as u64;
         openings.push(((time_ns, flow.number), flow.opening()));
-        events.push(event(time_ns, Event::BEGINS));
+        events.push(event(time_ns, FlowEvent::BEGINS));
         flow.is_new = false;
     }
     if flow.end_ns() < until_ns {
-        events.push(event(flow.end_ns() as u64, Event::EXPIRES));
+        events.push(event(flow.end_ns() as u64, FlowEvent::EXPIRES));
         flow.remaining_packets = 0;
     }
 }
@@ -297,10 +303,10 @@ pub(super) fn emit(flow: &mut ActiveFlow, until_ns: f64, packets: &mut Vec<Packe
     while flow.remaining_packets > 0 && flow.next_ns < until_ns {
         let time_ns = flow.next_ns as u64;
         let event = match (flow.is_new, flow.remaining_packets == 1) {
-            (false, false) => Event::NONE,
-            (false, true) => Event::CLOSES,
-            (true, false) => Event::OPENS,
-            (true, true) => Event::ONLY,
+            (false, false) => FlowEvent::NONE,
+            (false, true) => FlowEvent::CLOSES,
+            (true, false) => FlowEvent::OPENS,
+            (true, true) => FlowEvent::OPENS_AND_CLOSES,
         };
         if flow.is_new {
             openings.push(((time_ns, flow.number), flow.opening()));
@@ -331,8 +337,8 @@ impl FlowGenerator {
         let parts = MIXTURE.iter().map(|part| {
             below += part.weight;
             let sampler = match part.length {
-                Length::Uniform(high) => Sampler::Uniform(high),
-                Length::Lognormal { s, scale } => {
+                LengthDistribution::Uniform(high) => Sampler::Uniform(high),
+                LengthDistribution::Lognormal { s, scale } => {
                     Sampler::Lognormal(scale, LogNormal::new(0.0, s).expect("a constant above 0"))
                 }
             };
@@ -361,7 +367,7 @@ impl FlowGenerator {
 
     /// Returns the packets per second of a flow of any length.
     pub fn draw_rate(&mut self) -> f64 {
-        (MEDIAN_RATE * self.rate.sample(&mut self.rng)).min(MAX_RATE)
+        (MEDIAN_RATE_PPS * self.rate.sample(&mut self.rng)).min(MAX_RATE_PPS)
     }
 
     /// Returns a uniform number below 1.

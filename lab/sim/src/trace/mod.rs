@@ -1,6 +1,6 @@
 //! Traffic of the simulations: packets in order of time, each with the number of its flow.
 //!
-//! * [`Source`]: traces that a user can name: `campus`, a capture, an arrival log
+//! * [`TraceSource`]: traces that a user can name: `campus`, a capture, an arrival log
 //! * [`campus`]: a generator of a university uplink's traffic
 //! * [`burst`]: connections that open at the same time
 //! * [`capture`]: pcap and pcapng files
@@ -23,7 +23,7 @@ use std::collections::BTreeMap;
 use coreward_model::FourTuple;
 
 pub use settings::SettingError;
-pub use source::{Source, SourceError};
+pub use source::{SourceError, TraceSource};
 
 /// Packet, or end of a flow.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -34,26 +34,26 @@ pub struct Packet {
     /// Bytes on the wire, including the Ethernet header; 0 when the trace has no sizes.
     pub bytes: u16,
     /// Start or end of the flow, or neither.
-    pub event: Event,
+    pub event: FlowEvent,
 }
 
 /// Effect of a [`Packet`] on its flow.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Event(u8);
+pub struct FlowEvent(u8);
 
-impl Event {
+impl FlowEvent {
     /// Packet without an effect on the flow's state.
-    pub const NONE: Event = Event(0);
+    pub const NONE: FlowEvent = FlowEvent(0);
     /// First packet of the flow: the batch's next [`FirstPacket`] belongs to it.
-    pub const OPENS: Event = Event(1);
+    pub const OPENS: FlowEvent = FlowEvent(1);
     /// Last packet of the flow: its number may be reused.
-    pub const CLOSES: Event = Event(2);
-    pub const ONLY: Event = Event(3);
+    pub const CLOSES: FlowEvent = FlowEvent(2);
+    pub const OPENS_AND_CLOSES: FlowEvent = FlowEvent(3);
     /// End of the flow without a packet: the flow ended earlier.
-    pub const EXPIRES: Event = Event(4 | 2);
+    pub const EXPIRES: FlowEvent = FlowEvent(4 | 2);
 
     /// Start of a flow in a trace's [history](Trace::history_ns), with its rate.
-    pub const BEGINS: Event = Event(4 | 1);
+    pub const BEGINS: FlowEvent = FlowEvent(4 | 1);
 
     /// Returns whether the flow begins with this event.
     pub fn opens(self) -> bool {
@@ -76,7 +76,7 @@ pub struct FirstPacket {
     /// Addresses and ports in the sender's packets.
     pub tuple: FourTuple,
     /// Packets per second, from the flow's first packet to its last; `None`: unknown in advance.
-    pub rate: Option<f64>,
+    pub rate_pps: Option<f64>,
 }
 
 /// Consecutive packets of a trace.
@@ -101,7 +101,7 @@ pub type SkipCounts = BTreeMap<&'static str, u64>;
 
 /// Service rate of a trace's servers.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Service {
+pub struct CoreServiceRate {
     /// Packets (requests) per second that a core serves.
     pub packets_per_s: f64,
 }
@@ -133,7 +133,7 @@ pub trait Trace: Send {
     fn end_ns(&self) -> Option<u64>;
 
     /// Returns the service rate of the cores, if the trace defines it: requests then wait without limit.
-    fn service(&self) -> Option<Service> {
+    fn service(&self) -> Option<CoreServiceRate> {
         None
     }
 }

@@ -4,7 +4,7 @@ use std::io::Read as _;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
-use super::amplify::{Overlay, TraceSlice};
+use super::amplify::{TraceOverlay, TraceSlice};
 use super::arrivals::ArrivalTrace;
 use super::burst::{Burst, BurstTrace};
 use super::campus::{Campus, CampusTrace};
@@ -14,7 +14,7 @@ use super::{Batch, Trace, TraceError};
 
 /// Value of `--trace`.
 #[derive(Debug, Clone, PartialEq)]
-pub enum Source {
+pub enum TraceSource {
     /// Generator of campus traffic.
     Campus(Campus),
     /// Generator of a burst of connections.
@@ -34,40 +34,40 @@ pub enum SourceError {
     Empty,
 }
 
-impl Default for Source {
+impl Default for TraceSource {
     fn default() -> Self {
-        Source::Campus(Campus::default())
+        TraceSource::Campus(Campus::default())
     }
 }
 
-impl FromStr for Source {
+impl FromStr for TraceSource {
     type Err = SourceError;
 
     fn from_str(text: &str) -> Result<Self, SourceError> {
         match text.split_once(':') {
             _ if text.is_empty() => Err(SourceError::Empty),
-            Some(("campus", settings)) => Ok(Source::Campus(settings.parse()?)),
-            None if text == "campus" => Ok(Source::default()),
-            Some(("burst", settings)) => Ok(Source::Burst(settings.parse()?)),
-            None if text == "burst" => Ok(Source::Burst(Burst::default())),
-            _ => Ok(Source::File(text.into())),
+            Some(("campus", settings)) => Ok(TraceSource::Campus(settings.parse()?)),
+            None if text == "campus" => Ok(TraceSource::default()),
+            Some(("burst", settings)) => Ok(TraceSource::Burst(settings.parse()?)),
+            None if text == "burst" => Ok(TraceSource::Burst(Burst::default())),
+            _ => Ok(TraceSource::File(text.into())),
         }
     }
 }
 
-impl Source {
+impl TraceSource {
     /// Returns whether each seed has its own traffic.
     pub fn varies_with_seed(&self) -> bool {
-        matches!(self, Source::Campus(Campus { seed: None, .. }) | Source::Burst(Burst { seed: None, .. }))
+        matches!(self, TraceSource::Campus(Campus { seed: None, .. }) | TraceSource::Burst(Burst { seed: None, .. }))
     }
 
-    /// Opens the traffic of `seed` (used only if [`Source::varies_with_seed`]). Fails when the file cannot be read or
-    /// has an unknown format.
+    /// Opens the traffic of `seed` (used only if [`TraceSource::varies_with_seed`]). Fails when the file cannot be read
+    /// or has an unknown format.
     pub fn open(&self, seed: u64, options: ReadOptions) -> Result<Box<dyn Trace>, TraceError> {
         match self {
-            Source::Campus(campus) => Ok(Box::new(CampusTrace::new(campus, seed))),
-            Source::Burst(burst) => Ok(Box::new(BurstTrace::new(burst, seed))),
-            Source::File(path) => open_file(path, options),
+            TraceSource::Campus(campus) => Ok(Box::new(CampusTrace::new(campus, seed))),
+            TraceSource::Burst(burst) => Ok(Box::new(BurstTrace::new(burst, seed))),
+            TraceSource::File(path) => open_file(path, options),
         }
     }
 
@@ -78,14 +78,14 @@ impl Source {
             return self.open(seed, options);
         }
         let mut parts: Vec<(Box<dyn Trace>, u64, u32)> = Vec::new();
-        if let Source::Campus(campus) = self {
+        if let TraceSource::Campus(campus) = self {
             for copy in 0..copies {
                 // Seeds far from those that a user chooses.
                 let seed = campus.seed.unwrap_or(seed).wrapping_add(u64::from(copy) << 32);
                 let campus = Campus { seed: Some(seed), ..*campus };
                 parts.push((Box::new(CampusTrace::new(&campus, seed)), 0, copy));
             }
-            return Ok(Box::new(Overlay::new(parts)));
+            return Ok(Box::new(TraceOverlay::new(parts)));
         }
         let duration_ns = self.duration_ns(seed, options)?;
         for copy in 0..copies {
@@ -99,7 +99,7 @@ impl Source {
                 ));
             }
         }
-        Ok(Box::new(Overlay::new(parts)))
+        Ok(Box::new(TraceOverlay::new(parts)))
     }
 
     /// Returns the time just after the last packet (ns).

@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use clap::Parser as _;
-use coreward_sim::figure::embedded::Embedded;
+use coreward_sim::figure::embedded::EmbeddedScenario;
 use coreward_sim::figure::live::LiveFigure;
 
 /// Variable with the arguments of the child process below.
@@ -22,12 +22,11 @@ struct Cli {
 
 /// A measurement that ends only on request.
 const ENDLESS_FIGURE: LiveFigure = LiveFigure {
-    figure: Embedded {
+    embedded_scenario: EmbeddedScenario {
         name: "endless-live",
-        text: "title = \"t\"\npaper = \"p\"\nfigure = \"f\"\nstatement = \"s\"\nmodelled = \"m\"\nseeds = 1\n[live]\n\
-               minutes = 1\n[[series]]\nlabel = \"a\"\n[[panel]]\ntitle = \"p\"\nmeasure = \"packet-ns\"\ndraw = \
-               \"bars\"\n\
-               y = { label = \"ns\" }\n",
+        toml_text: "title = \"t\"\npaper = \"p\"\nfigure = \"f\"\nstatement = \"s\"\nmodelled = \"m\"\nseeds = 1\n\
+               [live]\nminutes = 1\n[[series]]\nlabel = \"a\"\n[[panel]]\ntitle = \"p\"\nmeasure = \"packet-ns\"\n\
+               draw = \"bars\"\ny = { label = \"ns\" }\n",
     },
     measure: |_, _| {
         println!("measuring");

@@ -3,7 +3,7 @@
 use clap::Parser as _;
 use coreward_sim::figure::cli::{self, FigureArgs};
 use coreward_sim::figure::draw;
-use coreward_sim::figure::embedded::Embedded;
+use coreward_sim::figure::embedded::EmbeddedScenario;
 use coreward_sim::figure::library;
 use coreward_sim::figure::live::{LiveFigure, Sample};
 use coreward_sim::figure::result::FigureResult;
@@ -40,7 +40,7 @@ at_most = 40
 "#;
 
 const LIVE: LiveFigure = LiveFigure {
-    figure: Embedded { name: "cheetah-5-live", text: TEXT },
+    embedded_scenario: EmbeddedScenario { name: "cheetah-5-live", toml_text: TEXT },
     measure: |scenario, progress| {
         progress(0, 1);
         let values = &scenario.panel[0].x.as_ref().expect("it sweeps").values;
@@ -85,7 +85,7 @@ const LIVE_AND_SIMULATED: &str = include_str!("beside-live.toml");
 
 /// A figure whose samples are 0, except in run 1, where they are the duration.
 const WITH_SIMULATED: LiveFigure = LiveFigure {
-    figure: Embedded { name: "beside-live", text: LIVE_AND_SIMULATED },
+    embedded_scenario: EmbeddedScenario { name: "beside-live", toml_text: LIVE_AND_SIMULATED },
     measure: |scenario, _| {
         assert!(scenario.series.iter().all(|series| !series.simulated));
         let seconds = scenario.live.as_ref().and_then(|live| live.seconds).expect("it has a duration");
@@ -102,8 +102,8 @@ const WITH_SIMULATED: LiveFigure = LiveFigure {
 
 #[test]
 fn simulated_series_is_drawn_with_the_measured_one() {
-    let scenario = WITH_SIMULATED.figure.scenario().unwrap();
-    let table = WITH_SIMULATED.table(&scenario, &|_, _| {}).unwrap();
+    let scenario = WITH_SIMULATED.embedded_scenario.scenario().unwrap();
+    let table = WITH_SIMULATED.measure_table(&scenario, &|_, _| {}).unwrap();
     let [measured, simulated] = &table.panels[0].curves[..] else { panic!("{table:?}") };
     let highest: Vec<(f64, f64)> = measured.cells.iter().map(|cell| (cell.x, cell.spread.high)).collect();
     assert_eq!(highest, [(40.0, 5.0), (80.0, 5.0)]);
@@ -123,7 +123,7 @@ fn simulated_series_need_a_simulation() {
 
 #[test]
 fn live_figures_are_listed_and_not_part_of_all() {
-    let names = |figures: Vec<Embedded>| figures.iter().map(|figure| figure.name).collect::<Vec<_>>();
+    let names = |figures: Vec<EmbeddedScenario>| figures.iter().map(|figure| figure.name).collect::<Vec<_>>();
     let with_live = names(library::with_live_figures(&[LIVE]));
     assert!(!names(library::all_figures()).contains(&"cheetah-5-live"));
     let place = with_live.iter().position(|name| *name == "cheetah-5-live").unwrap();
@@ -137,9 +137,9 @@ fn sample_outside_the_panels_is_an_error() {
         LiveFigure { measure: |_, _| Ok(vec![sample("third", 1000.0, 1)]), ..LIVE },
         LiveFigure { measure: |_, _| Ok(vec![sample("stateless", 1000.0, 3)]), ..LIVE },
     ];
-    let scenario = LIVE.figure.scenario().unwrap();
+    let scenario = LIVE.embedded_scenario.scenario().unwrap();
     for live in live {
-        let error = live.table(&scenario, &|_, _| {}).unwrap_err().to_string();
+        let error = live.measure_table(&scenario, &|_, _| {}).unwrap_err().to_string();
         assert!(error.contains("cheetah-5-live: the scenario has no place for Sample"), "{error}");
     }
 }

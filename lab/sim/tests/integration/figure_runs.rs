@@ -1,12 +1,12 @@
 //! Every scenario of coreward, from its text to the page, with a fraction of its sample size.
 
-use coreward_sim::figure::embedded::Embedded;
+use coreward_sim::figure::embedded::EmbeddedScenario;
 use coreward_sim::figure::library;
 use coreward_sim::figure::result::{FigureResult, Provenance};
 use coreward_sim::figure::scenario::Scenario;
 use coreward_sim::figure::{draw, page, run};
 
-fn small(embedded: &Embedded) -> Scenario {
+fn small(embedded: &EmbeddedScenario) -> Scenario {
     let line = |line: &str| match line.split_once(" = ") {
         Some(("seeds", _)) => "seeds = 1".to_owned(),
         Some(("connections", _)) => "connections = 500".to_owned(),
@@ -14,13 +14,13 @@ fn small(embedded: &Embedded) -> Scenario {
         Some(("trace", _)) => "trace = \"campus:seed=1,flows=200,seconds=4\"".to_owned(),
         _ => line.to_owned(),
     };
-    let text: String = embedded.text.lines().map(|text| line(text) + "\n").collect();
+    let text: String = embedded.toml_text.lines().map(|text| line(text) + "\n").collect();
     Scenario::parse(embedded.name, &text).unwrap_or_else(|error| panic!("{error}"))
 }
 
-fn result(embedded: &Embedded, scenario: &Scenario) -> FigureResult {
+fn result(embedded: &EmbeddedScenario, scenario: &Scenario) -> FigureResult {
     let table = run::run(scenario, &|_, _| {}).unwrap_or_else(|error| panic!("{}: {error:#}", embedded.name));
-    FigureResult::new(embedded.name, Provenance::new("command".into(), embedded.text), scenario, table)
+    FigureResult::new(embedded.name, Provenance::new("command".into(), embedded.toml_text), scenario, table)
 }
 
 fn files(result: &FigureResult, scenario: &Scenario) -> [String; 4] {
@@ -35,7 +35,7 @@ fn every_scenario_gives_a_complete_figure() {
         let result = result(&embedded, &scenario);
         let name = embedded.name;
         for (panel, numbers) in scenario.panel.iter().zip(&result.table.panels) {
-            assert_eq!(numbers.curves.len(), scenario.series_of(panel).count(), "{name}");
+            assert_eq!(numbers.curves.len(), scenario.panel_series(panel).count(), "{name}");
             for curve in &numbers.curves {
                 assert!(!curve.cells.is_empty(), "{name}: {}: {} has no point", numbers.title, curve.label);
             }

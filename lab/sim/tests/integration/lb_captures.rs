@@ -4,7 +4,7 @@ use std::io::Write as _;
 use std::path::PathBuf;
 
 use coreward_sim::trace::capture::{ReadOptions, writer};
-use coreward_sim::trace::{Batch, Event, FirstPacket, Packet, SkipCounts, Source};
+use coreward_sim::trace::{Batch, FirstPacket, FlowEvent, Packet, SkipCounts, TraceSource};
 
 const SECOND: u64 = 1_000_000_000;
 
@@ -43,7 +43,7 @@ impl TraceContents {
 }
 
 fn read_with(path: PathBuf, options: ReadOptions) -> Result<TraceContents, String> {
-    let mut trace = Source::File(path).open(1, options).map_err(|error| error.to_string())?;
+    let mut trace = TraceSource::File(path).open(1, options).map_err(|error| error.to_string())?;
     let (mut all, mut batch) = (TraceContents::default(), Batch::default());
     loop {
         trace.read(&mut batch).map_err(|error| error.to_string())?;
@@ -164,7 +164,7 @@ fn check_three(all: &TraceContents) {
     assert_eq!(all.clients(), ["10.1.0.7:1000", "10.1.0.7:2000"]);
     assert_eq!(all.openings[0].tuple.vip().to_string(), "10.200.0.1:80");
     let packets: Vec<_> = all.packets.iter().map(|packet| (packet.time_ns, packet.flow, packet.event)).collect();
-    assert_eq!(packets, [(0, 0, Event::OPENS), (5_000, 1, Event::OPENS), (1_000_000, 0, Event::NONE)]);
+    assert_eq!(packets, [(0, 0, FlowEvent::OPENS), (5_000, 1, FlowEvent::OPENS), (1_000_000, 0, FlowEvent::NONE)]);
     assert!(all.skipped.is_empty());
 }
 
@@ -379,15 +379,15 @@ fn flows_end_by_silence_or_fin_and_numbers_are_reused() {
     let all = read_with(files.write("a.pcap", &pcap(false, true, 1, &frames)), options).unwrap();
     let event = |packet: &Packet| (packet.time_ns / SECOND, packet.flow, packet.event);
     let expected = [
-        (0, 0, Event::OPENS),
-        (1, 1, Event::OPENS),
-        (2, 1, Event::NONE),
-        (2, 1, Event::NONE),
-        (3, 1, Event::EXPIRES),
-        (3, 1, Event::OPENS),
-        (11, 0, Event::EXPIRES),
-        (11, 1, Event::NONE),
-        (12, 0, Event::OPENS),
+        (0, 0, FlowEvent::OPENS),
+        (1, 1, FlowEvent::OPENS),
+        (2, 1, FlowEvent::NONE),
+        (2, 1, FlowEvent::NONE),
+        (3, 1, FlowEvent::EXPIRES),
+        (3, 1, FlowEvent::OPENS),
+        (11, 0, FlowEvent::EXPIRES),
+        (11, 1, FlowEvent::NONE),
+        (12, 0, FlowEvent::OPENS),
     ];
     assert_eq!(all.packets.iter().map(event).collect::<Vec<_>>(), expected);
     assert_eq!(all.clients(), ["10.1.0.7:1000", "10.1.0.7:2000", "10.1.0.7:2000", "10.1.0.7:3000"]);
@@ -396,7 +396,7 @@ fn flows_end_by_silence_or_fin_and_numbers_are_reused() {
 #[test]
 fn generated_trace_round_trips_through_a_capture() {
     let files = Files::new();
-    let source: Source = "campus:seed=5,flows=300,seconds=3,history=0".parse().unwrap();
+    let source: TraceSource = "campus:seed=5,flows=300,seconds=3,history=0".parse().unwrap();
     let mut bytes = Vec::new();
     writer::write(source.open(1, ReadOptions::default()).unwrap().as_mut(), 96, &mut bytes).unwrap();
     let all = read(files.write("campus.pcap", &bytes)).unwrap();
@@ -424,7 +424,7 @@ fn pause_of_any_length_is_simulated() {
         let times_ms = (0..50u64).map(|tick| tick * 100).chain((0..50).map(|tick| 5_000 + pause_ms + tick * 100));
         let frames: Vec<_> = times_ms.map(|ms| (ms * 1_000_000, plain_ethernet(&ipv4(1_000, 0, 0)))).collect();
         let config = coreward_sim::lb::Config {
-            trace: Source::File(files.write(&format!("{pause_ms}.pcap"), &pcap(false, true, 1, &frames))),
+            trace: TraceSource::File(files.write(&format!("{pause_ms}.pcap"), &pcap(false, true, 1, &frames))),
             policies: vec!["crossrss".to_owned()],
             seeds: vec![1],
             ..coreward_sim::lb::Config::default()

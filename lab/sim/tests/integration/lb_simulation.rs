@@ -6,7 +6,7 @@ use coreward_model::policy::policy_by_name;
 use coreward_model::replay::{Placer, ReplaySettings, replay};
 use coreward_sim::lb::{Config, Error, Outcome, PolicyOutcome, run};
 use coreward_sim::trace::capture::{ReadOptions, writer};
-use coreward_sim::trace::{Source, TraceError};
+use coreward_sim::trace::{TraceError, TraceSource};
 
 fn config(trace: &str, policies: &[&str], seeds: std::ops::RangeInclusive<u64>) -> Config {
     Config {
@@ -17,12 +17,12 @@ fn config(trace: &str, policies: &[&str], seeds: std::ops::RangeInclusive<u64>) 
     }
 }
 
-fn of<'a>(outcome: &'a Outcome, policy: &str) -> &'a PolicyOutcome {
+fn policy_outcome<'a>(outcome: &'a Outcome, policy: &str) -> &'a PolicyOutcome {
     outcome.policies.iter().find(|outcome| outcome.policy == policy).unwrap()
 }
 
 fn core(outcome: &Outcome, policy: &str) -> f64 {
-    of(outcome, policy).core_variance_pct.median
+    policy_outcome(outcome, policy).core_variance_pct.median
 }
 
 /// CrossRSS, CoNEXT'20, Fig. 2a: 0.26 against 7.2, 9.1 and 7.8; servers 0.11 against rr's 0.31.
@@ -31,7 +31,7 @@ fn core_awareness_removes_the_variance_between_cores() {
     let outcome = run(&config("campus", &["hash", "rr", "pow2", "crossrss", "crossrss-plus"], 1..=10)).unwrap();
     let best = ["hash", "rr", "pow2"].map(|policy| core(&outcome, policy)).into_iter().fold(f64::INFINITY, f64::min);
     assert!(core(&outcome, "crossrss") * 15.0 <= best, "{} against {best}", core(&outcome, "crossrss"));
-    let server = |policy| of(&outcome, policy).server_variance_pct.median;
+    let server = |policy| policy_outcome(&outcome, policy).server_variance_pct.median;
     assert!(server("crossrss") < server("rr"));
     assert!(outcome.policies.iter().all(|policy| policy.dropped_pct.high == 0.0));
 }
@@ -49,7 +49,7 @@ fn crossrss_plus_closes_most_of_the_gap_to_the_oracle_after_a_cold_start() {
 fn crossrss_plus_spreads_a_burst_no_worse_than_round_robin() {
     let outcome = run(&config("burst", &["rr", "crossrss", "crossrss-plus"], 1..=30)).unwrap();
     assert!(core(&outcome, "crossrss-plus") <= 1.05 * core(&outcome, "rr"));
-    let max = |policy| of(&outcome, policy).max_over_mean.median;
+    let max = |policy| policy_outcome(&outcome, policy).max_over_mean.median;
     assert!(max("crossrss-plus") <= 1.05 * max("rr"));
     // The published policy sends the whole burst to one server: the reason for crossrss-plus.
     assert!(core(&outcome, "crossrss") > 10.0 * core(&outcome, "rr"));
@@ -63,7 +63,7 @@ fn balanced_cores_serve_more_near_saturation() {
         ..config("campus:history=100,seconds=4", &["hash", "crossrss"], 1..=6)
     };
     let outcome = run(&loaded).unwrap();
-    let (hash, crossrss) = (of(&outcome, "hash"), of(&outcome, "crossrss"));
+    let (hash, crossrss) = (policy_outcome(&outcome, "hash"), policy_outcome(&outcome, "crossrss"));
     assert!(crossrss.throughput_pps.median > 1.02 * hash.throughput_pps.median);
     assert!(crossrss.dropped_pct.median < hash.dropped_pct.median);
     for (hash, crossrss) in hash.seeds.iter().zip(&crossrss.seeds) {
@@ -101,7 +101,7 @@ fn arrival_logs_agree_with_the_replay() {
 
 #[test]
 fn capture_gives_the_results_of_its_trace() {
-    let source: Source = "campus:seed=3,flows=500,seconds=4,history=0".parse().unwrap();
+    let source: TraceSource = "campus:seed=3,flows=500,seconds=4,history=0".parse().unwrap();
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("campus.pcap");
     let mut trace = source.open(1, ReadOptions::default()).unwrap();
@@ -117,7 +117,7 @@ fn capture_gives_the_results_of_its_trace() {
         assert!((0.9..1.1).contains(&ratio), "{policy}: {ratio}");
     }
     // Copies are shifted in time, and the sum of several copies is smoother.
-    let overlaid = Config { overlay: 8, ..config(path.to_str().unwrap(), &["hash"], 1..=3) };
+    let overlaid = Config { trace_copies: 8, ..config(path.to_str().unwrap(), &["hash"], 1..=3) };
     let overlaid = run(&overlaid).unwrap();
     assert_eq!(overlaid.packets, 8 * captured.packets);
     assert!(core(&overlaid, "hash") < 0.6 * core(&captured, "hash"));
@@ -160,8 +160,8 @@ fn racks_change_no_table_with_enough_candidates() {
     let with = |racks, rack_candidates| run(&Config { racks: Some(racks), rack_candidates, ..direct.clone() }).unwrap();
     assert_eq!(with(3, 8).policies, without.policies);
     let fewer = with(3, 1);
-    assert_eq!(of(&fewer, "crossrss"), of(&without, "crossrss"));
-    assert_ne!(of(&fewer, "crossrss-plus"), of(&without, "crossrss-plus"));
+    assert_eq!(policy_outcome(&fewer, "crossrss"), policy_outcome(&without, "crossrss"));
+    assert_ne!(policy_outcome(&fewer, "crossrss-plus"), policy_outcome(&without, "crossrss-plus"));
 }
 
 #[test]
@@ -199,11 +199,11 @@ fn capture_that_cannot_be_simulated_is_rejected() {
         [0xa1b2_c3d4u32, 0x0004_0002, 0, 0, 65_535, 1].into_iter().flat_map(u32::to_le_bytes).collect();
     std::fs::write(&path, &header).unwrap();
     let path = path.to_str().unwrap();
-    assert!(matches!(run(&config(path, &["hash"], 1..=1)), Err(Error::Empty(_))));
+    assert!(matches!(run(&config(path, &["hash"], 1..=1)), Err(Error::NoPackets(_))));
     let missing = run(&config("/nonexistent/trace.pcap", &["hash"], 1..=1));
     assert!(matches!(missing, Err(Error::Trace(TraceError::File { .. }))));
     let mut trace = "campus:seed=1,flows=50,seconds=3,history=0"
-        .parse::<Source>()
+        .parse::<TraceSource>()
         .unwrap()
         .open(1, ReadOptions::default())
         .unwrap();

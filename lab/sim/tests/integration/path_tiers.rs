@@ -24,7 +24,8 @@ fn one_server_of_one_core_is_m_m_1() {
 fn one_server_behind_a_load_balancer_is_the_server_alone() {
     let latency = 0.35;
     let jsq: rpc::Policy = "jsq".parse().unwrap();
-    let path = Config { servers: 1, cores: 16, latency, load: 0.8, dispatch: vec![jsq.clone()], ..single_requests() };
+    let path =
+        Config { servers: 1, cores: 16, latency, load: 0.8, dispatch_policies: vec![jsq.clone()], ..single_requests() };
     let path = combinations(&Config { seconds: 5.0, ..path });
     let alone = rpc::run(&rpc::Config { policy: jsq, latency, load: 0.8, ..rpc::Config::default() }).unwrap();
     for (path, alone) in [(path[0].mean, alone.all.mean), (path[0].p99, alone.all.p99)] {
@@ -35,8 +36,13 @@ fn one_server_behind_a_load_balancer_is_the_server_alone() {
 #[test]
 fn requests_per_connection_and_load_are_as_configured() {
     let policies = vec!["rr".to_owned()];
-    let config =
-        Config { seconds: 30.0, seeds: vec![1], policies, dispatch: vec![rpc::Policy::Rss], ..Config::default() };
+    let config = Config {
+        seconds: 30.0,
+        seeds: vec![1],
+        policies,
+        dispatch_policies: vec![rpc::Policy::Rss],
+        ..Config::default()
+    };
     let outcome = run(&config).unwrap();
     // 0.7 of 16 cores and requests of 100 us give 112,000 requests per second.
     let expected = 112_000.0 * 30.0;
@@ -49,7 +55,7 @@ fn round_robin_beats_hashing_and_feedback_beats_round_robin() {
         servers: 64,
         cores: 1,
         policies: ["hash", "rr", "awrr", "pow2"].map(str::to_owned).to_vec(),
-        dispatch: vec![rpc::Policy::Rss],
+        dispatch_policies: vec![rpc::Policy::Rss],
         report_ms: 10.0,
         load: 0.6,
         seeds: vec![1, 2, 3],
@@ -87,5 +93,7 @@ fn invalid_paths_are_rejected() {
     assert!(error(Config { seconds: 0.5, ..default() }).contains("0.5 s: expected at least"));
     assert!(error(Config { request_gap: f64::NAN, ..default() }).contains("request-gap NaN"));
     let grouped = vec!["dfcfs:3,3".parse().unwrap()];
-    assert!(error(Config { dispatch: grouped, ..default() }).contains("its groups have 9 cores, the server has 4"));
+    assert!(
+        error(Config { dispatch_policies: grouped, ..default() }).contains("its groups have 9 cores, the server has 4")
+    );
 }

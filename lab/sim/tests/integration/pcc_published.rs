@@ -3,7 +3,7 @@
 
 use coreward_model::placement::BucketCount;
 use coreward_sim::output::{Format, Printable as _};
-use coreward_sim::pcc::{Arrivals, Config, MethodOutcome, Second, Updates, run};
+use coreward_sim::pcc::{Arrivals, Config, MethodOutcome, SecondCounts, Updates, run};
 use coreward_sim::seed_summary::SeedSummary;
 
 fn config(methods: &[&str], connections: f64, updates_per_minute: f64) -> Config {
@@ -70,12 +70,12 @@ fn figure_2c_threshold_trades_broken_connections_for_balance() {
 fn figure_9_broken_connections_per_second() {
     let config = Config::cheetah_figure_9();
     let methods = outcomes(&config);
-    let median = |method: &MethodOutcome, second: usize, of: fn(&Second) -> f64| {
-        let values: Vec<f64> = method.runs.iter().map(|run| of(&run.seconds[second])).collect();
+    let median = |method: &MethodOutcome, second: usize, of: fn(&SecondCounts) -> f64| {
+        let values: Vec<f64> = method.runs.iter().map(|run| of(&run.second_counts[second])).collect();
         SeedSummary::of(&values).unwrap().median
     };
     let peak = |method: &MethodOutcome, from: usize, to: usize| {
-        (from..to).map(|second| median(method, second, Second::broken_pct)).fold(0.0, f64::max)
+        (from..to).map(|second| median(method, second, SecondCounts::broken_pct)).fold(0.0, f64::max)
     };
     let [hash, ring, beamer, cheetah] = [0, 1, 2, 3].map(|method| &methods[method]);
     // Published peaks: 11, 3, 0.5, 0; docs/figures.md has the reason why hash is higher here.
@@ -85,7 +85,7 @@ fn figure_9_broken_connections_per_second() {
     assert_eq!(peak(cheetah, 0, 45), 0.0);
     // Nothing breaks before the first change, and after the last change has taken effect.
     assert!(methods.iter().all(|method| peak(method, 0, 4) == 0.0 && peak(method, 35, 45) == 0.0));
-    let servers = [0, 5, 12, 14, 16, 30].map(|second| hash.runs[0].seconds[second].servers);
+    let servers = [0, 5, 12, 14, 16, 30].map(|second| hash.runs[0].second_counts[second].servers);
     assert_eq!(servers, [24, 27, 30, 30, 28, 22]);
     // No connection breaks, so all requests complete: 1,500 a second at first, up to 2,500.
     let completed = [0, 19, 42].map(|second| median(cheetah, second, |second| second.completed as f64));
@@ -176,7 +176,8 @@ fn impossible_configurations_are_rejected() {
     assert_eq!(fails(Config { report_ms: 5, ..sound() }), "reports every 5 ms: expected 10 to 60000");
     assert_eq!(fails(Config { cores: 0, ..sound() }), "0 cores: expected 1 to 128");
     assert_eq!(fails(Config { buckets_per_server: 0, ..sound() }), "0 buckets per server: expected 1 to 1000");
-    let unordered = vec![(2.0, coreward_sim::pcc::Change::AddServer), (1.0, coreward_sim::pcc::Change::RemoveServer)];
+    let unordered =
+        vec![(2.0, coreward_sim::pcc::ClusterChange::AddServer), (1.0, coreward_sim::pcc::ClusterChange::RemoveServer)];
     assert_eq!(
         fails(Config { updates: Updates::Scheduled(unordered), ..sound() }),
         "a change at second 1: expected a number from 0 on, none before the one that it follows"

@@ -1,7 +1,7 @@
 //! Every policy by name, and the core assignments of RingLeader (NSDI'23, Sect. 4.4).
 
 use coreward_model::rss::IndirectionTable;
-use coreward_sim::rpc::server::{Request, Response, Server, ServerSpec, Sink, WithServer};
+use coreward_sim::rpc::server::{Request, Response, Server, ServerSpec, ServerVisitor, Sink};
 use coreward_sim::rpc::{Config, Outcome, Policy, run};
 use proptest::prelude::*;
 
@@ -17,7 +17,7 @@ impl Sink for CollectedResponses {
 /// Serves the requests. Returns the responses, and the busy time of each core.
 struct ServeRequests<'a>(&'a [Request]);
 
-impl WithServer<CollectedResponses> for ServeRequests<'_> {
+impl ServerVisitor<CollectedResponses> for ServeRequests<'_> {
     type Output = (Vec<Response>, Vec<u64>);
 
     fn visit(self, mut server: impl Server<CollectedResponses>) -> Self::Output {
@@ -139,12 +139,12 @@ fn priorities_keep_short_requests_from_waiting_behind_long_ones() {
 #[test]
 fn bounded_queue_carries_any_load_and_drops_the_rest() {
     let policy: Policy = "jsq".parse().unwrap();
-    let config = Config { policy, cores: 1, load: 2.0, queue: Some(1), ..Config::default() };
+    let config = Config { policy, cores: 1, load: 2.0, queue_limit: Some(1), ..Config::default() };
     // The server holds only the request in service: Erlang's B formula with one server, 2 / (1 + 2).
     let outcome = run(&config).unwrap();
     assert!((outcome.dropped_pct - 200.0 / 3.0).abs() < 0.3, "{}", outcome.dropped_pct);
     assert!((outcome.all.mean - 1.0).abs() < 0.01, "{:?}", outcome.all);
-    let error = run(&Config { queue: None, ..config }).unwrap_err().to_string();
+    let error = run(&Config { queue_limit: None, ..config }).unwrap_err().to_string();
     assert!(error.starts_with("load 2: expected less than 1, which is what jsq can carry"), "{error}");
 }
 
@@ -153,7 +153,7 @@ fn windows_cover_the_run_after_the_warm_up() {
     let outcome = run(&Config { window: Some(500.0), requests: 200_000, ..Config::default() }).unwrap();
     assert_eq!(outcome.windows.iter().map(|window| window.responses).sum::<u64>(), 180_000);
     assert!(outcome.windows.is_sorted_by(|a, b| a.from + 500.0 <= b.from));
-    let mean = |of: fn(&coreward_sim::rpc::Window) -> f64| {
+    let mean = |of: fn(&coreward_sim::rpc::WindowLatency) -> f64| {
         outcome.windows.iter().map(of).sum::<f64>() / outcome.windows.len() as f64
     };
     assert!((mean(|window| window.quantiles.mean) / outcome.all.mean - 1.0).abs() < 0.02);

@@ -2,7 +2,7 @@
 //! interval must be narrow enough to exclude a wrong model.
 
 use coreward_sim::par_map_ordered;
-use coreward_sim::rpc::{Config, Outcome, Policy, Service, run};
+use coreward_sim::rpc::{Config, Outcome, Policy, ServiceTimeDistribution, run};
 
 /// The 99.95 % quantile of Student's t with 9 degrees of freedom: ten seeds, 99.9 % confidence. So all of the two dozen
 /// comparisons below hold with a probability of 97 %.
@@ -10,7 +10,7 @@ const STUDENT_T_9: f64 = 4.781;
 
 fn outcomes(policy: &str, cores: u16, service: &str, latency: f64, load: f64) -> Vec<Outcome> {
     let policy: Policy = policy.parse().unwrap();
-    let service: Service = service.parse().unwrap();
+    let service: ServiceTimeDistribution = service.parse().unwrap();
     let config = Config { policy, cores, service, latency, load, requests: 800_000, ..Config::default() };
     let seeds: Vec<u64> = (1..=10).collect();
     par_map_ordered(&seeds, |seed| run(&Config { seed: *seed, ..config.clone() }).unwrap())

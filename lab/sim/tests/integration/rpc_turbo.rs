@@ -3,7 +3,7 @@
 use coreward_sim::rpc::{Config, PeakConfig, find_peak_load, run};
 
 /// Latency between NIC and cores: 550 ns for requests of 2 us (Sect. VII-D).
-const INTERFACE: f64 = 0.275;
+const INTERFACE_LATENCY: f64 = 0.275;
 
 fn peak_load(policy: &str, cores: u16, service: &str, latency: f64, slo: f64) -> f64 {
     let (policy, service) = (policy.parse().unwrap(), service.parse().unwrap());
@@ -29,7 +29,7 @@ fn fig_11_rebalanced_buckets_lose_to_placed_requests() {
     let p99 = |policy: &str| {
         let policy = policy.parse().unwrap();
         let requests = 1_000_000;
-        run(&Config { policy, cores: 12, latency: INTERFACE, load: 0.8, requests, ..Config::default() })
+        run(&Config { policy, cores: 12, latency: INTERFACE_LATENCY, load: 0.8, requests, ..Config::default() })
             .unwrap()
             .all
             .p99
@@ -44,7 +44,7 @@ fn fig_11_rebalanced_buckets_lose_to_placed_requests() {
 
 #[test]
 fn fig_12_jsq_and_jlq_stay_near_processor_sharing() {
-    let peak_load = |policy, service| peak_load(policy, 16, service, INTERFACE, 30.0);
+    let peak_load = |policy, service| peak_load(policy, 16, service, INTERFACE_LATENCY, 30.0);
     for (service, jsq_within, jlq_within) in
         [("bimodal:0.4:20", 0.20, 0.11), ("bimodal:0.2:20", 0.20, 0.11), ("bimodal:0.2:8", 0.05, 0.05)]
     {

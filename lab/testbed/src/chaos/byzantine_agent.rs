@@ -23,7 +23,7 @@ use crate::namespace::Namespace;
 /// [`seeded_rng`]'s stream for false reports.
 const RNG_STREAM_FALSE_REPORTS: u64 = 0x6368_6103;
 /// Interval of false reports: a hundredth of an agent's interval.
-const REPORT_INTERVAL: Duration = Duration::from_millis(1);
+const FALSE_REPORT_INTERVAL: Duration = Duration::from_millis(1);
 const HONEST_INTERVAL: Duration = Duration::from_millis(100);
 /// Interval of attempts to register as the server: the controller rejects them until the real agent has been silent.
 const RETRY_INTERVAL: Duration = Duration::from_millis(100);
@@ -109,7 +109,7 @@ impl ByzantineAgent {
         let reports = (1..).map(|sequence| if is_idle { idle_report(sequence) } else { random_report(sequence, rng) });
         tokio::time::timeout(
             STREAM_TIMEOUT,
-            send_reports(name, to, tls, (reports, REPORT_INTERVAL), false_reports, done),
+            send_reports(name, to, tls, (reports, FALSE_REPORT_INTERVAL), false_reports, done),
         )
         .await?
     }

@@ -13,9 +13,9 @@ use crate::interrupt;
 /// Duration of the reports of idle cores (s).
 const IMPOSTOR_SECONDS: usize = 30;
 /// Duration of the first measurement (s): the controller needs connections before it limits a server.
-const FIRST_SECONDS: usize = 5;
+const INITIAL_MEASUREMENT_SECONDS: usize = 5;
 /// Duration of the last measurement (s), when the limit must be in force.
-const LAST_SECONDS: usize = 10;
+const FINAL_MEASUREMENT_SECONDS: usize = 10;
 /// Delay of the controller's counts (s), by whose connections the share may exceed the limit: the controller counts
 /// four times a second, and load balancers report ten times a second.
 const MAX_LAG_SECONDS: f64 = 0.35;
@@ -39,7 +39,7 @@ impl ByzantineShare {
         let start = Instant::now();
         let mut seconds = vec![[0, 0]; IMPOSTOR_SECONDS];
         while let Some([drawn, all]) = seconds.get_mut(start.elapsed().as_secs() as usize) {
-            interrupt::check()?;
+            interrupt::ensure_not_interrupted()?;
             *drawn += u64::from(Connection::open_to(service, None)?.query_worker()?.server == impostor);
             *all += 1;
             std::thread::sleep(CONNECTION_INTERVAL);
@@ -48,42 +48,42 @@ impl ByzantineShare {
     }
 
     /// Returns the server's share (of 1), and the number of connections.
-    fn share(seconds: &[[u64; 2]]) -> (f64, u64) {
+    fn share_and_count(seconds: &[[u64; 2]]) -> (f64, u64) {
         let [drawn, all] = seconds.iter().fold([0, 0], |sum, second| [sum[0] + second[0], sum[1] + second[1]]);
         (drawn as f64 / all.max(1) as f64, all.max(1))
     }
 
     fn initial_share(&self) -> f64 {
-        Self::share(&self.seconds[..FIRST_SECONDS]).0
+        Self::share_and_count(&self.seconds[..INITIAL_MEASUREMENT_SECONDS]).0
     }
 
-    fn final_share(&self) -> (f64, u64) {
-        Self::share(&self.seconds[IMPOSTOR_SECONDS - LAST_SECONDS..])
+    fn final_share_and_count(&self) -> (f64, u64) {
+        Self::share_and_count(&self.seconds[IMPOSTOR_SECONDS - FINAL_MEASUREMENT_SECONDS..])
     }
 
-    fn limit(&self) -> f64 {
+    fn max_share(&self) -> f64 {
         MAX_SHARE_MULTIPLE * self.fair_share
     }
 
     /// Returns whether the server got significantly more connections than the controller allows.
     pub fn is_over_limit(&self) -> bool {
-        let (limit, (share, connections)) = (self.limit(), self.final_share());
+        let (limit, (share, connections)) = (self.max_share(), self.final_share_and_count());
         share
             > limit
-                + MAX_LAG_SECONDS / LAST_SECONDS as f64
+                + MAX_LAG_SECONDS / FINAL_MEASUREMENT_SECONDS as f64
                 + MAX_DEVIATIONS * (limit * (1.0 - limit) / connections as f64).sqrt()
     }
 }
 
 impl fmt::Display for ByzantineShare {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let percent =
-            [self.initial_share(), self.final_share().0, self.fair_share, self.limit()].map(|share| 100.0 * share);
+        let percent = [self.initial_share(), self.final_share_and_count().0, self.fair_share, self.max_share()]
+            .map(|share| 100.0 * share);
         let [at_first, at_last, fair_share, limit] = percent;
         write!(
             f,
-            "{at_first:.1} % of new connections in the first {FIRST_SECONDS} s, \
-             {at_last:.1} % in the last {LAST_SECONDS} s; \
+            "{at_first:.1} % of new connections in the first {INITIAL_MEASUREMENT_SECONDS} s, \
+             {at_last:.1} % in the last {FINAL_MEASUREMENT_SECONDS} s; \
              fair share {fair_share:.1} %, limit {limit:.1} %"
         )
     }
@@ -97,7 +97,11 @@ mod tests {
     fn random_shares_stay_below_the_limit() {
         let last = |drawn| ByzantineShare {
             fair_share: 0.25,
-            seconds: [vec![[100, 100]; IMPOSTOR_SECONDS - LAST_SECONDS], vec![[drawn, 100]; LAST_SECONDS]].concat(),
+            seconds: [
+                vec![[100, 100]; IMPOSTOR_SECONDS - FINAL_MEASUREMENT_SECONDS],
+                vec![[drawn, 100]; FINAL_MEASUREMENT_SECONDS],
+            ]
+            .concat(),
         };
         assert!(!last(61).is_over_limit());
         assert!(last(62).is_over_limit());

@@ -10,7 +10,7 @@ use crate::topology::Testbed;
 
 /// Operator of several controllers.
 #[derive(Debug)]
-pub struct Operator<'a> {
+pub struct OperatorCli<'a> {
     testbed: &'a Testbed,
     controller_count: u16,
     /// Controller that answered the last command, counted from 0.
@@ -18,7 +18,7 @@ pub struct Operator<'a> {
     timeout_s: &'static str,
 }
 
-impl<'a> Operator<'a> {
+impl<'a> OperatorCli<'a> {
     /// `controllers`: number of controllers; `limit_s`: timeout of each controller (s).
     pub fn new(testbed: &'a Testbed, controllers: u16, limit_s: &'static str) -> Self {
         Self { testbed, controller_count: controllers, last_responder: AtomicUsize::new(0), timeout_s: limit_s }

@@ -12,19 +12,19 @@ use std::time::{Duration, Instant};
 use anyhow::{Context as _, bail, ensure};
 use serde::Serialize;
 
-use super::cli_probe::Operator;
+use super::cli_probe::OperatorCli;
 use super::document::DocumentGenerator;
-use super::drains::Drains;
+use super::drains::ExpectedDrains;
 use crate::topology::Testbed;
 
 /// Number of changes per invalid change.
-const INVALID_CHANGE_PERIOD: u64 = 10;
+const CHANGES_PER_INVALID_CHANGE: u64 = 10;
 /// Number of changes per requested rotation of the cookie keys.
-const ROTATION_PERIOD: u64 = 50;
+const CHANGES_PER_KEY_ROTATION: u64 = 50;
 /// Number of changes per drain or undrain by command.
-const DRAIN_PERIOD: u64 = 4;
+const CHANGES_PER_DRAIN: u64 = 4;
 /// Number of changes per comparison of the controller's state with the acknowledgements.
-const CHECK_PERIOD: u64 = 10;
+const CHANGES_PER_STATE_CHECK: u64 = 10;
 /// Pause after a failure.
 const RETRY_PAUSE: Duration = Duration::from_millis(100);
 /// Limit for the acknowledgement of the last changes.
@@ -57,32 +57,32 @@ pub struct WriteCounts {
 
 /// Model of the configuration in force.
 #[derive(Debug, Default)]
-pub struct Model {
+pub struct ConfigModel {
     generation: u64,
     text: String,
     /// Unanswered documents, which may be in force.
     unanswered_documents: Vec<String>,
-    drains: Drains,
+    drains: ExpectedDrains,
 }
 
 /// The writer; used by one thread, read by others.
 #[derive(Debug)]
-pub struct Writer<'a> {
-    operator: Operator<'a>,
+pub struct ConfigWriter<'a> {
+    operator: OperatorCli<'a>,
     document_path: PathBuf,
-    writes: Mutex<WriteCounts>,
+    write_counts: Mutex<WriteCounts>,
 }
 
-impl<'a> Writer<'a> {
+impl<'a> ConfigWriter<'a> {
     /// Returns a writer before its first write.
     pub fn new(testbed: &'a Testbed, controllers: u16) -> Self {
-        let operator = Operator::new(testbed, controllers, COMMAND_TIMEOUT_S);
-        Self { operator, document_path: testbed.directory().join("wanted.toml"), writes: Mutex::default() }
+        let operator = OperatorCli::new(testbed, controllers, COMMAND_TIMEOUT_S);
+        Self { operator, document_path: testbed.directory().join("wanted.toml"), write_counts: Mutex::default() }
     }
 
     /// Returns the writes so far.
-    pub fn writes(&self) -> WriteCounts {
-        self.writes.lock().expect("no writer panics").clone()
+    pub fn write_counts(&self) -> WriteCounts {
+        self.write_counts.lock().expect("no writer panics").clone()
     }
 
     /// Makes `changes` changes, at most one per `interval`, until `done`; then activates all servers. The current
@@ -94,55 +94,55 @@ impl<'a> Writer<'a> {
         changes: u64,
         interval: Duration,
         done: &AtomicBool,
-    ) -> anyhow::Result<Model> {
-        let mut model = Model::default();
+    ) -> anyhow::Result<ConfigModel> {
+        let mut model = ConfigModel::default();
         (model.generation, model.text) = self.query_document()?;
         let mut due = Instant::now();
         let mut made = 0u64;
         while !done.load(Ordering::Relaxed) {
-            if self.writes().acknowledged >= changes || Instant::now() < due {
+            if self.write_counts().acknowledged >= changes || Instant::now() < due {
                 std::thread::sleep(Duration::from_millis(10));
                 continue;
             }
             due = (due + interval).max(Instant::now() - 10 * interval);
             made += 1;
-            documents.change(&model.drains.possibly_drained());
-            if !self.change(&mut model, &documents)? {
+            documents.apply_random_change(&model.drains.possibly_drained());
+            if !self.apply_change(&mut model, &documents)? {
                 std::thread::sleep(RETRY_PAUSE);
             }
-            if made.is_multiple_of(DRAIN_PERIOD) {
+            if made.is_multiple_of(CHANGES_PER_DRAIN) {
                 self.drain_or_undrain(&mut model, &mut documents);
             }
-            if made.is_multiple_of(INVALID_CHANGE_PERIOD) {
+            if made.is_multiple_of(CHANGES_PER_INVALID_CHANGE) {
                 self.try_invalid_document(&mut model, &documents.invalid_document())?;
             }
-            if made.is_multiple_of(ROTATION_PERIOD) {
+            if made.is_multiple_of(CHANGES_PER_KEY_ROTATION) {
                 self.try_rotation();
             }
-            if made.is_multiple_of(CHECK_PERIOD) {
+            if made.is_multiple_of(CHANGES_PER_STATE_CHECK) {
                 self.check_state(&mut model);
             }
         }
         documents.restore();
         let end = Instant::now() + LAST_CHANGES_TIMEOUT;
-        while !self.change(&mut model, &documents)? {
+        while !self.apply_change(&mut model, &documents)? {
             ensure!(Instant::now() < end, "the last change is not acknowledged");
             std::thread::sleep(RETRY_PAUSE);
         }
         // One server stays drained while all controllers restart.
-        self.undrain(&mut model, 1)?;
+        self.undrain_all_but(&mut model, 1)?;
         self.compare_final(&mut model)?;
         Ok(model)
     }
 
     /// Compares the configuration in force with the acknowledged one. Fails when the controller does not answer.
-    pub fn compare_final(&self, model: &mut Model) -> anyhow::Result<()> {
+    pub fn compare_final(&self, model: &mut ConfigModel) -> anyhow::Result<()> {
         ensure!(self.check_state(model), "the controller does not return what is in force");
         Ok(())
     }
 
     /// Undrains servers until only `left` are drained by command. Fails without the controller's acknowledgement.
-    pub fn undrain(&self, model: &mut Model, left: usize) -> anyhow::Result<()> {
+    pub fn undrain_all_but(&self, model: &mut ConfigModel, left: usize) -> anyhow::Result<()> {
         let end = Instant::now() + LAST_CHANGES_TIMEOUT;
         for server in model.drains.possibly_drained().into_iter().skip(left) {
             while !self.request_drain(model, server, false) {
@@ -154,7 +154,7 @@ impl<'a> Writer<'a> {
     }
 
     /// Applies a change. Returns whether the controller acknowledged it.
-    fn change(&self, model: &mut Model, documents: &DocumentGenerator) -> anyhow::Result<bool> {
+    fn apply_change(&self, model: &mut ConfigModel, documents: &DocumentGenerator) -> anyhow::Result<bool> {
         let (text, present) = (documents.text(), documents.present_servers());
         fs::write(&self.document_path, &text)?;
         // An unanswered attempt may be in force now.
@@ -185,7 +185,7 @@ impl<'a> Writer<'a> {
     }
 
     /// Drains a server, or ends a drain.
-    fn drain_or_undrain(&self, model: &mut Model, documents: &mut DocumentGenerator) {
+    fn drain_or_undrain(&self, model: &mut ConfigModel, documents: &mut DocumentGenerator) {
         let drained = model.drains.possibly_drained();
         let next = documents.next_drain(&drained).map(|server| (server, true));
         if let Some((server, drain)) = next.or_else(|| drained.first().map(|server| (*server, false))) {
@@ -194,7 +194,7 @@ impl<'a> Writer<'a> {
     }
 
     /// Requests a drain or undrain. Returns whether the controller acknowledged it.
-    fn request_drain(&self, model: &mut Model, server: u16, drain: bool) -> bool {
+    fn request_drain(&self, model: &mut ConfigModel, server: u16, drain: bool) -> bool {
         let command = if drain { "drain" } else { "undrain" };
         let is_acknowledged = self.operator.run_coreward(&[command, &format!("s{server}")]).is_ok();
         model.drains.record_request(server, drain, is_acknowledged);
@@ -205,7 +205,7 @@ impl<'a> Writer<'a> {
     }
 
     /// Applies an invalid document, which must be rejected.
-    fn try_invalid_document(&self, model: &mut Model, text: &str) -> anyhow::Result<()> {
+    fn try_invalid_document(&self, model: &mut ConfigModel, text: &str) -> anyhow::Result<()> {
         fs::write(&self.document_path, text)?;
         self.update_counts(|writes| writes.invalid_documents += 1);
         if let Ok(generation) = self.apply() {
@@ -225,11 +225,11 @@ impl<'a> Writer<'a> {
     }
 
     /// Compares the configuration in force with the model. Returns false when the controller does not answer.
-    fn check_state(&self, model: &mut Model) -> bool {
+    fn check_state(&self, model: &mut ConfigModel) -> bool {
         let Ok((generation, text)) = self.query_document() else { return false };
         let Ok(status) = self.status() else { return false };
         self.update_counts(|writes| writes.status_queries += 1);
-        model.drains.compare(&status).into_iter().for_each(|wrong| self.record_violation(wrong));
+        model.drains.compare_with_status(&status).into_iter().for_each(|wrong| self.record_violation(wrong));
         if text == model.text && generation == model.generation {
             return true;
         }
@@ -245,7 +245,7 @@ impl<'a> Writer<'a> {
             ));
         }
         // Earlier attempts cannot be in force any more: each requires the generation that it replaces.
-        model.unanswered_documents = attempts_after(std::mem::take(&mut model.unanswered_documents), &text);
+        model.unanswered_documents = documents_after(std::mem::take(&mut model.unanswered_documents), &text);
         (model.generation, model.text) = (generation, text);
         true
     }
@@ -274,7 +274,7 @@ impl<'a> Writer<'a> {
     }
 
     fn update_counts(&self, count: impl FnOnce(&mut WriteCounts)) {
-        count(&mut self.writes.lock().expect("no writer panics"));
+        count(&mut self.write_counts.lock().expect("no writer panics"));
     }
 
     fn record_violation(&self, what: String) {
@@ -282,7 +282,7 @@ impl<'a> Writer<'a> {
     }
 }
 
-fn attempts_after(attempts: Vec<String>, in_force: &str) -> Vec<String> {
+fn documents_after(attempts: Vec<String>, in_force: &str) -> Vec<String> {
     let position = attempts.iter().position(|text| text == in_force);
     attempts.into_iter().skip(position.map_or(0, |position| position + 1)).collect()
 }
@@ -294,8 +294,8 @@ mod tests {
     #[test]
     fn document_in_force_decides_unanswered_attempts() {
         let attempts = ["a", "b", "c"].map(String::from).to_vec();
-        assert_eq!(attempts_after(attempts.clone(), "b"), ["c"]);
-        assert_eq!(attempts_after(attempts.clone(), "c"), [""; 0]);
-        assert_eq!(attempts_after(attempts.clone(), "x"), attempts);
+        assert_eq!(documents_after(attempts.clone(), "b"), ["c"]);
+        assert_eq!(documents_after(attempts.clone(), "c"), [""; 0]);
+        assert_eq!(documents_after(attempts.clone(), "x"), attempts);
     }
 }

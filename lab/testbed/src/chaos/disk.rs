@@ -12,11 +12,11 @@ const SIZE_OPTION: &str = "size=8m";
 
 /// File system in memory; unmounted when dropped.
 #[derive(Debug)]
-pub struct Disk {
+pub struct TmpfsDisk {
     path: PathBuf,
 }
 
-impl Disk {
+impl TmpfsDisk {
     /// Creates `path` and mounts a disk on it.
     pub fn mount(path: &Path) -> anyhow::Result<Self> {
         fs::create_dir_all(path)?;
@@ -31,7 +31,7 @@ impl Disk {
 
     /// Fills the disk to the last byte. Fails after an error other than a full disk.
     pub fn fill(&self) -> anyhow::Result<()> {
-        let mut file = File::create(self.filler())?;
+        let mut file = File::create(self.filler_path())?;
         let mut piece = vec![0xff; 64 << 10];
         while !piece.is_empty() {
             match file.write(&piece) {
@@ -47,15 +47,15 @@ impl Disk {
 
     /// Removes the filling file. Fails when the disk was not full.
     pub fn remove_filler(&self) -> anyhow::Result<()> {
-        fs::remove_file(self.filler()).with_context(|| format!("nothing fills {}", self.path.display()))
+        fs::remove_file(self.filler_path()).with_context(|| format!("nothing fills {}", self.path.display()))
     }
 
-    fn filler(&self) -> PathBuf {
+    fn filler_path(&self) -> PathBuf {
         self.path.join("filler")
     }
 }
 
-impl Drop for Disk {
+impl Drop for TmpfsDisk {
     fn drop(&mut self) {
         if let Err(error) = umount2(&self.path, MntFlags::MNT_DETACH) {
             tracing::warn!(

@@ -113,7 +113,7 @@ impl DocumentGenerator {
     }
 
     /// Makes one random change. `drained`: servers that are or may be drained by command.
-    pub fn change(&mut self, drained: &BTreeSet<u16>) {
+    pub fn apply_random_change(&mut self, drained: &BTreeSet<u16>) {
         self.revision += 1;
         match self.random_below(8) {
             0 => {
@@ -192,7 +192,7 @@ mod tests {
         let parse = |text: String| FleetConfig::parse(&Source::from_text("fleet.toml", &text));
         let mut documents = documents(1);
         for _ in 0..300 {
-            documents.change(&BTreeSet::new());
+            documents.apply_random_change(&BTreeSet::new());
             parse(documents.text()).unwrap();
             parse(documents.invalid_document()).unwrap_err();
         }
@@ -202,7 +202,7 @@ mod tests {
     fn enough_servers_stay_eligible_under_any_drains() {
         let (mut documents, mut drained) = (documents(2), BTreeSet::new());
         for turn in 0..1_000 {
-            documents.change(&drained);
+            documents.apply_random_change(&drained);
             match turn % 7 {
                 0 => drained.extend(documents.next_drain(&drained)),
                 3 => drop(drained.pop_first()),

@@ -14,7 +14,7 @@ const MAX_EXECUTION_DELAY: Duration = Duration::from_secs(3);
 
 /// Expected drain of each server; absent servers are not drained.
 #[derive(Debug, Default)]
-pub struct Drains(BTreeMap<u16, DrainState>);
+pub struct ExpectedDrains(BTreeMap<u16, DrainState>);
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum DrainState {
@@ -23,7 +23,7 @@ enum DrainState {
     Uncertain(Instant),
 }
 
-impl Drains {
+impl ExpectedDrains {
     /// Returns the servers that are or may be drained.
     pub fn possibly_drained(&self) -> BTreeSet<u16> {
         self.0.keys().copied().collect()
@@ -53,7 +53,7 @@ impl Drains {
     }
 
     /// Returns the differences from the controller's status, and resolves uncertain drains by it.
-    pub fn compare(&mut self, status: &Value) -> Vec<String> {
+    pub fn compare_with_status(&mut self, status: &Value) -> Vec<String> {
         let mut wrong = Vec::new();
         for server in status["servers"].as_array().into_iter().flatten() {
             let number = server["name"].as_str().and_then(|name| name.strip_prefix('s')?.parse().ok());
@@ -90,33 +90,33 @@ mod tests {
 
     #[test]
     fn exactly_the_acknowledged_drains_are_expected() {
-        let mut drains = Drains::default();
+        let mut drains = ExpectedDrains::default();
         drains.record_request(1, true, true);
-        assert_eq!(drains.compare(&status(&[(1, "command"), (2, "document")])), [""; 0]);
-        assert_eq!(drains.compare(&status(&[(1, "document")])).len(), 1, "lost");
-        assert_eq!(drains.compare(&status(&[(1, "document")])), [""; 0], "which is reported once");
-        assert_eq!(drains.compare(&status(&[(2, "command")])).len(), 1, "without a command");
+        assert_eq!(drains.compare_with_status(&status(&[(1, "command"), (2, "document")])), [""; 0]);
+        assert_eq!(drains.compare_with_status(&status(&[(1, "document")])).len(), 1, "lost");
+        assert_eq!(drains.compare_with_status(&status(&[(1, "document")])), [""; 0], "which is reported once");
+        assert_eq!(drains.compare_with_status(&status(&[(2, "command")])).len(), 1, "without a command");
         drains.record_request(2, false, true);
-        assert_eq!(drains.compare(&status(&[(2, "document")])), [""; 0]);
+        assert_eq!(drains.compare_with_status(&status(&[(2, "document")])), [""; 0]);
     }
 
     #[test]
     fn unanswered_change_may_be_in_force() {
-        let mut drains = Drains::default();
+        let mut drains = ExpectedDrains::default();
         drains.record_request(1, true, false);
         for by in ["command", "document"] {
-            assert_eq!(drains.compare(&status(&[(1, by)])), [""; 0]);
+            assert_eq!(drains.compare_with_status(&status(&[(1, by)])), [""; 0]);
         }
         assert!(drains.is_uncertain(1) && drains.possibly_drained().contains(&1));
         drains.0.insert(1, DrainState::Uncertain(Instant::now() - MAX_EXECUTION_DELAY));
-        assert_eq!(drains.compare(&status(&[(1, "command")])), [""; 0]);
+        assert_eq!(drains.compare_with_status(&status(&[(1, "command")])), [""; 0]);
         assert!(!drains.is_uncertain(1));
-        assert_eq!(drains.compare(&status(&[(1, "document")])).len(), 1);
+        assert_eq!(drains.compare_with_status(&status(&[(1, "document")])).len(), 1);
     }
 
     #[test]
     fn removed_server_loses_its_drain() {
-        let mut drains = Drains::default();
+        let mut drains = ExpectedDrains::default();
         (1..=2).for_each(|server| drains.record_request(server, true, true));
         drains.record_document(&[1].into(), false);
         assert!(drains.is_uncertain(2) && !drains.is_uncertain(1));

@@ -102,7 +102,7 @@ pub enum Fault {
 }
 
 /// Duration of a fault without effect on clients (ms).
-const DURATION_MS: Range<u32> = 300..6_000;
+const LOSSLESS_DURATION_MS: Range<u32> = 300..6_000;
 /// Duration of a fault that loses clients' packets (ms): TCP must retransmit them before the client's timeout of 30 s.
 const LOSS_DURATION_MS: Range<u32> = 200..2_500;
 
@@ -122,13 +122,13 @@ impl Fault {
     }
 
     /// Returns the range of the fault's duration (ms).
-    pub fn duration_ms(&self) -> Range<u32> {
+    pub fn duration_range_ms(&self) -> Range<u32> {
         match self {
             Self::Upgrade(_) => 0..1,
-            Self::Partition { from, to, .. } if is_control_port(from) || is_control_port(to) => DURATION_MS,
-            Self::Link(port) if is_control_port(port) => DURATION_MS,
+            Self::Partition { from, to, .. } if is_control_port(from) || is_control_port(to) => LOSSLESS_DURATION_MS,
+            Self::Link(port) if is_control_port(port) => LOSSLESS_DURATION_MS,
             Self::Partition { .. } | Self::Link(_) => LOSS_DURATION_MS,
-            _ => DURATION_MS,
+            _ => LOSSLESS_DURATION_MS,
         }
     }
 
@@ -142,12 +142,12 @@ impl Fault {
         match (self, other) {
             (Self::Disk { .. }, Self::Disk { .. }) | (Self::Etcd { .. }, Self::Etcd { .. }) => true,
             (Self::Clock { daemon, .. }, Self::Clock { daemon: other, .. }) => daemon == other,
-            _ => self.process().is_some_and(|process| other.process() == Some(process)),
+            _ => self.affected_daemon().is_some_and(|process| other.affected_daemon() == Some(process)),
         }
     }
 
     /// Returns the daemon whose process is affected.
-    fn process(&self) -> Option<String> {
+    fn affected_daemon(&self) -> Option<String> {
         match self {
             Self::Kill(daemon) | Self::Stop(daemon) | Self::Upgrade(daemon) => Some(daemon.clone()),
             Self::ByzantineAgent(server) => Some(agent_name(*server)),

@@ -13,7 +13,7 @@ use anyhow::Context as _;
 use serde::Serialize;
 use serde_json::Value;
 
-use super::cli_probe::Operator;
+use super::cli_probe::OperatorCli;
 use crate::addresses::{load_balancer_name, rack_name};
 use crate::topology::Testbed;
 
@@ -22,7 +22,7 @@ pub const METRICS_ADDRESS: &str = "127.0.0.1:9440";
 /// Interval of the checks.
 const POLL_INTERVAL: Duration = Duration::from_millis(100);
 /// Checks of load balancers per check of the status, which costs a controller more.
-const STATUS_PERIOD: u32 = 5;
+const POLLS_PER_STATUS_CHECK: u32 = 5;
 const SCRAPE_LIMIT: Duration = Duration::from_millis(300);
 /// Timeout of a status (s).
 const STATUS_LIMIT_S: &str = "3";
@@ -48,7 +48,7 @@ pub struct Observations {
 #[derive(Debug)]
 pub struct InvariantChecker<'a> {
     testbed: &'a Testbed,
-    operator: Operator<'a>,
+    operator: OperatorCli<'a>,
     start: Instant,
     state: Mutex<ObservedState>,
 }
@@ -64,7 +64,7 @@ struct ObservedState {
     /// Servers that load balancers find down: load balancer, service, server.
     down_servers: BTreeSet<[String; 3]>,
     /// Table generations by load balancer, with the time of their last change.
-    tables: BTreeMap<u16, (f64, Instant)>,
+    table_changes: BTreeMap<u16, (f64, Instant)>,
     /// Stamping cookie key, its generation, and the progress of a rotation.
     cookie_keys: Option<[Value; 3]>,
 }
@@ -75,7 +75,7 @@ const LOAD_AWARE_POLICIES: [&str; 2] = ["crossrss", "crossrss-plus"];
 impl<'a> InvariantChecker<'a> {
     /// Returns a checker without observations.
     pub fn new(testbed: &'a Testbed, controllers: u16) -> Self {
-        let operator = Operator::new(testbed, controllers, STATUS_LIMIT_S);
+        let operator = OperatorCli::new(testbed, controllers, STATUS_LIMIT_S);
         Self { testbed, operator, start: Instant::now(), state: Mutex::default() }
     }
 
@@ -92,11 +92,11 @@ impl<'a> InvariantChecker<'a> {
             }
             let begin = Instant::now();
             for number in self.testbed.load_balancer_numbers() {
-                if let Ok(generations) = self.table_generations(number) {
+                if let Ok(generations) = self.sum_table_generations(number) {
                     self.inspect_tables(number, generations);
                 }
             }
-            if turn.is_multiple_of(STATUS_PERIOD)
+            if turn.is_multiple_of(POLLS_PER_STATUS_CHECK)
                 && let Ok(status) = self.status()
             {
                 self.inspect_status(&status);
@@ -113,7 +113,7 @@ impl<'a> InvariantChecker<'a> {
             services.iter().any(|service| LOAD_AWARE_POLICIES.iter().any(|policy| service["policy"] == *policy));
         let made: f64 = services.iter().filter_map(|service| service["table_generation"].as_f64()).sum();
         let known = self.lock_state();
-        let lacks = |number: u16| match known.tables.get(&number) {
+        let lacks = |number: u16| match known.table_changes.get(&number) {
             Some((_, at)) if *at > since => None,
             Some((generations, _)) if !reads_loads => (*generations != made)
                 .then(|| format!("lb{number}'s tables are of generations {generations} in all, and not {made}")),
@@ -132,7 +132,7 @@ impl<'a> InvariantChecker<'a> {
     }
 
     /// Returns the sum of the generations of the tables in force.
-    fn table_generations(&self, number: u16) -> anyhow::Result<f64> {
+    fn sum_table_generations(&self, number: u16) -> anyhow::Result<f64> {
         let page = self.testbed.load_balancer(number)?.within(scrape_metrics)?;
         let generations = page.lines().filter_map(|line| line.strip_prefix("coreward_table_generation{"));
         Ok(generations.filter_map(|line| line.rsplit(' ').next()?.parse::<f64>().ok()).sum())
@@ -141,7 +141,7 @@ impl<'a> InvariantChecker<'a> {
     fn inspect_tables(&self, number: u16, generations: f64) {
         let (mut known, now) = (self.lock_state(), Instant::now());
         known.observations.scrapes += 1;
-        let before = known.tables.get(&number).copied();
+        let before = known.table_changes.get(&number).copied();
         match before {
             // A new controller restarts its generations: any other number means another table.
             Some((before, _)) if before == generations => {}
@@ -151,9 +151,9 @@ impl<'a> InvariantChecker<'a> {
                     known.observations.longest_without_table_s = without;
                     known.observations.longest_without_table_at_s = (now - self.start).as_secs_f64();
                 }
-                known.tables.insert(number, (generations, now));
+                known.table_changes.insert(number, (generations, now));
             }
-            None => drop(known.tables.insert(number, (generations, now))),
+            None => drop(known.table_changes.insert(number, (generations, now))),
         }
     }
 
@@ -170,7 +170,7 @@ impl<'a> InvariantChecker<'a> {
             known.inspect_server(server);
             known.inspect_counters(server["name"].as_str().unwrap_or_default(), &server["counters"]);
         }
-        array_or_empty(&status["services"]).iter().for_each(|service| known.inspect_checks(service));
+        array_or_empty(&status["services"]).iter().for_each(|service| known.inspect_health_checks(service));
         known.inspect_keys(&status["keys"]);
         for balancer in array_or_empty(&status["load_balancers"]) {
             let name = balancer["name"].as_str().unwrap_or_default();
@@ -200,7 +200,7 @@ impl ObservedState {
         }
     }
 
-    fn inspect_checks(&mut self, service: &Value) {
+    fn inspect_health_checks(&mut self, service: &Value) {
         for member in array_or_empty(&service["members"]) {
             for check in array_or_empty(&member["checks"]) {
                 let who = [&check["load_balancer"], &service["name"], &member["server"]].map(Value::to_string);

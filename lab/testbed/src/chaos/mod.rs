@@ -35,7 +35,7 @@ use std::time::{Duration, Instant};
 use anyhow::ensure;
 
 use crate::conformance::{SetOnDrop, change_loads, write_busy_times};
-use crate::fleet::{Fleet, FleetOptions, LoadSource, busy_file, logs};
+use crate::fleet::{Fleet, FleetOptions, LoadSource, busy_file, read_log_tails};
 use crate::interrupt;
 use crate::network_options::NetworkOptions;
 use crate::nginx::Nginx;
@@ -43,20 +43,20 @@ use crate::preload::PreloadedFaults;
 use crate::topology::{Testbed, TestbedOptions};
 use byzantine_agent::FalseReportKind;
 use byzantine_share::ByzantineShare;
-use config_mutator::{Model, Writer};
-use disk::Disk;
+use config_mutator::{ConfigModel, ConfigWriter};
+use disk::TmpfsDisk;
 use document::DocumentGenerator;
 use etcd::Etcd;
 use fault::FaultKind;
 use invariants::{InvariantChecker, ResourceUsage};
-use outcome::{Outcome, Recovery};
-use schedule::{PartCounts, PlannedFault, Schedule};
+use outcome::{ChaosOutcome, Recovery};
+use schedule::{ComponentCounts, FaultSchedule, PlannedFault};
 use test_env::TestEnv;
 use traffic::{Traffic, stream_service};
 
 /// Options of `coreward-lab testbed chaos`.
 #[derive(Debug, Clone, clap::Args)]
-pub struct Options {
+pub struct ChaosArgs {
     /// Duration in which faults begin (s)
     #[arg(long, default_value_t = 225, value_parser = clap::value_parser!(u32).range(5..=3_000))]
     pub seconds: u32,
@@ -95,9 +95,9 @@ const CLIENT_ADDRESS_COUNT: u16 = 4;
 /// Limit for the convergence of the fleet.
 const CONVERGENCE_LIMIT: Duration = Duration::from_secs(30);
 /// Health checks of both services: frequent, with short timeouts, so that faults make servers down.
-const WEB_CHECK: &str =
+const WEB_SERVICE_CONFIG: &str =
     "[service.health]\ncheck = \"http\"\npath = \"/who\"\ninterval = \"200ms\"\ntimeout = \"200ms\"\nfall = 1\n";
-const STREAMS_CHECK: &str =
+const STREAM_SERVICE_CONFIG: &str =
     "consistency = \"stateful\"\n[service.health]\ninterval = \"200ms\"\ntimeout = \"200ms\"\nfall = 1\n";
 const EVENT_POLL_INTERVAL: Duration = Duration::from_millis(20);
 /// Fraction of the run with configuration changes; the rest has only faults.
@@ -108,7 +108,7 @@ const MAX_MEMORY_GROWTH_KB: u64 = 32 << 10;
 const MAX_FILE_GROWTH: u64 = 16;
 
 /// Runs the test and prints its results. Fails when the setup fails, or an invariant is violated.
-pub fn main(options: &Options) -> anyhow::Result<()> {
+pub fn main(options: &ChaosArgs) -> anyhow::Result<()> {
     interrupt::catch()?;
     let outcome = run("chaos", options)?;
     println!("{}", if options.json { serde_json::to_string_pretty(&outcome)? } else { outcome.to_string() });
@@ -118,7 +118,7 @@ pub fn main(options: &Options) -> anyhow::Result<()> {
 
 /// Runs the test in a new testbed; `instance` is its name. Fails when the setup fails, or after a signal; violations
 /// are part of the outcome.
-pub fn run(instance: &str, options: &Options) -> anyhow::Result<Outcome> {
+pub fn run(instance: &str, options: &ChaosArgs) -> anyhow::Result<ChaosOutcome> {
     let testbed = Testbed::create(TestbedOptions {
         instance: instance.to_owned(),
         servers: SERVER_COUNT,
@@ -146,18 +146,18 @@ pub fn run(instance: &str, options: &Options) -> anyhow::Result<Outcome> {
         options.network,
         &numbers,
         vec![
-            ("web".to_owned(), testbed.service(), WEB_CHECK),
-            ("streams".to_owned(), stream_service(&testbed), STREAMS_CHECK),
+            ("web".to_owned(), testbed.service(), WEB_SERVICE_CONFIG),
+            ("streams".to_owned(), stream_service(&testbed), STREAM_SERVICE_CONFIG),
         ],
         server_racks.clone(),
     );
-    let disk = Disk::mount(&testbed.directory().join("store"))?;
+    let disk = TmpfsDisk::mount(&testbed.directory().join("store"))?;
     let preload = PreloadedFaults::create(&testbed.directory())?;
     let etcd = (options.controllers > 1).then(|| Etcd::start(&testbed)).transpose()?;
     let fleet_options = FleetOptions {
-        load: LoadSource::PacedServer,
+        load_source: LoadSource::PacedServer,
         applied_document: Some(documents.text()),
-        store: Some(disk.path().join("controller.redb")),
+        store_directory: Some(disk.path().join("controller.redb")),
         preloaded_faults: Some(preload.clone()),
         controller_count: options.controllers,
         server_racks,
@@ -170,14 +170,14 @@ pub fn run(instance: &str, options: &Options) -> anyhow::Result<Outcome> {
     };
     let fleet = Fleet::start(&testbed, fleet_options)?;
     let env = TestEnv::new(&testbed, fleet, disk, preload, etcd, options.upgrade_binary.clone())?;
-    Run::new(&testbed, env, options)?.run(documents)
+    ChaosRun::new(&testbed, env, options)?.run(documents)
 }
 
 /// State of a run.
-struct Run<'a> {
+struct ChaosRun<'a> {
     testbed: &'a Testbed,
     env: TestEnv<'a>,
-    options: &'a Options,
+    options: &'a ChaosArgs,
     fault_kinds: Vec<FaultKind>,
     start: Instant,
     fault_counts: BTreeMap<&'static str, u64>,
@@ -187,8 +187,8 @@ struct Run<'a> {
     initial_usage: BTreeMap<String, ResourceUsage>,
 }
 
-impl<'a> Run<'a> {
-    fn new(testbed: &'a Testbed, mut env: TestEnv<'a>, options: &'a Options) -> anyhow::Result<Self> {
+impl<'a> ChaosRun<'a> {
+    fn new(testbed: &'a Testbed, mut env: TestEnv<'a>, options: &'a ChaosArgs) -> anyhow::Result<Self> {
         let mut kinds = if options.faults.is_empty() { FaultKind::ALL.to_vec() } else { options.faults.clone() };
         let cannot_be = if options.controllers > 1 { FaultKind::Disk } else { FaultKind::Etcd };
         kinds.retain(|kind| *kind != cannot_be);
@@ -207,10 +207,10 @@ impl<'a> Run<'a> {
         })
     }
 
-    fn run(mut self, documents: DocumentGenerator) -> anyhow::Result<Outcome> {
+    fn run(mut self, documents: DocumentGenerator) -> anyhow::Result<ChaosOutcome> {
         let (traffic, writer, watch) = (
             Traffic::start(self.testbed, self.options.seconds, self.options.seed)?,
-            Writer::new(self.testbed, self.options.controllers),
+            ConfigWriter::new(self.testbed, self.options.controllers),
             InvariantChecker::new(self.testbed, self.options.controllers),
         );
         let (faults_done, all_done) = (AtomicBool::new(false), AtomicBool::new(false));
@@ -234,14 +234,14 @@ impl<'a> Run<'a> {
             Ok::<_, anyhow::Error>((self.env.resource_usage()?, byzantine_share))
         })?;
         self.check_growth(&busiest);
-        let mut outcome = Outcome {
+        let mut outcome = ChaosOutcome {
             seconds: self.start.elapsed().as_secs_f64(),
             seed: self.options.seed,
             faults: self.fault_counts.iter().map(|(name, count)| ((*name).to_owned(), *count)).collect(),
             false_reports: self.env.false_reports().into(),
             byzantine_share,
             recoveries: std::mem::take(&mut self.recoveries),
-            writes: writer.writes(),
+            writes: writer.write_counts(),
             observations: watch.observations(),
             traffic: traffic.finish()?,
             usage_before: std::mem::take(&mut self.initial_usage),
@@ -254,7 +254,7 @@ impl<'a> Run<'a> {
             tracing::warn!(
                 event = "connections-broken",
                 "connections broke; the daemons' logs:\n{}",
-                logs(self.testbed)
+                read_log_tails(self.testbed)
             );
         }
         Ok(outcome)
@@ -264,19 +264,19 @@ impl<'a> Run<'a> {
     fn run_rounds(
         &mut self,
         traffic: &Traffic<'_>,
-        writer: &Writer<'_>,
+        writer: &ConfigWriter<'_>,
         watch: &InvariantChecker<'_>,
     ) -> anyhow::Result<()> {
-        let Options { controllers, racks, .. } = *self.options;
-        let parts = PartCounts { controllers, load_balancers: LOAD_BALANCER_COUNT, racks, servers: SERVER_COUNT };
-        let mut schedule = Schedule::new(self.options.seed, &self.fault_kinds, parts);
+        let ChaosArgs { controllers, racks, .. } = *self.options;
+        let parts = ComponentCounts { controllers, load_balancers: LOAD_BALANCER_COUNT, racks, servers: SERVER_COUNT };
+        let mut schedule = FaultSchedule::new(self.options.seed, &self.fault_kinds, parts);
         let end = self.start + Duration::from_secs(self.options.seconds.into());
         while Instant::now() < end {
             let round = schedule.next_round();
             self.run_round(&round)?;
             let kinds: Vec<&'static str> = round.iter().map(|planned| planned.fault.kind().name()).collect();
             self.wait_until_converged(&kinds, watch)?;
-            let (writes, seen) = (writer.writes(), traffic.counts());
+            let (writes, seen) = (writer.write_counts(), traffic.counts());
             self.print_progress(&format!(
                 "whole again after {:.1} s; {} changes acknowledged, {} answers, {} broken",
                 self.recoveries.last().map_or(0.0, |recovery| recovery.seconds),
@@ -290,23 +290,25 @@ impl<'a> Run<'a> {
 
     fn run_round(&mut self, round: &[PlannedFault]) -> anyhow::Result<()> {
         let begun = Instant::now();
-        let mut events: Vec<(Duration, bool, &PlannedFault)> =
-            round.iter().flat_map(|planned| [(planned.begin, false, planned), (planned.end, true, planned)]).collect();
+        let mut events: Vec<(Duration, bool, &PlannedFault)> = round
+            .iter()
+            .flat_map(|planned| [(planned.start_offset, false, planned), (planned.end_offset, true, planned)])
+            .collect();
         events.sort_by_key(|(at, is_end, _)| (*at, *is_end));
         for (at, is_end, planned) in events {
             while begun.elapsed() < at {
-                interrupt::check()?;
-                self.env.maintain()?;
+                interrupt::ensure_not_interrupted()?;
+                self.env.restart_ended_daemons()?;
                 std::thread::sleep(EVENT_POLL_INTERVAL.min(at.saturating_sub(begun.elapsed())));
             }
             if is_end {
-                self.env.end(&planned.fault)?;
+                self.env.end_fault(&planned.fault)?;
                 continue;
             }
-            let lasts = planned.end - planned.begin;
+            let lasts = planned.end_offset - planned.start_offset;
             self.print_progress(&format!("{}, for {:.1} s", planned.fault, lasts.as_secs_f64()));
             *self.fault_counts.entry(planned.fault.kind().name()).or_default() += 1;
-            self.env.begin(&planned.fault)?;
+            self.env.begin_fault(&planned.fault)?;
         }
         Ok(())
     }
@@ -314,13 +316,13 @@ impl<'a> Run<'a> {
     /// Measures the connections that a server gets while an impostor reports idle cores for it.
     fn measure_byzantine_share(
         &mut self,
-        writer: &Writer<'_>,
-        written: &mut Model,
+        writer: &ConfigWriter<'_>,
+        written: &mut ConfigModel,
     ) -> anyhow::Result<Option<ByzantineShare>> {
         if !self.fault_kinds.contains(&FaultKind::ByzantineAgent) {
             return Ok(None);
         }
-        writer.undrain(written, 0)?;
+        writer.undrain_all_but(written, 0)?;
         self.print_progress(&format!("an impostor reports idle cores of s{IMPOSTOR}"));
         self.env.start_false_reports(IMPOSTOR, FalseReportKind::Load)?;
         let service = self.testbed.service();
@@ -331,7 +333,7 @@ impl<'a> Run<'a> {
             self.violations.push(format!(
                 "idle cores reported in s{IMPOSTOR}'s name drew {byzantine_share}; by second: {:?}\n{}",
                 byzantine_share.seconds,
-                logs(self.testbed)
+                read_log_tails(self.testbed)
             ));
         }
         Ok(Some(byzantine_share))
@@ -342,8 +344,8 @@ impl<'a> Run<'a> {
         let since = Instant::now();
         let mut waited_for = None;
         loop {
-            interrupt::check()?;
-            self.env.maintain()?;
+            interrupt::ensure_not_interrupted()?;
+            self.env.restart_ended_daemons()?;
             let missing = match watch.status() {
                 Ok(status) => invariants::unconverged_reason(self.testbed, &status, since)
                     .or_else(|| watch.missing_table_reason(&status, since)),
@@ -354,7 +356,7 @@ impl<'a> Run<'a> {
                 self.violations.push(format!(
                     "{:.1} s: not converged {CONVERGENCE_LIMIT:?} after {kinds:?}: {missing}\n{}",
                     self.start.elapsed().as_secs_f64(),
-                    logs(self.testbed)
+                    read_log_tails(self.testbed)
                 ));
                 break;
             }

@@ -6,11 +6,11 @@ use crate::topology::Testbed;
 
 /// Rules of the switch; removed when dropped.
 #[derive(Debug)]
-pub struct Network<'a> {
+pub struct NetworkFaults<'a> {
     testbed: &'a Testbed,
 }
 
-impl<'a> Network<'a> {
+impl<'a> NetworkFaults<'a> {
     /// Creates the rules. Fails when nft (Debian package nftables) or the kernel reject them.
     pub fn new(testbed: &'a Testbed) -> anyhow::Result<Self> {
         let network = Self { testbed };

@@ -15,7 +15,7 @@ use super::traffic::TrafficCounts;
 
 /// Results of a run.
 #[derive(Debug, Clone, Serialize)]
-pub struct Outcome {
+pub struct ChaosOutcome {
     /// Duration of the run (s).
     pub seconds: f64,
     pub seed: u64,
@@ -69,14 +69,14 @@ impl From<&FalseReportCounters> for FalseReportCounts {
     }
 }
 
-impl Outcome {
+impl ChaosOutcome {
     /// Returns whether no invariant was violated.
     pub fn has_passed(&self) -> bool {
         self.traffic.broken() == 0 && self.violations.is_empty()
     }
 }
 
-impl fmt::Display for Outcome {
+impl fmt::Display for ChaosOutcome {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { seconds, seed, faults, false_reports, recoveries, writes, observations, traffic, .. } = self;
         let kinds: Vec<String> = faults.iter().map(|(kind, count)| format!("{kind} {count}")).collect();

@@ -15,7 +15,7 @@ use crate::fleet::{CONTROLLER, agent_name, controller_name};
 
 /// [`seeded_rng`]'s stream for the faults.
 const RNG_STREAM_FAULTS: u64 = 0x6368_6101;
-const FAULTS_MAX: u32 = 3;
+const MAX_FAULTS_PER_ROUND: u32 = 3;
 /// Range of the start times of a round's faults (ms).
 const MAX_BEGIN_MS: u32 = 2_000;
 
@@ -23,15 +23,15 @@ const MAX_BEGIN_MS: u32 = 2_000;
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PlannedFault {
     /// Start, counted from the start of the round.
-    pub begin: Duration,
+    pub start_offset: Duration,
     /// End, counted from the start of the round.
-    pub end: Duration,
+    pub end_offset: Duration,
     pub fault: Fault,
 }
 
 /// Numbers of the parts that faults can affect.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct PartCounts {
+pub struct ComponentCounts {
     /// Number of controllers; several use etcd.
     pub controllers: u16,
     pub load_balancers: u16,
@@ -42,22 +42,27 @@ pub struct PartCounts {
 
 /// Generator of rounds. Every kind of fault occurs before one is repeated.
 #[derive(Debug)]
-pub struct Schedule {
+pub struct FaultSchedule {
     rng: Xoshiro256PlusPlus,
     kinds: Vec<FaultKind>,
     remaining_kinds: Vec<FaultKind>,
-    parts: PartCounts,
+    component_counts: ComponentCounts,
 }
 
-impl Schedule {
+impl FaultSchedule {
     /// `kinds`: at least one that `parts` allow.
-    pub fn new(seed: u64, kinds: &[FaultKind], parts: PartCounts) -> Self {
-        Self { rng: seeded_rng(seed, RNG_STREAM_FAULTS), kinds: kinds.to_vec(), remaining_kinds: Vec::new(), parts }
+    pub fn new(seed: u64, kinds: &[FaultKind], parts: ComponentCounts) -> Self {
+        Self {
+            rng: seeded_rng(seed, RNG_STREAM_FAULTS),
+            kinds: kinds.to_vec(),
+            remaining_kinds: Vec::new(),
+            component_counts: parts,
+        }
     }
 
     /// Returns the faults of the next round, at least one; no two affect the same part.
     pub fn next_round(&mut self) -> Vec<PlannedFault> {
-        let count = 1 + self.random_below(FAULTS_MAX);
+        let count = 1 + self.random_below(MAX_FAULTS_PER_ROUND);
         let mut round: Vec<PlannedFault> = Vec::new();
         for _ in 0..count {
             let kind = self.next_kind();
@@ -67,9 +72,9 @@ impl Schedule {
                 continue;
             }
             let begin = Duration::from_millis(self.random_below(MAX_BEGIN_MS).into());
-            let lasts = fault.duration_ms();
+            let lasts = fault.duration_range_ms();
             let lasting = Duration::from_millis((lasts.start + self.random_below(lasts.end - lasts.start)).into());
-            round.push(PlannedFault { begin, end: begin + lasting, fault });
+            round.push(PlannedFault { start_offset: begin, end_offset: begin + lasting, fault });
         }
         round
     }
@@ -108,25 +113,25 @@ impl Schedule {
     }
 
     fn random_server(&mut self) -> u16 {
-        1 + self.random_below(self.parts.servers.into()) as u16
+        1 + self.random_below(self.component_counts.servers.into()) as u16
     }
 
     fn random_load_balancer(&mut self) -> u16 {
-        1 + self.random_below(self.parts.load_balancers.into()) as u16
+        1 + self.random_below(self.component_counts.load_balancers.into()) as u16
     }
 
     fn random_rack(&mut self) -> u16 {
-        1 + self.random_below(self.parts.racks.into()) as u16
+        1 + self.random_below(self.component_counts.racks.into()) as u16
     }
 
     fn role_count(&self) -> u32 {
-        if self.parts.racks > 0 { 4 } else { 3 }
+        if self.component_counts.racks > 0 { 4 } else { 3 }
     }
 
     /// Returns a random daemon; each role has the same probability.
     fn random_daemon(&mut self) -> String {
         match self.random_below(self.role_count()) {
-            0 => controller_name(1 + self.random_below(self.parts.controllers.into()) as u16),
+            0 => controller_name(1 + self.random_below(self.component_counts.controllers.into()) as u16),
             1 => load_balancer_name(self.random_load_balancer()),
             3 => rack_name(self.random_rack()),
             _ => agent_name(self.random_server()),
@@ -167,12 +172,12 @@ mod tests {
 
     use super::*;
 
-    const PARTS: PartCounts = PartCounts { controllers: 1, load_balancers: 2, racks: 2, servers: 4 };
+    const PARTS: ComponentCounts = ComponentCounts { controllers: 1, load_balancers: 2, racks: 2, servers: 4 };
 
     #[test]
     fn seed_determines_the_schedule_and_every_kind_occurs() {
         let rounds = |seed| {
-            let mut schedule = Schedule::new(seed, &FaultKind::ALL, PARTS);
+            let mut schedule = FaultSchedule::new(seed, &FaultKind::ALL, PARTS);
             (0..40).map(|_| schedule.next_round()).collect::<Vec<_>>()
         };
         assert_eq!(rounds(1), rounds(1));
@@ -183,11 +188,11 @@ mod tests {
 
     #[test]
     fn no_daemon_has_two_faults_at_once() {
-        let mut schedule = Schedule::new(5, &FaultKind::ALL, PARTS);
+        let mut schedule = FaultSchedule::new(5, &FaultKind::ALL, PARTS);
         for round in (0..500).map(|_| schedule.next_round()) {
             assert!(!round.is_empty());
             for (position, planned) in round.iter().enumerate() {
-                assert!(planned.begin <= planned.end);
+                assert!(planned.start_offset <= planned.end_offset);
                 assert!(round[..position].iter().all(|other| !other.fault.overlaps(&planned.fault)), "{round:?}");
             }
         }

@@ -12,14 +12,14 @@ use coreward_tls::Role;
 use nix::sys::signal::Signal;
 
 use super::byzantine_agent::{ByzantineAgent, FalseReportCounters, FalseReportKind};
-use super::disk::Disk;
+use super::disk::TmpfsDisk;
 use super::etcd::Etcd;
 use super::fault::Fault;
 use super::invariants::{ResourceUsage, resource_usage};
-use super::network::Network;
+use super::network::NetworkFaults;
 use crate::fleet::{
-    CONTROLLER, Fleet, agent_name, certificate_files, controller_address_of, coreward_command, logs,
-    rack_listen_address,
+    CONTROLLER, Fleet, agent_name, certificate_files, controller_address_of, coreward_command, rack_listen_address,
+    read_log_tails,
 };
 use crate::preload::PreloadedFaults;
 use crate::topology::Testbed;
@@ -33,8 +33,8 @@ const END_LIMIT: Duration = Duration::from_secs(10);
 pub struct TestEnv<'a> {
     testbed: &'a Testbed,
     fleet: Fleet,
-    network: Network<'a>,
-    disk: Disk,
+    network: NetworkFaults<'a>,
+    disk: TmpfsDisk,
     preloaded_faults: PreloadedFaults,
     etcd: Option<Etcd<'a>>,
     stopped_etcd: Option<u16>,
@@ -61,7 +61,7 @@ impl<'a> TestEnv<'a> {
     pub fn new(
         testbed: &'a Testbed,
         fleet: Fleet,
-        disk: Disk,
+        disk: TmpfsDisk,
         preload: PreloadedFaults,
         etcd: Option<Etcd<'a>>,
         other_command: Option<PathBuf>,
@@ -69,7 +69,7 @@ impl<'a> TestEnv<'a> {
         Ok(Self {
             testbed,
             fleet,
-            network: Network::new(testbed)?,
+            network: NetworkFaults::new(testbed)?,
             disk,
             preloaded_faults: preload,
             etcd,
@@ -88,7 +88,7 @@ impl<'a> TestEnv<'a> {
     }
 
     /// Starts a fault. Fails when the fault cannot be injected.
-    pub fn begin(&mut self, fault: &Fault) -> anyhow::Result<()> {
+    pub fn begin_fault(&mut self, fault: &Fault) -> anyhow::Result<()> {
         match fault {
             Fault::Kill(daemon) => self.kill(daemon),
             Fault::Stop(daemon) => self.fleet.daemon(daemon)?.signal(Signal::SIGSTOP),
@@ -107,7 +107,7 @@ impl<'a> TestEnv<'a> {
     }
 
     /// Ends a fault. Fails when the fault cannot be removed.
-    pub fn end(&mut self, fault: &Fault) -> anyhow::Result<()> {
+    pub fn end_fault(&mut self, fault: &Fault) -> anyhow::Result<()> {
         match fault {
             Fault::Kill(daemon) => {
                 self.start(daemon);
@@ -127,13 +127,13 @@ impl<'a> TestEnv<'a> {
     }
 
     /// Restarts daemons that have ended unexpectedly. Fails when the kernel does not have one of the processes.
-    pub fn maintain(&mut self) -> anyhow::Result<()> {
+    pub fn restart_ended_daemons(&mut self) -> anyhow::Result<()> {
         for daemon in self.fleet.daemons() {
             if self.down_daemons.contains(&daemon) {
                 continue;
             }
             if let Some(status) = self.fleet.daemon(&daemon)?.try_wait()? {
-                self.violations.push(format!("{daemon} ended by itself ({status}):\n{}", logs(self.testbed)));
+                self.violations.push(format!("{daemon} ended by itself ({status}):\n{}", read_log_tails(self.testbed)));
                 self.start(&daemon);
             }
         }
@@ -166,7 +166,7 @@ impl<'a> TestEnv<'a> {
         self.fleet.kill(daemon)
     }
 
-    /// Starts a daemon. [`TestEnv::maintain`] finds a daemon that ends immediately.
+    /// Starts a daemon. [`TestEnv::restart_ended_daemons`] finds a daemon that ends immediately.
     fn start(&mut self, daemon: &str) {
         self.down_daemons.remove(daemon);
         if let Err(error) = self.fleet.restart(self.testbed, daemon) {
@@ -176,7 +176,7 @@ impl<'a> TestEnv<'a> {
 
     fn upgrade(&mut self, daemon: &str) -> anyhow::Result<()> {
         let status = self.fleet.daemon(daemon)?.terminate(END_LIMIT)?;
-        ensure!(status.success(), "{daemon} ended with {status}: {}", logs(self.testbed));
+        ensure!(status.success(), "{daemon} ended with {status}: {}", read_log_tails(self.testbed));
         if let Some(other) = self.alternate_command.clone() {
             let is_other = self.alternate_daemons.remove(daemon);
             if !is_other {

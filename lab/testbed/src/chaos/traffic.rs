@@ -15,9 +15,9 @@ use serde::Serialize;
 
 use crate::conformance::{download_once, parse_wrk};
 use crate::connection_errors::BrokenConnections;
-use crate::http::{Answerer, Connection};
+use crate::http::{Connection, RespondingWorker};
 use crate::nginx::WORKER_PATH;
-use crate::stream::client::{StreamClient, Streams};
+use crate::stream::client::{StreamClient, StreamWorkload};
 use crate::topology::Testbed;
 
 /// Returns the address of the stream servers; nginx uses [`Testbed::service`].
@@ -28,11 +28,11 @@ pub fn stream_service(testbed: &Testbed) -> SocketAddr {
 const DOWNLOADER_COUNT: u32 = 3;
 /// Download rate (bytes/s): a megabyte takes long enough to overlap with a fault.
 const DOWNLOAD_RATE: &str = "300k";
-/// Number of persistent connections, each with one request per [`KEPT_INTERVAL`].
-const KEPT_CONNECTION_COUNT: usize = 16;
-const KEPT_INTERVAL: Duration = Duration::from_millis(500);
+/// Number of persistent connections, each with one request per [`PERSISTENT_QUERY_INTERVAL`].
+const PERSISTENT_CONNECTION_COUNT: usize = 16;
+const PERSISTENT_QUERY_INTERVAL: Duration = Duration::from_millis(500);
 /// Interval of short connections.
-const SHORT_INTERVAL: Duration = Duration::from_millis(30);
+const SHORT_CONNECTION_INTERVAL: Duration = Duration::from_millis(30);
 /// Duration of a wrk run (s); wrk reports only at its end.
 const WRK_SECONDS: u64 = 10;
 /// Pause between requests on each of wrk's connections (ms), which limits the CPU time of wrk.
@@ -102,7 +102,7 @@ impl<'a> Traffic<'a> {
         fs::write(&delay_script, format!("function delay() return {WRK_DELAY_MS} end\n"))?;
         // Address 0 is for the other clients, whose kernel chooses ports.
         let addresses = 1..testbed.options().client_addresses;
-        let streams = Streams { seed, ..Streams::steady(STREAMS_PER_SECOND, seconds) };
+        let streams = StreamWorkload { seed, ..StreamWorkload::steady(STREAMS_PER_SECOND, seconds) };
         let streams = testbed.start_stream_client_at(stream_service(testbed), addresses, &streams, None)?;
         Ok(Self { testbed, start: Instant::now(), counts: Mutex::default(), streams: Some(streams), delay_script })
     }
@@ -133,10 +133,10 @@ impl<'a> Traffic<'a> {
                 let outcome =
                     self.in_client(|| Connection::open_to(self.testbed.service(), None)?.query_worker().map(drop));
                 self.record_outcome(|seen| &mut seen.short, "short connection", outcome);
-                std::thread::sleep(SHORT_INTERVAL);
+                std::thread::sleep(SHORT_CONNECTION_INTERVAL);
             }
         });
-        scope.spawn(move || self.query_kept_connections(going));
+        scope.spawn(move || self.query_persistent_connections(going));
     }
 
     /// Waits for the end of the streams. Fails when their client fails.
@@ -199,24 +199,27 @@ impl<'a> Traffic<'a> {
     }
 
     /// Sends requests on the persistent connections, one after the other.
-    fn query_kept_connections(&self, going: impl Fn() -> bool) {
-        let mut kept: Vec<Option<(Connection, Answerer)>> = (0..KEPT_CONNECTION_COUNT).map(|_| None).collect();
+    fn query_persistent_connections(&self, going: impl Fn() -> bool) {
+        let mut kept: Vec<Option<(Connection, RespondingWorker)>> =
+            (0..PERSISTENT_CONNECTION_COUNT).map(|_| None).collect();
         while going() {
             for place in &mut kept {
                 let asked = Instant::now();
-                let outcome = self.in_client(|| query_same_worker(place, self.testbed.service()));
+                let outcome = self.in_client(|| check_same_worker(place, self.testbed.service()));
                 if outcome.is_err() {
                     *place = None;
                 }
                 self.record_outcome(|seen| &mut seen.kept, "kept connection", outcome);
-                std::thread::sleep((KEPT_INTERVAL / KEPT_CONNECTION_COUNT as u32).saturating_sub(asked.elapsed()));
+                std::thread::sleep(
+                    (PERSISTENT_QUERY_INTERVAL / PERSISTENT_CONNECTION_COUNT as u32).saturating_sub(asked.elapsed()),
+                );
             }
         }
     }
 }
 
 /// Opens the connection if necessary, and checks that the same worker answers as before.
-fn query_same_worker(place: &mut Option<(Connection, Answerer)>, service: SocketAddr) -> anyhow::Result<()> {
+fn check_same_worker(place: &mut Option<(Connection, RespondingWorker)>, service: SocketAddr) -> anyhow::Result<()> {
     match place {
         None => {
             let mut connection = Connection::open_to(service, None)?;

@@ -4,7 +4,7 @@ use anyhow::Context as _;
 
 /// Meter of the share of CPU time that was not idle.
 #[derive(Debug, Default)]
-pub struct HostCpu {
+pub struct CpuMeter {
     started: Ticks,
     total: Ticks,
 }
@@ -15,7 +15,7 @@ struct Ticks {
     idle: u64,
 }
 
-impl HostCpu {
+impl CpuMeter {
     /// Creates a meter. Fails when /proc/stat has an unexpected format.
     pub fn new() -> anyhow::Result<Self> {
         read().map(|started| Self { started, total: Ticks::default() })

@@ -35,12 +35,12 @@ use indicatif::{ProgressBar, ProgressStyle};
 use crate::interrupt;
 use crate::topology::missing_privilege;
 use coreward_load::event_loop::now_ns;
-use host_cpu::HostCpu;
+use host_cpu::CpuMeter;
 pub use options::{DemoOptions, Format};
 use policy_run::PolicyTestbed;
 use results::{DemoResults, PolicyRuns};
 use samples::SeedMeasures;
-use simulated::Simulated;
+use simulated::SimulatedVariances;
 use timeline::Timeline;
 
 /// Time from the start of the load generators to time 0 of the log: they first read the log.
@@ -102,15 +102,15 @@ fn run_all(options: &DemoOptions, logs: &[LogFile], progress: &ProgressBar) -> a
     // The simulation runs first, because it would disturb measurements.
     announce(progress, "simulating the same logs under the same policies".to_owned());
     let simulated = simulate_logs(options, logs);
-    interrupt::check()?;
+    interrupt::ensure_not_interrupted()?;
     let mut testbeds = Vec::new();
     for policy in options.policies() {
         announce(progress, format!("starting testbed, controller, load balancer, agents: {policy}"));
         testbeds.push(PolicyTestbed::start(policy, options, logs[0].arrival_log.source_address_count)?);
         progress.inc(1);
-        interrupt::check()?;
+        interrupt::ensure_not_interrupted()?;
     }
-    let mut machine = HostCpu::new()?;
+    let mut machine = CpuMeter::new()?;
     let mut runs: Vec<PolicyRuns> = testbeds.iter().map(|testbed| PolicyRuns::new(testbed.policy())).collect();
     let first_generations = generations(&testbeds)?;
     for (position, log) in logs.iter().enumerate() {
@@ -132,7 +132,7 @@ fn run_all(options: &DemoOptions, logs: &[LogFile], progress: &ProgressBar) -> a
     })
 }
 
-fn simulate_logs(options: &DemoOptions, logs: &[LogFile]) -> Vec<Simulated> {
+fn simulate_logs(options: &DemoOptions, logs: &[LogFile]) -> Vec<SimulatedVariances> {
     let of_seeds: Vec<&ArrivalLog> = logs.iter().map(|log| &log.arrival_log).collect();
     simulated::simulate(options, &options.policies(), &of_seeds, &Timeline::new(options.seconds))
 }
@@ -159,7 +159,7 @@ fn run_seed(
     position: usize,
     log: &LogFile,
     timeline: &Timeline,
-    machine: &mut HostCpu,
+    machine: &mut CpuMeter,
     progress: &ProgressBar,
 ) -> anyhow::Result<Vec<SeedMeasures>> {
     let seed = log.arrival_log.seed;
@@ -172,7 +172,7 @@ fn run_seed(
     for second in 0..=timeline.seconds() {
         interrupt::sleep_until(start_ns + second * 1_000_000_000)?;
         for testbed in &mut *testbeds {
-            testbed.sample()?;
+            testbed.record_busy_times()?;
         }
         if let Some(event) = timeline.event(second) {
             for testbed in &mut *testbeds {

@@ -33,8 +33,8 @@ pub struct DemoOptions {
     #[arg(long, value_name = "SEED", value_delimiter = ',', num_args = 1.., default_values_t = [1, 2, 3, 4, 5])]
     pub seeds: Vec<u64>,
     /// Trigger of new tables: once per report interval, as in the simulator, or when their inputs change
-    #[arg(long, value_enum, default_value_t = Tables::Interval)]
-    pub tables: Tables,
+    #[arg(long, value_enum, default_value_t = TableTrigger::Interval)]
+    pub tables: TableTrigger,
     #[command(flatten)]
     pub network: NetworkOptions,
     /// Format of the output
@@ -50,7 +50,7 @@ pub struct DemoOptions {
 
 /// Trigger of new tables.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub enum Tables {
+pub enum TableTrigger {
     /// Once per report interval.
     Interval,
     /// When their inputs change.

@@ -54,7 +54,7 @@ fn colour(index: usize) -> RGBColor {
 }
 
 /// Returns the common logarithmic scale of both panels; policies differ by orders of magnitude.
-fn scale(results: &DemoResults) -> std::ops::Range<f64> {
+fn variance_range(results: &DemoResults) -> std::ops::Range<f64> {
     let live = results.runs.iter().map(|runs| runs.core_variance_pct());
     let simulated = results.simulated.iter().map(|simulated| simulated.core_variance_pct);
     let highest = live.chain(simulated).map(|spread| spread.highest).fold(1.0, f64::max);
@@ -62,7 +62,7 @@ fn scale(results: &DemoResults) -> std::ops::Range<f64> {
 }
 
 /// Returns the median over the seeds of each second's per-core variance.
-fn by_second(runs: &PolicyRuns, seconds: u64) -> Vec<(f64, f64)> {
+fn variance_by_second(runs: &PolicyRuns, seconds: u64) -> Vec<(f64, f64)> {
     let of_second = |second: u64| {
         let seeds = runs.seeds.iter().filter_map(|seed| seed.windows.get(second as usize)?.core_variance_pct);
         Some((second as f64 + 0.5, median(&seeds.collect::<Vec<_>>())?))
@@ -73,7 +73,7 @@ fn by_second(runs: &PolicyRuns, seconds: u64) -> Vec<(f64, f64)> {
 type DrawResult = Result<(), DrawingAreaErrorKind<std::io::Error>>;
 
 fn draw_by_second(results: &DemoResults, area: &Area<'_>) -> DrawResult {
-    let scale = scale(results);
+    let scale = variance_range(results);
     let mut chart = ChartBuilder::on(area)
         .caption("per-core variance % of the work served, by second (colours as on the right)", FONT)
         .margin(12)
@@ -92,7 +92,7 @@ fn draw_by_second(results: &DemoResults, area: &Area<'_>) -> DrawResult {
         chart.draw_series(std::iter::once(Text::new(text, place, FONT)))?;
     }
     for (index, runs) in results.runs.iter().enumerate() {
-        let line = LineSeries::new(by_second(runs, results.seconds), colour(index).stroke_width(2));
+        let line = LineSeries::new(variance_by_second(runs, results.seconds), colour(index).stroke_width(2));
         chart.draw_series(line)?;
     }
     let floor = [0.0, results.seconds as f64].map(|x| (x, results.noise_floor_pct.max(scale.start)));
@@ -104,7 +104,7 @@ fn draw_by_second(results: &DemoResults, area: &Area<'_>) -> DrawResult {
 
 /// Draws a bar per policy, with the range over the seeds as a line, and the simulator's range over its draws as a box.
 fn draw_medians(results: &DemoResults, area: &Area<'_>) -> DrawResult {
-    let (count, scale) = (results.runs.len(), scale(results));
+    let (count, scale) = (results.runs.len(), variance_range(results));
     let mut chart = ChartBuilder::on(area)
         .caption("per-core variance %: live by seed (bar, line), simulated by draw (box)", FONT)
         .margin(12)

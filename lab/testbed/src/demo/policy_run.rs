@@ -14,9 +14,9 @@ use crate::paced_server::PacedServer;
 use crate::process::{Process, TIMEOUT};
 use crate::topology::{Testbed, TestbedOptions};
 
-use super::options::{DemoOptions, Tables};
-use super::samples::{Sample, SeedMeasures};
-use super::timeline::{Event, Timeline};
+use super::options::{DemoOptions, TableTrigger};
+use super::samples::{BusyTimeSample, SeedMeasures};
+use super::timeline::{PoolEvent, Timeline};
 
 /// A testbed with all daemons. The fields are dropped in this order: the testbed last.
 #[derive(Debug)]
@@ -27,7 +27,7 @@ pub struct PolicyTestbed {
     servers: BTreeMap<u16, PacedServer>,
     /// Number of the server that is not in the pool.
     waiting_server: u16,
-    samples: Vec<Sample>,
+    samples: Vec<BusyTimeSample>,
     /// Number of client addresses of one log.
     addresses_per_log: u16,
     testbed: Testbed,
@@ -51,8 +51,8 @@ impl PolicyTestbed {
         }
         let fleet_options = FleetOptions {
             policy: policy.to_owned(),
-            load: LoadSource::PacedServer,
-            tables_by_interval: options.tables == Tables::Interval,
+            load_source: LoadSource::PacedServer,
+            tables_by_interval: options.tables == TableTrigger::Interval,
             forwarding: options.network.forwarding,
             servers_family: options.network.family,
             ..FleetOptions::default()
@@ -102,7 +102,7 @@ impl PolicyTestbed {
     }
 
     /// Records the busy times of the servers that take new connections. Fails when a core load file cannot be read.
-    pub fn sample(&mut self) -> anyhow::Result<()> {
+    pub fn record_busy_times(&mut self) -> anyhow::Result<()> {
         let in_pool = |(number, server): (&u16, &PacedServer)| {
             let active = self.fleet.pool().get(number) == Some(&AdminState::Active);
             active.then(|| server.busy_ns().map(|busy_ns| (*number, busy_ns)))
@@ -113,11 +113,11 @@ impl PolicyTestbed {
 
     /// Adds the waiting server to the pool, or drains the oldest server of the pool. Fails when the controller has
     /// ended.
-    pub fn change_pool(&mut self, event: Event) -> anyhow::Result<()> {
+    pub fn change_pool(&mut self, event: PoolEvent) -> anyhow::Result<()> {
         let mut pool = self.fleet.pool().clone();
         match event {
-            Event::Join => pool.insert(self.waiting_server, AdminState::Active),
-            Event::Drain => pool.insert(self.oldest_in_pool(), AdminState::Draining),
+            PoolEvent::Join => pool.insert(self.waiting_server, AdminState::Active),
+            PoolEvent::Drain => pool.insert(self.oldest_in_pool(), AdminState::Draining),
         };
         self.fleet.set_pool(&self.testbed, pool)
     }

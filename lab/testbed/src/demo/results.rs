@@ -7,7 +7,7 @@ use serde::Serialize;
 
 use super::samples::SeedMeasures;
 use super::seed_summary::SeedSummary;
-use super::simulated::{SIMULATED_RUN_COUNT, Simulated};
+use super::simulated::{SIMULATED_RUN_COUNT, SimulatedVariances};
 use super::timeline::{SETTLE_SECONDS, Timeline};
 
 /// Limit of the machine's busy share (%) above which its figures are unreliable.
@@ -81,7 +81,7 @@ pub struct DemoResults {
     /// In the order of the registry of policies.
     pub runs: Vec<PolicyRuns>,
     /// Results of the simulator under the same policies.
-    pub simulated: Vec<Simulated>,
+    pub simulated: Vec<SimulatedVariances>,
     /// Per-core variance of the best possible placement (%); median over the seeds.
     pub noise_floor_pct: f64,
     /// Duration of a seed's run (s).
@@ -146,7 +146,7 @@ impl DemoResults {
             simulated,
             live_is_within: simulated.holds(live.median),
         };
-        let policy = |(runs, simulated): (&'_ PolicyRuns, &Simulated)| JsonPolicy {
+        let policy = |(runs, simulated): (&'_ PolicyRuns, &SimulatedVariances)| JsonPolicy {
             simulated: JsonSimulated {
                 server_variance_pct: compared(runs.server_variance_pct(), simulated.server_variance_pct),
                 core_variance_pct: compared(runs.core_variance_pct(), simulated.core_variance_pct),
@@ -274,7 +274,7 @@ impl DemoResults {
     }
 }
 
-pub fn simulated_table(policies: &[&str], simulated: &[Simulated]) -> Table {
+pub fn simulated_table(policies: &[&str], simulated: &[SimulatedVariances]) -> Table {
     let mut table = Table::new();
     table.load_style(presets::UTF8_FULL_CONDENSED);
     table.set_header(["policy", "simulated per-core variance %", "simulated server variance %"]);
@@ -289,7 +289,7 @@ pub fn simulated_table(policies: &[&str], simulated: &[Simulated]) -> Table {
 pub(super) mod tests {
     use super::*;
     use crate::connection_errors::BrokenConnections;
-    use crate::demo::samples::Window;
+    use crate::demo::samples::VarianceWindow;
     use crate::load::{Latency, LoadReport};
 
     /// Returns results of two policies and three seeds.
@@ -297,7 +297,7 @@ pub(super) mod tests {
         let seed = |seed: u64, core_variance_pct: f64| SeedMeasures {
             seed,
             windows: (0..18)
-                .map(|second| Window {
+                .map(|second| VarianceWindow {
                     second,
                     server_variance_pct: Some(0.5),
                     core_variance_pct: Some(core_variance_pct),
@@ -319,7 +319,8 @@ pub(super) mod tests {
             table_generations: 540,
         };
         let spread = |median, lowest, highest| SeedSummary { median, lowest, highest };
-        let simulated = |core_variance_pct| Simulated { core_variance_pct, server_variance_pct: spread(0.6, 0.4, 0.7) };
+        let simulated =
+            |core_variance_pct| SimulatedVariances { core_variance_pct, server_variance_pct: spread(0.6, 0.4, 0.7) };
         DemoResults {
             simulated: vec![simulated(spread(9.0, 7.0, 11.0)), simulated(spread(0.5, 0.4, 0.9))],
             runs: vec![runs("hash", [8.0, 7.0, 12.0]), runs("crossrss", [1.0, 0.5, 2.0])],

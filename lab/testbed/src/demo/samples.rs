@@ -9,11 +9,11 @@ use crate::load::LoadReport;
 use super::timeline::Timeline;
 
 /// Absolute busy time of every core in the pool at one time (ns), by server.
-pub type Sample = BTreeMap<u16, Vec<u64>>;
+pub type BusyTimeSample = BTreeMap<u16, Vec<u64>>;
 
 /// One second of a run, for servers that were in the pool for the whole second.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Window {
+pub struct VarianceWindow {
     /// Start of the window (second of the run).
     pub second: u64,
     /// Variance of the servers' served work; `None` when nothing was served.
@@ -28,7 +28,7 @@ pub struct SeedMeasures {
     /// Seed of the arrival log.
     pub seed: u64,
     /// All seconds of the run.
-    pub windows: Vec<Window>,
+    pub windows: Vec<VarianceWindow>,
     /// Mean over the counted windows (%).
     pub server_variance_pct: f64,
     /// Mean over the counted windows (%).
@@ -39,27 +39,27 @@ pub struct SeedMeasures {
 
 impl SeedMeasures {
     /// Returns the measures by the samples at the start of each second and at the end of the last one.
-    pub fn new(seed: u64, samples: &[Sample], timeline: &Timeline, load: LoadReport) -> Self {
+    pub fn new(seed: u64, samples: &[BusyTimeSample], timeline: &Timeline, load: LoadReport) -> Self {
         let windows = windows(samples);
-        let Variances { server_variance_pct: server_pct, core_variance_pct: core_pct } =
-            Variances::of(&windows, timeline);
+        let MeanVariances { server_variance_pct: server_pct, core_variance_pct: core_pct } =
+            MeanVariances::of(&windows, timeline);
         Self { seed, windows, server_variance_pct: server_pct, core_variance_pct: core_pct, load }
     }
 }
 
 /// Means over the counted windows.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Variances {
+pub struct MeanVariances {
     /// Variance of the servers' served work.
     pub server_variance_pct: f64,
     /// Variance of the cores' served work.
     pub core_variance_pct: f64,
 }
 
-impl Variances {
+impl MeanVariances {
     /// Returns the means of a run's windows.
-    pub fn of(windows: &[Window], timeline: &Timeline) -> Self {
-        let of_counted = |value: fn(&Window) -> Option<f64>| {
+    pub fn of(windows: &[VarianceWindow], timeline: &Timeline) -> Self {
+        let of_counted = |value: fn(&VarianceWindow) -> Option<f64>| {
             let counted = windows.iter().filter(|window| timeline.is_counted(window.second));
             mean(&counted.filter_map(value).collect::<Vec<_>>()).unwrap_or(f64::NAN)
         };
@@ -71,18 +71,18 @@ impl Variances {
 }
 
 /// Returns the windows between consecutive samples.
-pub fn windows(samples: &[Sample]) -> Vec<Window> {
+pub fn windows(samples: &[BusyTimeSample]) -> Vec<VarianceWindow> {
     (0..).zip(samples.windows(2)).map(|(second, pair)| window(second, &pair[0], &pair[1])).collect()
 }
 
-fn window(second: u64, before: &Sample, after: &Sample) -> Window {
+fn window(second: u64, before: &BusyTimeSample, after: &BusyTimeSample) -> VarianceWindow {
     let served = |(number, after): (&u16, &Vec<u64>)| -> Option<Vec<f64>> {
         let before = before.get(number)?;
         Some(after.iter().zip(before).map(|(after, before)| (after - before) as f64).collect())
     };
     let of_cores: Vec<Vec<f64>> = after.iter().filter_map(served).collect();
     let of_servers: Vec<f64> = of_cores.iter().map(|cores| cores.iter().sum()).collect();
-    Window {
+    VarianceWindow {
         second,
         server_variance_pct: variance_pct(&of_servers),
         core_variance_pct: variance_pct(&of_cores.concat()),
@@ -95,21 +95,21 @@ mod tests {
 
     #[test]
     fn variance_counts_work_of_pool_servers_in_the_window() {
-        let before = Sample::from([(1, vec![10, 10]), (2, vec![0, 0]), (3, vec![5, 5])]);
-        let after = Sample::from([(1, vec![11, 13]), (2, vec![1, 3]), (4, vec![900, 900])]);
+        let before = BusyTimeSample::from([(1, vec![10, 10]), (2, vec![0, 0]), (3, vec![5, 5])]);
+        let after = BusyTimeSample::from([(1, vec![11, 13]), (2, vec![1, 3]), (4, vec![900, 900])]);
         let window = window(7, &before, &after);
         // Cores served 1, 3, 1, 3: 0.5 and 1.5 of the mean; servers 4 and 4.
-        assert_eq!(window, Window { second: 7, server_variance_pct: Some(0.0), core_variance_pct: Some(25.0) });
+        assert_eq!(window, VarianceWindow { second: 7, server_variance_pct: Some(0.0), core_variance_pct: Some(25.0) });
     }
 
     #[test]
     fn means_exclude_windows_after_changes() {
         let timeline = Timeline::new(18);
-        let mut samples = vec![Sample::from([(1, vec![0, 0])])];
+        let mut samples = vec![BusyTimeSample::from([(1, vec![0, 0])])];
         for second in 0..18 {
             let last = samples[samples.len() - 1][&1].clone();
             let uneven = if timeline.is_counted(second) { [100, 300] } else { [0, 700] };
-            samples.push(Sample::from([(1, vec![last[0] + uneven[0], last[1] + uneven[1]])]));
+            samples.push(BusyTimeSample::from([(1, vec![last[0] + uneven[0], last[1] + uneven[1]])]));
         }
         let measures = SeedMeasures::new(1, &samples, &timeline, LoadReport::default());
         assert_eq!((measures.core_variance_pct, measures.server_variance_pct), (25.0, 0.0));

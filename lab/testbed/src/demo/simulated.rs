@@ -13,16 +13,16 @@ use coreward_model::replay::{PoolChange, ReplaySettings, ReportPhase, replay_by_
 use coreward_model::statistics::median;
 
 use super::options::DemoOptions;
-use super::samples::{Sample, Variances, windows};
+use super::samples::{BusyTimeSample, MeanVariances, windows};
 use super::seed_summary::SeedSummary;
-use super::timeline::{Event, Timeline};
+use super::timeline::{PoolEvent, Timeline};
 
 /// Number of draws. If the simulator is right, a live median is outside their range once in 10 times: each of the 20
 /// values is the lowest or the highest with equal probability.
 pub const SIMULATED_RUN_COUNT: usize = 19;
 
 #[derive(Debug, Clone, PartialEq)]
-pub struct Simulated {
+pub struct SimulatedVariances {
     /// Medians over the seeds of the per-core variance (%), with their range over the draws.
     pub core_variance_pct: SeedSummary,
     pub server_variance_pct: SeedSummary,
@@ -34,14 +34,14 @@ pub fn simulate(
     policies: &[&'static str],
     logs: &[&ArrivalLog],
     timeline: &Timeline,
-) -> Vec<Simulated> {
+) -> Vec<SimulatedVariances> {
     let jobs: Vec<(&str, usize)> =
         policies.iter().flat_map(|policy| (0..SIMULATED_RUN_COUNT).map(move |draw| (*policy, draw))).collect();
     let medians = par_map(&jobs, |(policy, draw)| simulate_draw(options, policy, *draw as u64 + 1, logs, timeline));
-    let spread = |draws: &[Variances], value: fn(&Variances) -> f64| {
+    let spread = |draws: &[MeanVariances], value: fn(&MeanVariances) -> f64| {
         SeedSummary::of(&draws.iter().map(value).collect::<Vec<_>>())
     };
-    let of_policy = |draws: &[Variances]| Simulated {
+    let of_policy = |draws: &[MeanVariances]| SimulatedVariances {
         core_variance_pct: spread(draws, |draw| draw.core_variance_pct),
         server_variance_pct: spread(draws, |draw| draw.server_variance_pct),
     };
@@ -55,7 +55,7 @@ fn simulate_draw(
     draw: u64,
     logs: &[&ArrivalLog],
     timeline: &Timeline,
-) -> Variances {
+) -> MeanVariances {
     let of_log = |(position, log): (usize, &&ArrivalLog)| {
         let circumstances = ReportPhase::Random;
         let servers = options.servers + 1;
@@ -69,14 +69,14 @@ fn simulate_draw(
         let changes = planned_pool_changes(options.servers, position as u16, timeline);
         let mut policy = policy::policy_by_name(policy, draw).expect("the demo has run it");
         let busy_ns = replay_by_second(log, pools, &changes, policy.as_mut());
-        let samples: Vec<Sample> =
+        let samples: Vec<BusyTimeSample> =
             (0..).zip(&busy_ns).map(|(second, busy_ns)| sample(busy_ns, options.cores, &changes, second)).collect();
-        Variances::of(&windows(&samples), timeline)
+        MeanVariances::of(&windows(&samples), timeline)
     };
-    let all: Vec<Variances> = logs.iter().enumerate().map(of_log).collect();
+    let all: Vec<MeanVariances> = logs.iter().enumerate().map(of_log).collect();
     let median_of =
-        |value: fn(&Variances) -> f64| median(&all.iter().map(value).collect::<Vec<_>>()).unwrap_or(f64::NAN);
-    Variances {
+        |value: fn(&MeanVariances) -> f64| median(&all.iter().map(value).collect::<Vec<_>>()).unwrap_or(f64::NAN);
+    MeanVariances {
         core_variance_pct: median_of(|run| run.core_variance_pct),
         server_variance_pct: median_of(|run| run.server_variance_pct),
     }
@@ -89,8 +89,8 @@ fn planned_pool_changes(servers: u16, position: u16, timeline: &Timeline) -> Vec
     let mut changes = vec![PoolChange { at_us: 0, server: waiting, eligible: false }];
     changes.extend(timeline.changes().map(|(second, event)| {
         let (server, eligible) = match event {
-            Event::Join => (waiting, true),
-            Event::Drain => ((waiting + 1) % (servers + 1), false),
+            PoolEvent::Join => (waiting, true),
+            PoolEvent::Drain => ((waiting + 1) % (servers + 1), false),
         };
         PoolChange { at_us: second * 1_000_000, server, eligible }
     }));
@@ -98,7 +98,7 @@ fn planned_pool_changes(servers: u16, position: u16, timeline: &Timeline) -> Vec
 }
 
 /// Returns the sample of this second, before a change at the same time.
-fn sample(busy_ns: &[u64], cores: u16, changes: &[PoolChange], second: u64) -> Sample {
+fn sample(busy_ns: &[u64], cores: u16, changes: &[PoolChange], second: u64) -> BusyTimeSample {
     let made = |change: &&PoolChange| change.at_us == 0 || change.at_us < second * 1_000_000;
     let eligible = |server: u16| {
         changes.iter().filter(made).rfind(|change| change.server == server).is_none_or(|change| change.eligible)

@@ -7,14 +7,14 @@ pub const SECONDS_MIN: u64 = 3 * (SETTLE_SECONDS + 1);
 
 /// Change of the pool.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Event {
+pub enum PoolEvent {
     /// The waiting server joins.
     Join,
     /// The oldest server of the pool drains.
     Drain,
 }
 
-impl Event {
+impl PoolEvent {
     /// Returns the server's action in a word.
     pub fn action(self) -> &'static str {
         match self {
@@ -42,12 +42,12 @@ impl Timeline {
         self.seconds
     }
 
-    pub fn changes(&self) -> [(u64, Event); 2] {
-        [(self.seconds / 3, Event::Join), (self.seconds * 2 / 3, Event::Drain)]
+    pub fn changes(&self) -> [(u64, PoolEvent); 2] {
+        [(self.seconds / 3, PoolEvent::Join), (self.seconds * 2 / 3, PoolEvent::Drain)]
     }
 
     /// Returns the change at the start of a second.
-    pub fn event(&self, second: u64) -> Option<Event> {
+    pub fn event(&self, second: u64) -> Option<PoolEvent> {
         self.changes().into_iter().find(|(at, _)| *at == second).map(|(_, event)| event)
     }
 
@@ -68,7 +68,7 @@ mod tests {
         let counted: Vec<u64> = (0..38).filter(|second| timeline.is_counted(*second)).collect();
         let expected: Vec<u64> = (5..12).chain(17..25).chain(30..38).collect();
         assert_eq!(counted, expected);
-        assert_eq!((timeline.event(12), timeline.event(25)), (Some(Event::Join), Some(Event::Drain)));
+        assert_eq!((timeline.event(12), timeline.event(25)), (Some(PoolEvent::Join), Some(PoolEvent::Drain)));
         assert_eq!(timeline.event(13), None);
     }
 

@@ -19,7 +19,7 @@ use super::points::{self, find_measurement, key};
 use super::real_time_command;
 use super::requests::{Measurement, RequestLoad, raise_socket_limit};
 use super::server_figure::TestEnv;
-use crate::addresses::SERVICE;
+use crate::addresses::SERVICE_ADDRESS;
 use crate::fleet::lab_command;
 use crate::process::TIMEOUT;
 use crate::topology::{Testbed, missing_privilege};
@@ -36,7 +36,7 @@ const BATCH_SERVICE: usize = 1;
 const POLL_INTERVAL: Duration = Duration::from_millis(5);
 
 /// A measured run.
-struct Run {
+struct CoresRun {
     latency: Measurement,
     /// Share of all cores' time that the batch got (%).
     batch_pct: f64,
@@ -55,7 +55,7 @@ pub fn measure(scenario: &Scenario, progress: Progress<'_>) -> anyhow::Result<Ve
     let mut configs: Vec<&Config> = plan.jobs.iter().filter_map(as_rpc).collect();
     // Ordered by run, so that disturbances of the machine affect all series.
     configs.sort_by_key(|config| config.seed);
-    let mut measured: HashMap<String, Run> = HashMap::new();
+    let mut measured: HashMap<String, CoresRun> = HashMap::new();
     let mut env = None;
     progress(0, configs.len());
     for config in &configs {
@@ -76,15 +76,15 @@ fn as_rpc(job: &Job) -> Option<&Config> {
     if let Job::Rpc(config) = job { Some(config) } else { None }
 }
 
-fn measure_run(testbed: &Testbed, config: &Config, unit_us: f64, seconds: f64) -> anyhow::Result<Run> {
+fn measure_run(testbed: &Testbed, config: &Config, unit_us: f64, seconds: f64) -> anyhow::Result<CoresRun> {
     let Config { policy, service, load, cores, seed, .. } = config;
     let Policy::RankedQueue(options) = policy else { bail!("policy {policy}: expected jbsrq") };
     let batch = service.class_times().get(BATCH_SERVICE).copied();
     let batch = batch.filter(|_| service.mean() == 1.0).context("service: expected bimodal:0:FACTOR, for the batch")?;
     let orchestrator = Orchestrator::start(testbed, config, options, unit_us, Some(batch))?;
     let rate = |load: f64| load * f64::from(*cores) / (unit_us / 1e6);
-    let requests = RequestLoad { service: service.clone(), unit_us, rate: rate(*load), seconds, seed: *seed };
-    let bursts = RequestLoad { rate: rate(BURST_LOAD), seconds: BURST_SECONDS, ..requests.clone() };
+    let requests = RequestLoad { service: service.clone(), unit_us, rate_rps: rate(*load), seconds, seed: *seed };
+    let bursts = RequestLoad { rate_rps: rate(BURST_LOAD), seconds: BURST_SECONDS, ..requests.clone() };
     let stop = AtomicBool::new(false);
     let (measured, sent) = std::thread::scope(|scope| {
         let bursts = scope.spawn(|| send_bursts(testbed, &bursts, &stop));
@@ -99,7 +99,7 @@ fn measure_run(testbed: &Testbed, config: &Config, unit_us: f64, seconds: f64) -
     ensure!(lost == 0, "{policy} at a load of {load}: {lost} of {sent} requests were lost");
     let short = latency.value(Metric::ShortP99)?;
     eprintln!("run {seed}, {policy}, load {load}: p99 {short:.2} ({sent}), batch {batch_pct:.1} % of the cores");
-    Ok(Run { latency, batch_pct })
+    Ok(CoresRun { latency, batch_pct })
 }
 
 /// Measures with `send`. Also returns the share of the cores' time that the batch got meanwhile (%).
@@ -127,8 +127,8 @@ fn send_bursts(testbed: &Testbed, burst: &RequestLoad, stop: &AtomicBool) -> any
         }
         due_ns += BURST_INTERVAL_NS;
         let mut command = real_time_command(lab_command()?);
-        command.args(["load", &SERVICE.to_string(), "--service", &burst.service.to_string()]);
-        command.args(["--multiplier", &burst.unit_us.to_string(), "--rate", &burst.rate.to_string()]);
+        command.args(["load", &SERVICE_ADDRESS.to_string(), "--service", &burst.service.to_string()]);
+        command.args(["--multiplier", &burst.unit_us.to_string(), "--rate", &burst.rate_rps.to_string()]);
         command.args(["--seconds", &burst.seconds.to_string(), "--warm-up", "0"]);
         command.args(["--flows", &BURST_FLOW_COUNT.to_string(), "--first-port", &BURST_FIRST_PORT.to_string()]);
         command.args(["--seed", &(burst.seed * 1000 + number).to_string()]);

@@ -9,10 +9,10 @@ use std::time::{Duration, Instant};
 use anyhow::{Context as _, bail, ensure};
 use coreward_load::key_value::{ID_OFFSET, TYPE_OFFSET};
 use coreward_load::request_type::RequestType;
-use coreward_sim::rpc::{Policy, Service};
+use coreward_sim::rpc::{Policy, ServiceTimeDistribution};
 use serde_json::Value;
 
-use crate::addresses::SERVICE;
+use crate::addresses::SERVICE_ADDRESS;
 use crate::fleet::coreward_command;
 use crate::process::{Process, TIMEOUT};
 use crate::topology::Testbed;
@@ -29,13 +29,13 @@ pub struct Dispatcher<'a> {
 /// Returns the configuration for the key-value server's requests of class K, whose type is WORKK: the simulator's
 /// policy in the terms of docs/dispatch.md. `unit_us`: unit of service time (us). Fails when `coreward dispatch` has no
 /// such policy.
-pub fn key_value_service(policy: &Policy, service: &Service, unit_us: f64) -> anyhow::Result<String> {
+pub fn key_value_service(policy: &Policy, service: &ServiceTimeDistribution, unit_us: f64) -> anyhow::Result<String> {
     let name = match policy {
         Policy::ClassBoundedQueue(_) => "jbsrq".to_owned(),
         Policy::Random | Policy::RoundRobin | Policy::ShortestQueue | Policy::LightestQueue => policy.to_string(),
         other => bail!("coreward dispatch has no policy {other}: expected random, rr, jsq, jlq or jbsrq-fifo"),
     };
-    let mut text = format!("listen = \"{SERVICE}\"\npolicy = \"{name}\"\n");
+    let mut text = format!("listen = \"{SERVICE_ADDRESS}\"\npolicy = \"{name}\"\n");
     if let Policy::ClassBoundedQueue(options) = policy {
         let bounds = (options.reserved, options.bound, options.reserved_bound);
         writeln!(text, "reserved = {}\nbound = {}\nreserved_bound = {}", bounds.0, bounds.1, bounds.2)?;

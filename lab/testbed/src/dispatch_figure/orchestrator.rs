@@ -13,7 +13,7 @@ use coreward_sim::rpc::{Config, JbsrqOptions};
 use serde_json::Value;
 
 use super::real_time_command;
-use crate::addresses::SERVICE;
+use crate::addresses::SERVICE_ADDRESS;
 use crate::core_load_file::read_busy_file;
 use crate::fleet::{coreward_command, lab_command};
 use crate::process::{Process, TIMEOUT};
@@ -53,7 +53,7 @@ pub fn configuration(
     let services = options.priorities.service_count(config.service.class_times().len() as u8);
     for service in 0..services {
         let (priority, lambda) = (service, options.lambda.get());
-        writeln!(text, "[[service]]\nlisten = \"{SERVICE}\"\npriority = {priority}\nlambda = {lambda:?}")?;
+        writeln!(text, "[[service]]\nlisten = \"{SERVICE_ADDRESS}\"\npriority = {priority}\nlambda = {lambda:?}")?;
         // The last service has all other requests.
         if service + 1 < services {
             let value = RequestType::work(service).context("more classes than the protocol has")?.byte();

@@ -12,14 +12,14 @@ use coreward_sim::path;
 use super::dispatcher::{Dispatcher, key_value_service};
 use super::points::{self, find_measurement, key};
 use super::requests::{Measurement, RequestLoad, raise_socket_limit};
-use crate::addresses::SERVICE;
+use crate::addresses::SERVICE_ADDRESS;
 use crate::fleet::{Fleet, FleetOptions, LoadSource};
 use crate::instance;
 use crate::key_value::handle::KeyValueServer;
 use crate::topology::{Testbed, TestbedOptions, missing_privilege};
 
 /// Receive buffer of a worker's socket (bytes).
-const RECEIVE_BUFFER: &str = "16000000";
+const RECEIVE_BUFFER_BYTES: &str = "16000000";
 
 /// Measures every series of `scenario`, which `coreward-lab sim path` could simulate, with connections of one request:
 /// the load balancer decides by datagram. Fails without root, when the scenario has unsupported metrics, when a start
@@ -69,7 +69,7 @@ impl TestEnv {
         let (servers, cores) = (config.servers, config.cores);
         let testbed = Testbed::create(TestbedOptions { instance, servers, cores, ..TestbedOptions::default() })?;
         let workers = cores.to_string();
-        let options = ["--workers", &workers, "--paced", "--receive-buffer", RECEIVE_BUFFER];
+        let options = ["--workers", &workers, "--paced", "--receive-buffer", RECEIVE_BUFFER_BYTES];
         let numbers = testbed.server_numbers().into_iter();
         let servers = numbers.map(|number| testbed.start_key_value_server(number, &options));
         let servers = servers.collect::<anyhow::Result<_>>()?;
@@ -80,7 +80,7 @@ impl TestEnv {
     fn start_fleet(&self, policies: &[String]) -> anyhow::Result<Fleet> {
         let [policy] = policies else { anyhow::bail!("policies of one run: expected one") };
         let more = format!(
-            "\n[[service]]\nname = \"requests\"\nvip = \"{SERVICE}\"\nprotocol = \"udp\"\nudp = \"packet\"\n\
+            "\n[[service]]\nname = \"requests\"\nvip = \"{SERVICE_ADDRESS}\"\nprotocol = \"udp\"\nudp = \"packet\"\n\
              policy = \"{policy}\"\n"
         );
         let load = LoadSource::PacedServer;
@@ -88,8 +88,8 @@ impl TestEnv {
             &self.testbed,
             FleetOptions {
                 policy: policy.clone(),
-                load,
-                steer: false,
+                load_source: load,
+                steers_connections: false,
                 fleet_text: more,
                 tables_by_interval: true,
                 ..FleetOptions::default()
@@ -100,14 +100,16 @@ impl TestEnv {
     fn measure(&self, config: &path::Config, seconds: f64) -> anyhow::Result<Measurement> {
         let path::Config { service, unit_us, load, cores, servers, .. } = config;
         ensure!(config.requests_per_connection == 1.0, "requests_per_connection: expected 1");
-        let [policy] = &config.dispatch[..] else { anyhow::bail!("dispatch policies of one run: expected one") };
+        let [policy] = &config.dispatch_policies[..] else {
+            anyhow::bail!("dispatch policies of one run: expected one")
+        };
         let text = key_value_service(policy, service, *unit_us)?;
         let numbers = self.testbed.server_numbers().into_iter();
         let dispatchers = numbers.map(|number| Dispatcher::start(&self.testbed, number, &text, *cores));
         let dispatchers: Vec<Dispatcher<'_>> = dispatchers.collect::<anyhow::Result<_>>()?;
         let rate = load * f64::from(*cores) * f64::from(*servers) / (service.mean() * unit_us / 1e6);
         let seed = *config.seeds.first().context("a run without a seed")?;
-        let requests = RequestLoad { service: service.clone(), unit_us: *unit_us, rate, seconds, seed };
+        let requests = RequestLoad { service: service.clone(), unit_us: *unit_us, rate_rps: rate, seconds, seed };
         let seen = requests.send(&self.testbed)?;
         let by_server = dispatchers.iter().map(Dispatcher::dispatched_count).collect::<anyhow::Result<Vec<u64>>>()?;
         dispatchers.into_iter().try_for_each(Dispatcher::stop)?;

@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 
 use anyhow::{Context as _, bail};
-use coreward_sim::figure::expand::{Plan, PlotPoint};
+use coreward_sim::figure::expand::{PlotPoint, RunPlan};
 use coreward_sim::figure::job::Job;
 use coreward_sim::figure::live::Sample;
 use coreward_sim::figure::scenario::Scenario;
@@ -11,14 +11,14 @@ use coreward_sim::rpc;
 
 /// Returns the runs that the measured series need, as in the simulator. Fails when the scenario's parameters are
 /// invalid.
-pub fn plan(scenario: &Scenario) -> anyhow::Result<Plan> {
+pub fn plan(scenario: &Scenario) -> anyhow::Result<RunPlan> {
     scenario.expand().map_err(|failed| anyhow::anyhow!("{}", failed.cause))
 }
 
 /// Returns the samples of a plan. `value` returns the y value of a position.
 pub fn samples(
     scenario: &Scenario,
-    plan: &Plan,
+    plan: &RunPlan,
     value: impl Fn(&PlotPoint, &Job) -> anyhow::Result<f64>,
 ) -> anyhow::Result<Vec<Sample>> {
     let sample = |place: &PlotPoint| {
@@ -29,7 +29,7 @@ pub fn samples(
         let scale = panel.x.as_ref().map_or(1.0, |sweep| sweep.scale);
         Ok(Sample { panel: panel_title, series: label, x: place.x / scale, run: place.seed, y })
     };
-    plan.places.iter().map(sample).collect()
+    plan.plot_points.iter().map(sample).collect()
 }
 
 /// Returns the key of a measurement.
@@ -54,7 +54,7 @@ pub fn is_same_series(a: &rpc::Config, b: &rpc::Config) -> bool {
 /// Returns the highest load at which a curve (load, p99) is within `slo`, as `coreward-lab sim capacity` defines it.
 /// The crossing is interpolated on the logarithm of the p99. Returns 0 when the first point exceeds `slo`, and the last
 /// load when no point does. Fails without points.
-pub fn peak(mut curve: Vec<(f64, f64)>, slo: f64) -> anyhow::Result<f64> {
+pub fn max_load_within_slo(mut curve: Vec<(f64, f64)>, slo: f64) -> anyhow::Result<f64> {
     curve.sort_by(|a, b| a.0.total_cmp(&b.0));
     let (Some(first), Some(last)) = (curve.first(), curve.last()) else { bail!("a peak without a curve") };
     if first.1 > slo {
@@ -73,7 +73,7 @@ mod tests {
 
     #[test]
     fn peak_is_the_first_crossing_of_the_bound() {
-        let peak = |curve: &[(f64, f64)]| peak(curve.to_vec(), 10.0).unwrap();
+        let peak = |curve: &[(f64, f64)]| max_load_within_slo(curve.to_vec(), 10.0).unwrap();
         // On the logarithmic scale 10 is half-way from 1 to 100.
         assert!((peak(&[(0.4, 100.0), (0.2, 1.0)]) - 0.3).abs() < 1e-12);
         assert_eq!(peak(&[(0.1, 5.0), (0.2, 10.0), (0.3, 20.0), (0.4, 9.0), (0.5, 30.0)]), 0.2);

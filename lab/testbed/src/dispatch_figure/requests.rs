@@ -8,11 +8,11 @@ use anyhow::{Context as _, ensure};
 use coreward_load::event_loop::now_ns;
 use coreward_load::report::Report;
 use coreward_sim::figure::axes::Metric;
-use coreward_sim::rpc::Service;
+use coreward_sim::rpc::ServiceTimeDistribution;
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 
 use super::real_time_command;
-use crate::addresses::SERVICE;
+use crate::addresses::SERVICE_ADDRESS;
 use crate::fleet::lab_command;
 use crate::process::TIMEOUT;
 use crate::topology::Testbed;
@@ -39,11 +39,11 @@ const MAX_RETRY_PAUSE: Duration = Duration::from_secs(30);
 #[derive(Debug, Clone)]
 pub struct RequestLoad {
     /// Service times, in units.
-    pub service: Service,
+    pub service: ServiceTimeDistribution,
     /// Unit of service time (us).
     pub unit_us: f64,
     /// Requests per second.
-    pub rate: f64,
+    pub rate_rps: f64,
     /// Measured time (s).
     pub seconds: f64,
     /// Seed of arrivals and demands.
@@ -69,7 +69,7 @@ impl RequestLoad {
     /// fails, the machine stays busy, or no request was answered.
     pub fn send(&self, testbed: &Testbed) -> anyhow::Result<Measurement> {
         let options = [("--service", self.service.to_string()), ("--multiplier", self.unit_us.to_string())];
-        let report = measure_undisturbed(testbed, SERVICE, self.rate, self.seconds, self.seed, &options)?;
+        let report = measure_undisturbed(testbed, SERVICE_ADDRESS, self.rate_rps, self.seconds, self.seed, &options)?;
         Ok(Measurement { report, unit_us: self.unit_us })
     }
 }
@@ -101,8 +101,8 @@ pub fn measure_undisturbed(
             let pause = (RETRY_PAUSE * attempt * attempt).min(MAX_RETRY_PAUSE);
             crate::interrupt::sleep_until(now_ns() + pause.as_nanos() as u64)?;
         }
-        crate::interrupt::check()?;
-        let report = send(testbed, target, &options, limit)?;
+        crate::interrupt::ensure_not_interrupted()?;
+        let report = run_load_generator(testbed, target, &options, limit)?;
         let lateness_us = report.lateness_us.p99.context("no request was sent")?;
         if lateness_us <= max_lateness_us {
             return Ok(report);
@@ -119,7 +119,12 @@ fn max_lateness_us() -> anyhow::Result<f64> {
     text.parse().with_context(|| format!("{MAX_LATENESS_VARIABLE}: {text:?}: expected a number"))
 }
 
-fn send(testbed: &Testbed, target: SocketAddrV4, options: &[&str], limit: Duration) -> anyhow::Result<Report> {
+fn run_load_generator(
+    testbed: &Testbed,
+    target: SocketAddrV4,
+    options: &[&str],
+    limit: Duration,
+) -> anyhow::Result<Report> {
     let mut command = real_time_command(lab_command()?);
     command.args(["load", &target.to_string(), "--format", "json"]).args(options);
     command.stdin(Stdio::null()).stdout(Stdio::piped());

@@ -19,7 +19,7 @@ use crate::key_value::handle::KeyValueServer;
 use crate::topology::{Testbed, missing_privilege};
 
 /// Receive buffer of a worker's socket (bytes), enough for the longest run.
-const RECEIVE_BUFFER: &str = "16000000";
+const RECEIVE_BUFFER_BYTES: &str = "16000000";
 
 /// Measures every series of `scenario`, which the simulator could simulate. Fails without root, when the scenario has
 /// unsupported metrics, when a start fails, when requests are lost or bypass the dispatcher, when the machine is too
@@ -52,7 +52,7 @@ pub fn measure(scenario: &Scenario, progress: Progress<'_>) -> anyhow::Result<Ve
             let p99 = |config: &&&rpc::Config| {
                 Ok((config.load, find_measurement(&measured, **config)?.value(Metric::ShortP99)?))
             };
-            points::peak(curve.map(|config| p99(&config)).collect::<anyhow::Result<_>>()?, search.slo)
+            points::max_load_within_slo(curve.map(|config| p99(&config)).collect::<anyhow::Result<_>>()?, search.slo)
         }
         other => anyhow::bail!("{other:?} is not measured at one server"),
     })
@@ -63,12 +63,12 @@ fn as_rpc(job: &Job) -> Option<&rpc::Config> {
 }
 
 /// Command of coreward that sends requests to the cores of the server.
-enum Backend<'a> {
+enum RequestDistributor<'a> {
     Dispatcher(Dispatcher<'a>),
     Orchestrator(Orchestrator),
 }
 
-impl<'a> Backend<'a> {
+impl<'a> RequestDistributor<'a> {
     fn start(env: &'a TestEnv, config: &rpc::Config, unit_us: f64) -> anyhow::Result<Self> {
         if let Policy::RankedQueue(options) = &config.policy {
             return Ok(Self::Orchestrator(Orchestrator::start(&env.testbed, config, options, unit_us, None)?));
@@ -114,7 +114,7 @@ impl TestEnv {
     fn start(workers: u16, has_server: bool) -> anyhow::Result<Self> {
         let testbed = Testbed::create_direct(&instance::unique_name("dispatchfigure")?)?;
         let count = workers.to_string();
-        let options = ["--workers", &count, "--paced", "--receive-buffer", RECEIVE_BUFFER];
+        let options = ["--workers", &count, "--paced", "--receive-buffer", RECEIVE_BUFFER_BYTES];
         let server = has_server.then(|| testbed.start_key_value_server(1, &options)).transpose()?;
         Ok(Self { workers, server, testbed })
     }
@@ -127,7 +127,7 @@ impl TestEnv {
         seconds: f64,
         record: &mut dyn FnMut(&rpc::Config, Measurement),
     ) -> anyhow::Result<()> {
-        let backend = Backend::start(self, series[0], unit_us)?;
+        let backend = RequestDistributor::start(self, series[0], unit_us)?;
         let mut sent = 0;
         for config in series {
             let seen = self.measure(config, unit_us, seconds)?;
@@ -142,7 +142,7 @@ impl TestEnv {
     fn measure(&self, config: &rpc::Config, unit_us: f64, seconds: f64) -> anyhow::Result<Measurement> {
         let rpc::Config { policy, service, load, cores, seed, .. } = config;
         let rate = load * f64::from(*cores) / (service.mean() * unit_us / 1e6);
-        let requests = RequestLoad { service: service.clone(), unit_us, rate, seconds, seed: *seed };
+        let requests = RequestLoad { service: service.clone(), unit_us, rate_rps: rate, seconds, seed: *seed };
         let seen = requests.send(&self.testbed)?;
         let (sent, lost) = seen.requests_and_lost();
         ensure!(lost == 0, "{policy} at a load of {load}: {lost} of {sent} requests were lost");

@@ -10,14 +10,14 @@ use serde_json::Value;
 
 use super::fault_injector::FaultCounts;
 use super::test_env::{TestEnv, WORKER_COUNT, count_eligible_workers};
-use crate::counters::{self, Counters};
+use crate::counters::{self, KernelCounters};
 
 /// All counters at one time.
 #[derive(Debug)]
 pub struct CounterReading {
-    ledger: Value,
-    client: Counters,
-    server: Counters,
+    dispatch_status: Value,
+    client: KernelCounters,
+    server: KernelCounters,
     purged: u64,
     /// Datagrams that workers read and did not answer.
     refused: u64,
@@ -27,7 +27,7 @@ impl CounterReading {
     /// Reads all counters. Fails when one cannot be read.
     pub fn take(env: &TestEnv) -> anyhow::Result<Self> {
         Ok(Self {
-            ledger: env.ledger()?,
+            dispatch_status: env.query_dispatch_status()?,
             client: counters::read(env.testbed().client())?,
             server: counters::read(env.testbed().server(1)?)?,
             purged: env.read_purged_count()?,
@@ -40,13 +40,13 @@ impl CounterReading {
         let mut found = Vec::new();
         let (outstanding, queued) = (self.sum("outstanding"), self.sum("queued"));
         if outstanding != 0 || queued != 0 {
-            found.push(format!("{outstanding} outstanding, {queued} queued: {}", self.ledger));
+            found.push(format!("{outstanding} outstanding, {queued} queued: {}", self.dispatch_status));
         }
-        let eligible = count_eligible_workers(&self.ledger);
+        let eligible = count_eligible_workers(&self.dispatch_status);
         if eligible != Some(WORKER_COUNT) {
-            found.push(format!("{eligible:?} workers are eligible: {}", self.ledger));
+            found.push(format!("{eligible:?} workers are eligible: {}", self.dispatch_status));
         }
-        for worker in self.ledger["workers"].as_array().into_iter().flatten() {
+        for worker in self.dispatch_status["workers"].as_array().into_iter().flatten() {
             let count = |name: &str| worker[name].as_u64().unwrap_or(u64::MAX);
             if count("dispatched") != count("completed").saturating_add(count("abandoned")) {
                 found.push(format!("dispatched, but neither completed nor abandoned: {worker}"));
@@ -57,12 +57,12 @@ impl CounterReading {
 
     /// Returns the sum of a count over all workers.
     fn sum(&self, count: &str) -> u64 {
-        let workers = self.ledger["workers"].as_array().into_iter().flatten();
+        let workers = self.dispatch_status["workers"].as_array().into_iter().flatten();
         workers.filter_map(|worker| worker[count].as_u64()).sum()
     }
 
     fn dispatch_counter(&self, name: &str) -> u64 {
-        self.ledger["counters"][name].as_u64().unwrap_or(0)
+        self.dispatch_status["counters"][name].as_u64().unwrap_or(0)
     }
 
     fn server_counter(&self, name: &str) -> u64 {
@@ -76,7 +76,7 @@ impl CounterReading {
 
 /// Results of a segment, as differences of the counters before and after.
 #[derive(Debug, Serialize)]
-pub struct Segment {
+pub struct SoakSegment {
     /// Number of the segment, from 0.
     pub number: u32,
     /// Injected faults.
@@ -119,7 +119,7 @@ pub struct RequestLedger {
     pub late: i64,
 }
 
-impl Segment {
+impl SoakSegment {
     /// `before` and `after` are readings a second after the last request, when none is pending. `at_once`: reading
     /// after the last request, but earlier than `after`.
     pub fn new(

@@ -102,7 +102,7 @@ impl<'a> FaultInjector<'a> {
         loop {
             let pause = self.random_duration(PAUSE_MS).min(end.saturating_duration_since(Instant::now()));
             std::thread::sleep(pause);
-            interrupt::check()?;
+            interrupt::ensure_not_interrupted()?;
             let now = Instant::now();
             let (due, still): (Vec<_>, Vec<_>) =
                 self.stopped_workers.drain(..).partition(|(_, resume_at)| *resume_at <= now);

@@ -19,7 +19,7 @@ use serde::Serialize;
 
 use crate::process::TIMEOUT;
 use crate::{instance, interrupt};
-use counter_audit::{CounterReading, Segment};
+use counter_audit::{CounterReading, SoakSegment};
 use fault_injector::{FaultCounts, FaultInjector};
 use test_env::TestEnv;
 
@@ -33,7 +33,7 @@ const MIN_SEGMENT: Duration = Duration::from_secs(4);
 
 /// Options of `coreward-lab testbed dispatch-soak`.
 #[derive(Debug, Clone, Copy, clap::Args)]
-pub struct Options {
+pub struct DispatchSoakArgs {
     /// Duration of the load (s)
     #[arg(long, default_value_t = 300, value_parser = clap::value_parser!(u32).range(8..=86_400))]
     pub seconds: u32,
@@ -47,9 +47,9 @@ pub struct Options {
 
 /// Results of a run.
 #[derive(Debug, Serialize)]
-pub struct Outcome {
+pub struct DispatchSoakOutcome {
     /// Results of each segment.
-    pub segments: Vec<Segment>,
+    pub segments: Vec<SoakSegment>,
     /// Faults of all segments.
     pub faults: FaultCounts,
     /// Requests and other datagrams that were sent to the service.
@@ -63,7 +63,7 @@ pub struct Outcome {
 }
 
 /// Runs the test and prints its results. Fails when the setup fails, or an invariant is violated.
-pub fn main(options: Options) -> anyhow::Result<()> {
+pub fn main(options: DispatchSoakArgs) -> anyhow::Result<()> {
     interrupt::catch()?;
     let outcome = run(&instance::unique_name("dispatchsoak")?, options)?;
     println!("{}", serde_json::to_string_pretty(&outcome)?);
@@ -73,7 +73,7 @@ pub fn main(options: Options) -> anyhow::Result<()> {
 
 /// Runs the test in a new testbed; `instance` is its name. Fails when the setup fails, or after a signal; violations
 /// are part of the outcome.
-pub fn run(instance: &str, options: Options) -> anyhow::Result<Outcome> {
+pub fn run(instance: &str, options: DispatchSoakArgs) -> anyhow::Result<DispatchSoakOutcome> {
     let mut env = TestEnv::start(instance)?;
     let mut rng = seeded_rng(options.seed, RNG_STREAM_FAULTS);
     let total = Duration::from_secs(options.seconds.into());
@@ -96,13 +96,13 @@ pub fn run(instance: &str, options: Options) -> anyhow::Result<Outcome> {
             at_once = CounterReading::take(&env)?;
         }
         let report = load.read_json(*TIMEOUT)?;
-        let segment = Segment::new(number, &before, &at_once, &CounterReading::take(&env)?, &made, &report);
+        let segment = SoakSegment::new(number, &before, &at_once, &CounterReading::take(&env)?, &made, &report);
         tracing::info!(event = "segment-finished", number, count, "{}", segment.summary());
         faults.add(&made);
         segments.push(segment);
     }
-    let sum = |of: fn(&Segment) -> u64| segments.iter().map(of).sum();
-    Ok(Outcome {
+    let sum = |of: fn(&SoakSegment) -> u64| segments.iter().map(of).sum();
+    Ok(DispatchSoakOutcome {
         sent: sum(|segment| segment.sent),
         load_requests: sum(|segment| segment.load_requests),
         load_lost: sum(|segment| segment.load_lost),

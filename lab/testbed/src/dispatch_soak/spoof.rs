@@ -5,7 +5,7 @@ use std::net::{Ipv4Addr, SocketAddrV4, UdpSocket};
 use anyhow::Context as _;
 use socket2::{Domain, Protocol, Socket, Type};
 
-use crate::addresses::SERVICE;
+use crate::addresses::SERVICE_ADDRESS;
 use crate::namespace::Namespace;
 
 /// First id of datagrams that are not part of the load; ids of the load count from 0.
@@ -23,7 +23,7 @@ impl UnansweredClient {
     pub fn open(client: &Namespace) -> anyhow::Result<Self> {
         let socket = client.within(|| {
             let socket = UdpSocket::bind((Ipv4Addr::UNSPECIFIED, 0))?;
-            socket.connect(SERVICE)?;
+            socket.connect(SERVICE_ADDRESS)?;
             Ok(socket)
         })?;
         Ok(Self { socket, next_id: FIRST_UNANSWERED_ID })
@@ -74,10 +74,10 @@ impl Spoofer {
         let length = packet.len() as u16;
         // RFC 791: version and header length, time to live, protocol, addresses. The kernel fills in the rest (raw(7)).
         (packet[0], packet[8], packet[9]) = (0x45, 64, 17);
-        packet[12..16].copy_from_slice(&SERVICE.ip().octets());
+        packet[12..16].copy_from_slice(&SERVICE_ADDRESS.ip().octets());
         packet[16..20].copy_from_slice(&client.ip().octets());
         // RFC 768: ports, length; without a checksum.
-        packet[20..22].copy_from_slice(&SERVICE.port().to_be_bytes());
+        packet[20..22].copy_from_slice(&SERVICE_ADDRESS.port().to_be_bytes());
         packet[22..24].copy_from_slice(&client.port().to_be_bytes());
         packet[24..26].copy_from_slice(&(length - IP_BYTES as u16).to_be_bytes());
         // The key-value protocol: type GET, id, one part.

@@ -15,7 +15,7 @@ use libbpf_rs::{Link, MapCore as _, MapFlags, MapHandle};
 use nix::sys::signal::Signal;
 use serde_json::Value;
 
-use crate::addresses::SERVICE;
+use crate::addresses::SERVICE_ADDRESS;
 use crate::fleet::{coreward_command, lab_command};
 use crate::key_value::handle::KeyValueServer;
 use crate::process::{Process, TIMEOUT};
@@ -30,14 +30,14 @@ pub const WORKER_COUNT: u64 = 4;
 /// First port of the load, to which spoofed responses are sent.
 pub const FIRST_PORT: u16 = 20_000;
 pub const FLOW_COUNT: u16 = 64;
-/// Requests per second: a third of the capacity of all workers with [`SERVICE_TIME`] each. Without one worker queues
-/// stay short.
+/// Requests per second: a third of the capacity of all workers with [`SERVICE_TIME_OPTION`] each. Without one worker
+/// queues stay short.
 const RATE_RPS: &str = "1200";
-const SERVICE_TIME: &str = "GET=1000";
+const SERVICE_TIME_OPTION: &str = "GET=1000";
 /// Receive buffer (bytes): small enough to be flooded, large enough for the requests of a stopped worker.
-const RECEIVE_BUFFER: &str = "65536";
+const RECEIVE_BUFFER_BYTES: &str = "65536";
 /// Timeout of the load (s): longer than a worker is stopped, so that unanswered requests are lost.
-const LOAD_TIMEOUT: &str = "6";
+const LOAD_TIMEOUT_S: &str = "6";
 
 #[derive(Debug)]
 pub struct TestEnv {
@@ -54,13 +54,13 @@ impl TestEnv {
     pub fn start(instance: &str) -> anyhow::Result<Self> {
         let testbed = Testbed::create_direct(instance)?;
         let workers = WORKER_COUNT.to_string();
-        let server = ["--paced", "--restart", "--service-us", SERVICE_TIME, "--workers", &workers];
+        let server = ["--paced", "--restart", "--service-us", SERVICE_TIME_OPTION, "--workers", &workers];
         let server =
-            testbed.start_key_value_server(1, &[&server[..], &["--receive-buffer", RECEIVE_BUFFER]].concat())?;
+            testbed.start_key_value_server(1, &[&server[..], &["--receive-buffer", RECEIVE_BUFFER_BYTES]].concat())?;
         let config = testbed.directory().join("dispatch.toml");
         // Half of the time after which the ledger must be exact.
         let text = format!(
-            "pin_directory = \"{}\"\n[[service]]\nlisten = \"{SERVICE}\"\nresponse_timeout = \"500ms\"\n\
+            "pin_directory = \"{}\"\n[[service]]\nlisten = \"{SERVICE_ADDRESS}\"\nresponse_timeout = \"500ms\"\n\
              request_id = {{ offset = 4, bytes = 4 }}\n",
             testbed.pin_directory().join("dispatch").display()
         );
@@ -93,7 +93,7 @@ impl TestEnv {
         self.daemon = Some(self.testbed.spawn(self.testbed.server(1)?, command)?);
         let started = Instant::now();
         loop {
-            let ledger = self.ledger().unwrap_or_default();
+            let ledger = self.query_dispatch_status().unwrap_or_default();
             // Another process may have read an older ledger.
             let polled = ledger["since_last_poll_ms"].as_u64();
             let by_this = polled.is_some_and(|polled| u128::from(polled) < started.elapsed().as_millis());
@@ -122,7 +122,7 @@ impl TestEnv {
     }
 
     /// Returns the service in `coreward dispatch --status`. Fails when nothing is dispatched.
-    pub fn ledger(&self) -> anyhow::Result<Value> {
+    pub fn query_dispatch_status(&self) -> anyhow::Result<Value> {
         let mut command = self.dispatch_command()?;
         command.args(["--status", "--format", "json"]);
         let output = self.testbed.run(self.testbed.server(1)?, command)?;
@@ -140,8 +140,8 @@ impl TestEnv {
     /// Starts the load for a duration. Fails when it cannot be started.
     pub fn start_load(&self, length: Duration, seed: u64) -> anyhow::Result<Process> {
         let mut command = Command::new(lab_command()?);
-        command.args(["load", &SERVICE.to_string(), "--format", "json", "--warm-up", "0", "--rate", RATE_RPS]);
-        command.args(["--timeout", LOAD_TIMEOUT, "--flows", &FLOW_COUNT.to_string(), "--seed", &seed.to_string()]);
+        command.args(["load", &SERVICE_ADDRESS.to_string(), "--format", "json", "--warm-up", "0", "--rate", RATE_RPS]);
+        command.args(["--timeout", LOAD_TIMEOUT_S, "--flows", &FLOW_COUNT.to_string(), "--seed", &seed.to_string()]);
         command.args(["--first-port", &FIRST_PORT.to_string(), "--seconds", &length.as_secs_f64().to_string()]);
         command.stdout(Stdio::piped());
         self.testbed.spawn(self.testbed.client(), command)
@@ -158,7 +158,7 @@ fn attach_drop_counter(testbed: &Testbed) -> anyhow::Result<(MapHandle, Link)> {
     let mut storage = MaybeUninit::uninit();
     let mut open = skeleton::DropCounterSkelBuilder::default().open(&mut storage)?;
     let constants = open.maps.rodata_data.as_deref_mut().context("drop_counter.bpf.o has no constants")?;
-    constants.port = SERVICE.port();
+    constants.port = SERVICE_ADDRESS.port();
     constants.network_namespace = testbed.server(1)?.within(namespace_cookie)?;
     let loaded = open.load().context("the kernel does not load drop_counter.bpf.c")?;
     let cgroup = fs::File::open(cgroup_root()?)?;

@@ -52,7 +52,7 @@ pub fn operator_command_for(
 }
 
 /// Returns the last lines of every daemon's log.
-pub(crate) fn logs(testbed: &Testbed) -> String {
+pub(crate) fn read_log_tails(testbed: &Testbed) -> String {
     let mut all = String::new();
     let files = fs::read_dir(testbed.directory()).into_iter().flatten().flatten().map(|entry| entry.path());
     for path in files.filter(|path| path.extension().is_some_and(|extension| extension == "log")) {
@@ -102,7 +102,7 @@ pub(super) fn start_daemon(
 ) -> anyhow::Result<Process> {
     let log_path = testbed.directory().join(format!("{name}.log"));
     let log = File::options().create(true).append(true).open(&log_path)?;
-    let mut command = if options.confined { confined_command(daemon, coreward)? } else { Command::new(coreward) };
+    let mut command = if options.is_confined { confined_command(daemon, coreward)? } else { Command::new(coreward) };
     if options.json_logs {
         command.env("COREWARD_LOG_FORMAT", "json");
     }

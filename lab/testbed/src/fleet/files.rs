@@ -16,7 +16,9 @@ use super::names::{
     api_address_of, controller_address_in, controller_address_of, controller_name, rack_listen_address,
 };
 use super::options::{AdminState, FleetOptions, LoadSource};
-use crate::addresses::{DEVICE, Family, SERVICE, load_balancer_address, load_balancer_name, rack_name, server_address};
+use crate::addresses::{
+    AddressFamily, DEVICE, SERVICE_ADDRESS, load_balancer_address, load_balancer_name, rack_name, server_address,
+};
 use crate::topology::Testbed;
 
 /// Returns the path of the file in which a paced server publishes the busy time of its workers.
@@ -33,7 +35,7 @@ pub(super) fn write_controller_files(
     options: &FleetOptions,
     pool: &BTreeMap<u16, AdminState>,
 ) -> anyhow::Result<()> {
-    let store = options.store.clone().unwrap_or_else(|| testbed.directory().join("controller.redb"));
+    let store = options.store_directory.clone().unwrap_or_else(|| testbed.directory().join("controller.redb"));
     let listen = format!("listen = \"{}\"\n", controller_address_in(options.control_family, 1));
     let tokens = testbed.directory();
     let mut text = format!("{listen}store = {store:?}\ntoken_directory = {tokens:?}\n");
@@ -55,7 +57,7 @@ pub(super) fn write_controller_files(
         return write(&config_path(testbed, "fleet"), document);
     }
     ensure!(options.controller_count == 1, "several controllers and a file of the fleet: expected `applied`");
-    let text = match &options.shared_store {
+    let text = match &options.shared_store_config {
         Some(shared) => format!("{listen}token_directory = {tokens:?}\n{shared}"),
         None => text + "fleet = \"fleet.toml\"\n",
     };
@@ -73,7 +75,7 @@ pub(super) fn write_controller_files(
         text += options.server_lines.get(number).map_or("", String::as_str);
     }
     for (index, vip) in testbed.vips().enumerate() {
-        let (policy, vip) = (&options.policy, SocketAddr::new(vip, SERVICE.port()));
+        let (policy, vip) = (&options.policy, SocketAddr::new(vip, SERVICE_ADDRESS.port()));
         write!(text, "\n[[service]]\nname = \"web{index}\"\nvip = \"{vip}\"\npolicy = \"{policy}\"\n")?;
         if options.consistency != Consistency::default() {
             writeln!(text, "consistency = \"{}\"", options.consistency.name())?;
@@ -96,7 +98,7 @@ fn vlan_line(vlan: u16) -> String {
 pub(super) fn write_load_balancer_file(testbed: &Testbed, options: &FleetOptions, number: u16) -> anyhow::Result<()> {
     let name = load_balancer_name(number);
     let address = match options.control_family {
-        Family::Ipv4 => String::new(),
+        AddressFamily::Ipv4 => String::new(),
         family => format!("address = \"{}\"\n", family.address(load_balancer_address(number))),
     };
     let text = format!(
@@ -131,13 +133,13 @@ fn decapsulation(testbed: &Testbed, options: &FleetOptions) -> String {
 }
 
 pub(super) fn write_agent_file(testbed: &Testbed, options: &FleetOptions, number: u16) -> anyhow::Result<()> {
-    let load = match options.load {
+    let load = match options.load_source {
         LoadSource::Cpu => "{ source = \"cpu\" }".to_owned(),
         LoadSource::PacedServer => {
             format!("{{ source = \"published\", path = \"{}\" }}", busy_file(testbed, number).display())
         }
     };
-    let steer = if options.steer { "order" } else { "off" };
+    let steer = if options.steers_connections { "order" } else { "off" };
     let text = format!(
         "server = \"s{number}\"\ncontroller = {}\ninterface = \"{DEVICE}\"\npin_directory = \"{}\"\n\
          manage_rss = true\nmanage_timestamps = true\nsteer = \"{steer}\"\nload = {load}\n\
@@ -161,7 +163,7 @@ pub fn certificate_directory(testbed: &Testbed) -> PathBuf {
 }
 
 /// Returns the directory of a daemon's certificate and key.
-pub fn bundle(testbed: &Testbed, role: Role, name: &str) -> PathBuf {
+pub fn credential_directory(testbed: &Testbed, role: Role, name: &str) -> PathBuf {
     certificate_directory(testbed).join(format!("{role}-{name}"))
 }
 
@@ -170,7 +172,7 @@ pub fn bundle(testbed: &Testbed, role: Role, name: &str) -> PathBuf {
 pub fn issue(testbed: &Testbed, role: Role, name: &str, fleet: &Name, validity: Validity) -> anyhow::Result<PathBuf> {
     let authority = Authority::open(&certificate_directory(testbed))?;
     let identity = Identity { fleet: fleet.clone(), role, name: name.parse().map_err(anyhow::Error::msg)? };
-    let directory = bundle(testbed, role, name);
+    let directory = credential_directory(testbed, role, name);
     authority.issue(&identity, &[], validity)?.write(&directory, &authority)?;
     Ok(directory)
 }
@@ -181,9 +183,9 @@ fn tls_table_if(tls: bool, testbed: &Testbed, role: Role, name: &str) -> String 
     if tls { format!("[tls]\nca = {ca:?}\ncertificate = {certificate:?}\nkey = {key:?}\n") } else { String::new() }
 }
 
-/// Returns the paths of the files of a [`bundle`].
+/// Returns the paths of the files of a [`credential_directory`].
 pub fn certificate_files(testbed: &Testbed, role: Role, name: &str) -> CredentialFiles {
-    let file = |file: &str| bundle(testbed, role, name).join(file);
+    let file = |file: &str| credential_directory(testbed, role, name).join(file);
     CredentialFiles { ca: file("ca.crt"), certificate: file("own.crt"), key: file("own.key") }
 }
 

@@ -4,23 +4,23 @@ use std::net::SocketAddr;
 
 use anyhow::Context as _;
 
-use crate::addresses::{CONTROLLER_ADDRESS, Family, rack_address};
+use crate::addresses::{AddressFamily, CONTROLLER_ADDRESS, rack_address};
 
 pub const CONTROLLER_PORT: u16 = 7400;
 /// Port of the first controller's HTTP API, on its own host only; other controllers use the following ports.
 const API_PORT: u16 = 7401;
 
-pub fn controller_address() -> String {
+pub fn first_controller_address() -> String {
     controller_address_of(1)
 }
 
 /// Returns the address of controller `number`, counted from 1.
 pub fn controller_address_of(number: u16) -> String {
-    controller_address_in(Family::Ipv4, number)
+    controller_address_in(AddressFamily::Ipv4, number)
 }
 
 /// Returns the address of controller `number` in a family.
-pub fn controller_address_in(family: Family, number: u16) -> String {
+pub fn controller_address_in(family: AddressFamily, number: u16) -> String {
     SocketAddr::new(family.address(CONTROLLER_ADDRESS), CONTROLLER_PORT + number - 1).to_string()
 }
 

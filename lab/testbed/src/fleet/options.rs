@@ -7,7 +7,7 @@ use coreward_model::consistency::{Consistency, Timestamps};
 use coreward_model::forwarding::Forwarding;
 
 use super::names::{controller_address_in, rack_listen_address};
-use crate::addresses::Family;
+use crate::addresses::AddressFamily;
 use crate::preload::PreloadedFaults;
 
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -21,15 +21,15 @@ pub struct FleetOptions {
     /// Forwarding of the services.
     pub forwarding: Forwarding,
     /// Family of the servers' addresses in the fleet's file; IPv6 needs an IPv6 testbed or routed servers.
-    pub servers_family: Family,
+    pub servers_family: AddressFamily,
     /// Interval of reports (ms).
     pub report_interval_ms: u32,
     /// Whether tables are made once per report interval, as in the simulator, instead of at each report.
     pub tables_by_interval: bool,
     /// Agents' source of the load of a server's cores.
-    pub load: LoadSource,
+    pub load_source: LoadSource,
     /// Whether agents steer connections to the workers of their cores.
-    pub steer: bool,
+    pub steers_connections: bool,
     /// Whether agents run on servers; without agents only load balancers can stamp.
     pub runs_agents: bool,
     /// Additional text of the fleet's file, such as further services.
@@ -40,19 +40,19 @@ pub struct FleetOptions {
     pub agent_text: String,
     pub json_logs: bool,
     /// Whether daemons run only with the rights of their systemd units.
-    pub confined: bool,
+    pub is_confined: bool,
     /// Text of the controller's file that replaces its own store and the fleet's file.
-    pub shared_store: Option<String>,
+    pub shared_store_config: Option<String>,
     /// Addresses of other controllers, for the files of agents and load balancers.
     pub other_controllers: Vec<String>,
     /// Document of the fleet, applied by `coreward apply`; `None`: the controller reads a file, which
-    /// [`Fleet::set_pool`] writes.
+    /// [`Fleet::set_pool`](super::Fleet::set_pool) writes.
     pub applied_document: Option<String>,
     /// Directory of the controller's records; `None`: a part of the testbed's directory.
-    pub store: Option<PathBuf>,
+    pub store_directory: Option<PathBuf>,
     /// Family of the first controller's address, and of the load balancers' addresses for each other; IPv6 needs an
     /// IPv6 testbed.
-    pub control_family: Family,
+    pub control_family: AddressFamily,
     /// Number of controllers. Several controllers store their records in etcd and need `applied_document`.
     pub controller_count: u16,
     /// Addresses of etcd's members for several controllers.
@@ -77,22 +77,22 @@ impl Default for FleetOptions {
             consistency: Consistency::default(),
             timestamps: Timestamps::default(),
             forwarding: Forwarding::default(),
-            servers_family: Family::Ipv4,
+            servers_family: AddressFamily::Ipv4,
             report_interval_ms: 100,
             tables_by_interval: false,
-            load: LoadSource::Cpu,
-            steer: true,
+            load_source: LoadSource::Cpu,
+            steers_connections: true,
             runs_agents: true,
             fleet_text: String::new(),
             load_balancer_text: String::new(),
             agent_text: String::new(),
             json_logs: false,
-            confined: false,
-            shared_store: None,
+            is_confined: false,
+            shared_store_config: None,
             other_controllers: Vec::new(),
             applied_document: None,
-            store: None,
-            control_family: Family::Ipv4,
+            store_directory: None,
+            control_family: AddressFamily::Ipv4,
             controller_count: 1,
             etcd_endpoints: Vec::new(),
             lease_s: 2,
@@ -127,7 +127,7 @@ impl FleetOptions {
 pub enum LoadSource {
     /// Busy time of the machine's CPUs.
     Cpu,
-    /// Core load file of the paced server ([`busy_file`]), for emulated cores.
+    /// Core load file of the paced server ([`busy_file`](super::busy_file)), for emulated cores.
     PacedServer,
 }
 

@@ -21,7 +21,7 @@ impl Fleet {
         let expected = if self.options.runs_agents { active } else { 0 };
         ensure!(reporting >= expected, "{reporting} servers report: expected {expected}");
         for number in self.load_balancers.keys() {
-            let unresolved = &state_of(&status, *number)?["unresolved_servers"];
+            let unresolved = &load_balancer_state(&status, *number)?["unresolved_servers"];
             ensure!(
                 array_or_empty(unresolved).is_empty(),
                 "{} does not find {unresolved}",
@@ -30,12 +30,13 @@ impl Fleet {
         }
         let services = array_or_empty(&status["services"]).iter();
         let whole: Vec<(&str, u64)> =
-            services.map(|service| self.complete_table(testbed, service)).collect::<Result<_, _>>()?;
+            services.map(|service| self.complete_table_generation(testbed, service)).collect::<Result<_, _>>()?;
         // Requested after the tables: loads cause new tables all the time.
         let status = self.status(testbed)?;
         for (service, whole) in whole {
             for number in self.load_balancers.keys() {
-                let in_force = state_of(&status, *number)?["table_generations"][service].as_u64().unwrap_or(0);
+                let in_force =
+                    load_balancer_state(&status, *number)?["table_generations"][service].as_u64().unwrap_or(0);
                 let balancer = load_balancer_name(*number);
                 ensure!(in_force >= whole, "{balancer} has table {in_force} of {service}: expected {whole}");
             }
@@ -55,7 +56,7 @@ impl Fleet {
 
     /// Returns the name of the service and the generation of its newest table, if the table has all servers that take
     /// new connections. Tables are made on change: the first one may precede the last server's MAC address or report.
-    fn complete_table<'a>(&self, testbed: &Testbed, service: &'a Value) -> anyhow::Result<(&'a str, u64)> {
+    fn complete_table_generation<'a>(&self, testbed: &Testbed, service: &'a Value) -> anyhow::Result<(&'a str, u64)> {
         let name = service["name"].as_str().context("a service without a name")?;
         let takes_new = |member: &&Value| member["state"] == "active" || member["state"] == "joining";
         let expected: BTreeSet<&str> = array_or_empty(&service["members"])
@@ -91,7 +92,7 @@ impl Fleet {
     }
 }
 
-fn state_of(status: &Value, load_balancer: u16) -> anyhow::Result<&Value> {
+fn load_balancer_state(status: &Value, load_balancer: u16) -> anyhow::Result<&Value> {
     let name = load_balancer_name(load_balancer);
     let balancer = array_or_empty(&status["load_balancers"]).iter().find(|balancer| balancer["name"] == name);
     let state = balancer.map(|balancer| &balancer["state"]).filter(|state| !state.is_null());

@@ -7,8 +7,8 @@ use std::process::Command;
 use anyhow::Context as _;
 
 use super::server::WorkerCounters;
-use super::worker::Counters;
-use crate::addresses::SERVICE;
+use super::worker::SharedWorkerCounters;
+use crate::addresses::SERVICE_ADDRESS;
 use crate::core_load_file::read_busy_file;
 use crate::fleet;
 use crate::process::Process;
@@ -45,21 +45,21 @@ impl KeyValueServer {
     /// Returns the counts of each worker. Fails when the counter file cannot be read.
     pub fn counters(&self) -> anyhow::Result<Vec<WorkerCounters>> {
         let numbers = read_busy_file(&self.counter_file)?;
-        let (each, _) = numbers.as_chunks::<{ Counters::COUNT }>();
+        let (each, _) = numbers.as_chunks::<{ SharedWorkerCounters::COUNT }>();
         Ok(each.iter().map(WorkerCounters::from).collect())
     }
 }
 
 impl Testbed {
-    /// Starts a key-value server on a server, listening on UDP at [`SERVICE`], with further `options` of `coreward-lab
-    /// testbed key-value-server`. Waits until all its sockets are bound. Fails when the server does not exist, or is
-    /// not ready in time.
+    /// Starts a key-value server on a server, listening on UDP at [`SERVICE_ADDRESS`], with further `options` of
+    /// `coreward-lab testbed key-value-server`. Waits until all its sockets are bound. Fails when the server does not
+    /// exist, or is not ready in time.
     pub fn start_key_value_server(&self, number: u16, options: &[&str]) -> anyhow::Result<KeyValueServer> {
         let counter_file = self.directory().join(format!("key-value-s{number}"));
         // A killed server may have left its file.
         let _ = fs::remove_file(&counter_file);
         let mut command = Command::new(fleet::lab_command()?);
-        command.args(["testbed", "key-value-server", "--listen", &SERVICE.to_string()]);
+        command.args(["testbed", "key-value-server", "--listen", &SERVICE_ADDRESS.to_string()]);
         command.arg("--counter-file").arg(&counter_file).arg("--busy-file").arg(fleet::busy_file(self, number));
         command.args(options);
         let mut process = self.spawn(self.server(number)?, command)?;

@@ -7,7 +7,7 @@ use std::sync::atomic::AtomicU64;
 use std::time::Duration;
 
 use anyhow::{Context as _, bail};
-use coreward_load::key_value::VALUE_MAX;
+use coreward_load::key_value::VALUE_BYTES_MAX;
 use coreward_load::request_type::ServiceTimes;
 use nix::errno::Errno;
 use nix::sys::wait::{WaitPidFlag, WaitStatus, waitpid};
@@ -15,8 +15,8 @@ use nix::unistd::Pid;
 use serde::Serialize;
 use socket2::{Domain, Socket, Type};
 
-use super::store::{MORE_PAIR_COUNT, Store};
-use super::worker::{Counters, ServiceTime, Worker, set_receive_buffer};
+use super::store::{MAX_ADDED_PAIR_COUNT, Store};
+use super::worker::{ServiceTime, SharedWorkerCounters, Worker, set_receive_buffer};
 use crate::core_load_file::CounterFile;
 use crate::emulated_server::fork_worker;
 use crate::interrupt;
@@ -37,7 +37,7 @@ pub struct KeyValueServerArgs {
     #[arg(long, default_value_t = 10_000)]
     pub keys: u32,
     /// Length of the initial values (bytes)
-    #[arg(long, default_value_t = 32, value_parser = clap::value_parser!(u16).range(..=VALUE_MAX as i64))]
+    #[arg(long, default_value_t = 32, value_parser = clap::value_parser!(u16).range(..=VALUE_BYTES_MAX as i64))]
     pub value_bytes: u16,
     /// Use threads with one store, instead of processes with one store each
     #[arg(long)]
@@ -83,8 +83,8 @@ pub struct WorkerCounters {
     pub busy_ns: u64,
 }
 
-impl From<&[u64; Counters::COUNT]> for WorkerCounters {
-    fn from(&[received, answered, refused, busy_ns]: &[u64; Counters::COUNT]) -> Self {
+impl From<&[u64; SharedWorkerCounters::COUNT]> for WorkerCounters {
+    fn from(&[received, answered, refused, busy_ns]: &[u64; SharedWorkerCounters::COUNT]) -> Self {
         Self { received, answered, refused, busy_ns }
     }
 }
@@ -112,16 +112,16 @@ struct Server<'a> {
 
 impl<'a> Server<'a> {
     fn new(args: &'a KeyValueServerArgs) -> anyhow::Result<Self> {
-        let store = Store::with_keys(args.keys, args.value_bytes.into(), args.keys as usize + MORE_PAIR_COUNT);
+        let store = Store::with_keys(args.keys, args.value_bytes.into(), args.keys as usize + MAX_ADDED_PAIR_COUNT);
         let pace = if args.paced {
             let more = args.service_us.clone().unwrap_or_default();
-            ServiceTime::Clock(ServiceTimes::turbo(args.multiplier)?.overridden_by(&more))
+            ServiceTime::EmulatedTime(ServiceTimes::turbo(args.multiplier)?.overridden_by(&more))
         } else {
-            ServiceTime::Work
+            ServiceTime::RealWork
         };
         let anonymous = std::env::temp_dir().join(format!("coreward-key-value-{}", std::process::id()));
         let path = args.counter_file.as_ref().unwrap_or(&anonymous);
-        let counter_file = CounterFile::create(path, usize::from(args.workers) * Counters::COUNT)?;
+        let counter_file = CounterFile::create(path, usize::from(args.workers) * SharedWorkerCounters::COUNT)?;
         if args.counter_file.is_none() {
             counter_file.unlink()?;
         }
@@ -131,12 +131,12 @@ impl<'a> Server<'a> {
     }
 
     fn busy_ns(&self, worker: u8) -> Option<&'static AtomicU64> {
-        self.busy_file.as_ref()?.numbers().get(usize::from(worker))
+        self.busy_file.as_ref()?.counters().get(usize::from(worker))
     }
 
-    fn counters(&self, worker: u8) -> Counters {
-        let (each, _) = self.counter_file.numbers().as_chunks();
-        Counters(&each[usize::from(worker)])
+    fn counters(&self, worker: u8) -> SharedWorkerCounters {
+        let (each, _) = self.counter_file.counters().as_chunks();
+        SharedWorkerCounters(&each[usize::from(worker)])
     }
 
     fn counters_of_all(&self) -> Vec<WorkerCounters> {
@@ -193,7 +193,7 @@ impl<'a> Server<'a> {
             std::thread::Builder::new().name(format!("core{worker}")).spawn(work)?;
         }
         self.publish()?;
-        while interrupt::check().is_ok() {
+        while interrupt::ensure_not_interrupted().is_ok() {
             if let Ok(failure) = failures.recv_timeout(WORKER_POLL_INTERVAL) {
                 return Err(failure);
             }
@@ -210,7 +210,7 @@ impl<'a> Server<'a> {
         }
         self.publish()?;
         // Polls instead of wait(2): a signal just before wait(2) would not end the call.
-        while interrupt::check().is_ok() {
+        while interrupt::ensure_not_interrupted().is_ok() {
             match waitpid(None, Some(WaitPidFlag::WNOHANG)) {
                 Ok(WaitStatus::Exited(pid, _) | WaitStatus::Signaled(pid, ..)) => {
                     let Some(worker) = workers.iter().position(|worker| *worker == Some(pid)) else { continue };

@@ -8,7 +8,7 @@ use coreward_load::request_type::RequestType;
 use parking_lot::RwLock;
 
 /// Number of keys that clients may add to the initial ones.
-pub(crate) const MORE_PAIR_COUNT: usize = 1_000_000;
+pub(crate) const MAX_ADDED_PAIR_COUNT: usize = 1_000_000;
 
 type Pairs = BTreeMap<Box<[u8]>, Box<[u8]>>;
 
@@ -41,7 +41,7 @@ impl Store {
             }
             scan => {
                 response.begin(request, Status::Done, worker);
-                if let Some(pairs) = scan.pairs() {
+                if let Some(pairs) = scan.scan_pairs() {
                     self.scan(request.key, pairs.into(), response);
                 }
             }
@@ -84,7 +84,7 @@ impl Store {
 
 #[cfg(test)]
 mod tests {
-    use coreward_load::key_value::{DATAGRAM_MAX, KEY_MAX, VALUE_MAX, key_name, parse_response};
+    use coreward_load::key_value::{DATAGRAM_BYTES_MAX, KEY_BYTES_MAX, VALUE_BYTES_MAX, key_name, parse_response};
 
     use super::*;
 
@@ -97,7 +97,7 @@ mod tests {
         store.answer(&request, 2, &mut response);
         let (mut status, mut all) = (0, Vec::new());
         for datagram in response.finish() {
-            assert!(datagram.len() <= DATAGRAM_MAX);
+            assert!(datagram.len() <= DATAGRAM_BYTES_MAX);
             let (header, pairs) = parse_response(datagram).unwrap();
             assert_eq!(header.worker.get(), 2);
             status = header.status;
@@ -138,9 +138,12 @@ mod tests {
     fn longest_pairs_fit() {
         let store = Store::with_keys(0, 0, 200);
         for number in 0..127 {
-            assert_eq!(request(&store, "PUT", &[number; KEY_MAX], &[number; VALUE_MAX]).0, Status::Done as u8);
+            assert_eq!(
+                request(&store, "PUT", &[number; KEY_BYTES_MAX], &[number; VALUE_BYTES_MAX]).0,
+                Status::Done as u8
+            );
         }
         assert_eq!(request(&store, "SCAN127", b"", b"").1.len(), 127);
-        assert_eq!(request(&store, "GET", &[5; KEY_MAX], b"").1[0].1, [5; VALUE_MAX]);
+        assert_eq!(request(&store, "GET", &[5; KEY_BYTES_MAX], b"").1[0].1, [5; VALUE_BYTES_MAX]);
     }
 }

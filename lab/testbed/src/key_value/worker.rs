@@ -26,9 +26,9 @@ pub(crate) const CATCH_UP_NS: u64 = 20_000_000;
 
 /// Counts of a worker, in memory shared by the master and the readers of the counter file.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Counters(pub(crate) &'static [AtomicU64; Counters::COUNT]);
+pub(crate) struct SharedWorkerCounters(pub(crate) &'static [AtomicU64; SharedWorkerCounters::COUNT]);
 
-impl Counters {
+impl SharedWorkerCounters {
     /// Number of counts per worker.
     pub(crate) const COUNT: usize = 4;
     const RECEIVED: usize = 0;
@@ -52,9 +52,9 @@ impl Counters {
 #[derive(Debug, Clone)]
 pub(crate) enum ServiceTime {
     /// Real time of the work.
-    Work,
+    RealWork,
     /// Emulated time: of the request, or without one of its type in this table.
-    Clock(ServiceTimes),
+    EmulatedTime(ServiceTimes),
 }
 
 /// Reason why a datagram was not answered.
@@ -73,7 +73,7 @@ pub(crate) struct Worker<'a> {
     pub socket: &'a UdpSocket,
     pub store: &'a Store,
     pub service_time: &'a ServiceTime,
-    pub counters: Counters,
+    pub counters: SharedWorkerCounters,
     /// Busy time (ns), published for an agent.
     pub busy_ns: Option<&'a AtomicU64>,
 }
@@ -93,7 +93,7 @@ impl Worker<'_> {
                 Err(error) if error.kind() == std::io::ErrorKind::Interrupted => continue,
                 other => other.context("cannot receive")?,
             };
-            self.counters.add(Counters::RECEIVED, 1);
+            self.counters.add(SharedWorkerCounters::RECEIVED, 1);
             let datagram =
                 if received.is_truncated { Err(Rejection::Truncated) } else { Ok(&buffer[..received.length]) };
             let outcome = datagram.and_then(|datagram| {
@@ -105,10 +105,10 @@ impl Worker<'_> {
                     let client = received.sender.context("a datagram without a sender")?;
                     // A full send buffer blocks; datagrams that the network rejects are lost.
                     let sent = response.finish().all(|datagram| self.socket.send_to(datagram, client).is_ok());
-                    self.counters.add(Counters::ANSWERED, sent.into());
+                    self.counters.add(SharedWorkerCounters::ANSWERED, sent.into());
                 }
                 Err(refused) => {
-                    self.counters.add(Counters::REJECTED, 1);
+                    self.counters.add(SharedWorkerCounters::REJECTED, 1);
                     if std::mem::take(&mut first_refusal) {
                         tracing::warn!(
                             event = "request-rejected",
@@ -132,9 +132,9 @@ impl Worker<'_> {
     ) -> Result<(), Rejection> {
         let begun_ns = now_ns();
         let service_ns = match self.service_time {
-            ServiceTime::Work => None,
-            ServiceTime::Clock(_) if request.service_ns > 0 => Some(request.service_ns),
-            ServiceTime::Clock(times) => {
+            ServiceTime::RealWork => None,
+            ServiceTime::EmulatedTime(_) if request.service_ns > 0 => Some(request.service_ns),
+            ServiceTime::EmulatedTime(times) => {
                 let no_time = Rejection::NoServiceTime(request.request_type);
                 Some(times.get_ns(request.request_type).ok_or(no_time)?)
             }
@@ -145,9 +145,9 @@ impl Worker<'_> {
             sleep_until(core.enqueue(arrived_ns, service_ns.into()));
         }
         let busy_ns = service_ns.map_or_else(|| now_ns() - begun_ns, u64::from);
-        self.counters.add(Counters::BUSY_NS, busy_ns);
+        self.counters.add(SharedWorkerCounters::BUSY_NS, busy_ns);
         if let Some(published) = self.busy_ns {
-            published.store(self.counters.read()[Counters::BUSY_NS].to_le(), Ordering::Relaxed);
+            published.store(self.counters.read()[SharedWorkerCounters::BUSY_NS].to_le(), Ordering::Relaxed);
         }
         Ok(())
     }

@@ -7,20 +7,20 @@ use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, bail};
-use coreward_load::dns::{self, Query};
+use coreward_load::dns::{self, DnsQuery};
 
 use crate::addresses::VIP;
 use crate::topology::Testbed;
 use crate::{Process, TIMEOUT};
 
 /// Address of the service, on every server.
-pub const DNS: SocketAddrV4 = SocketAddrV4::new(VIP, 53);
+pub const DNS_SERVICE_ADDRESS: SocketAddrV4 = SocketAddrV4::new(VIP, 53);
 /// Query that knotd answers from memory.
-pub const PLAIN: &str = "www.plain.test/A";
+pub const PLAIN_QUERY: &str = "www.plain.test/A";
 /// Query whose answer is signed on demand (RSA, 2048 bits).
-pub const SIGNED: &str = "www.signed.test/A/dnssec";
+pub const SIGNED_QUERY: &str = "www.signed.test/A/dnssec";
 /// Debian's path, because PATH may lack `/usr/sbin`.
-pub const PROGRAM: &str = "/usr/sbin/knotd";
+pub const KNOTD_PATH: &str = "/usr/sbin/knotd";
 
 const ZONE: &str = "$TTL 300
 @ SOA ns hostmaster 1 3600 600 86400 300
@@ -36,8 +36,9 @@ pub struct Knot {
 }
 
 impl Testbed {
-    /// Starts knotd on a server with `workers` UDP workers, and waits until it answers [`PLAIN`] and [`SIGNED`]. Fails
-    /// when the server or knotd does not exist, or knotd does not answer in time; the error contains its output.
+    /// Starts knotd on a server with `workers` UDP workers, and waits until it answers [`PLAIN_QUERY`] and
+    /// [`SIGNED_QUERY`]. Fails when the server or knotd does not exist, or knotd does not answer in time; the error
+    /// contains its output.
     pub fn start_knot(&self, number: u16, workers: u16) -> anyhow::Result<Knot> {
         let directory = self.directory().join(format!("knot-s{number}"));
         fs::create_dir_all(&directory)?;
@@ -46,13 +47,13 @@ impl Testbed {
         fs::write(&configuration, configuration_text(&directory, workers))?;
         let log_path = directory.join("knot.log");
         let log = fs::File::create(&log_path)?;
-        let mut command = Command::new(PROGRAM);
+        let mut command = Command::new(KNOTD_PATH);
         command.arg("-c").arg(&configuration).stdin(Stdio::null()).stdout(log.try_clone()?).stderr(log);
         let process = self.spawn(self.server(number)?, command).context("knotd (Debian package knot)")?;
         let mut knot = Knot { process };
         let end = Instant::now() + *TIMEOUT;
         let server = self.server(number)?;
-        while !server.within(|| Ok(answers(PLAIN)? && answers(SIGNED)?)).unwrap_or(false) {
+        while !server.within(|| Ok(answers(PLAIN_QUERY)? && answers(SIGNED_QUERY)?)).unwrap_or(false) {
             let ended = knot.process.try_wait()?;
             if ended.is_some() || Instant::now() > end {
                 let log = fs::read_to_string(&log_path).unwrap_or_default();
@@ -67,10 +68,10 @@ impl Testbed {
 /// Returns whether the server in this namespace answers without error.
 fn answers(query: &str) -> anyhow::Result<bool> {
     let socket = UdpSocket::bind("0.0.0.0:0")?;
-    socket.connect(DNS)?;
+    socket.connect(DNS_SERVICE_ADDRESS)?;
     socket.set_read_timeout(Some(Duration::from_millis(500)))?;
     let mut datagram = Vec::new();
-    query.parse::<Query>()?.write(1, &mut datagram);
+    query.parse::<DnsQuery>()?.write(1, &mut datagram);
     socket.send(&datagram)?;
     let mut buffer = [0; 4096];
     let length = socket.recv(&mut buffer)?;
@@ -107,7 +108,7 @@ zone:
   - domain: signed.test
     module: mod-onlinesign/rsa
 ",
-        DNS.ip(),
-        DNS.port()
+        DNS_SERVICE_ADDRESS.ip(),
+        DNS_SERVICE_ADDRESS.port()
     )
 }

@@ -13,7 +13,7 @@ use crate::dispatch_figure::dispatcher::Dispatcher;
 use crate::dispatch_figure::requests::{measure_undisturbed, raise_socket_limit};
 use crate::topology::{Testbed, missing_privilege};
 use crate::{instance, interrupt};
-use knot::{DNS, PLAIN, SIGNED};
+use knot::{DNS_SERVICE_ADDRESS, PLAIN_QUERY, SIGNED_QUERY};
 
 /// Name of the kernel's selection in [`KnotBenchmarkArgs::policies`].
 const KERNEL: &str = "kernel";
@@ -29,13 +29,13 @@ pub struct KnotBenchmarkArgs {
     #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u16).range(1..=64))]
     pub workers: u16,
     /// Queries per second
-    #[arg(long, default_value_t = 600.0, value_parser = rate)]
+    #[arg(long, default_value_t = 600.0, value_parser = parse_rate)]
     pub rate: f64,
     /// Share of the queries whose answer is signed on demand
-    #[arg(long, default_value_t = 0.2, value_parser = share)]
+    #[arg(long, default_value_t = 0.2, value_parser = parse_share)]
     pub signed: f64,
     /// Duration of each run (s)
-    #[arg(long, default_value_t = 8.0, value_parser = seconds)]
+    #[arg(long, default_value_t = 8.0, value_parser = parse_seconds)]
     pub seconds: f64,
     /// Number of runs of each policy, interleaved; the seeds are 1 to RUNS
     #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u64).range(1..=100))]
@@ -45,21 +45,21 @@ pub struct KnotBenchmarkArgs {
     pub format: Format,
 }
 
-fn between(text: &str, low: f64, high: f64) -> Result<f64, String> {
+fn parse_number_between(text: &str, low: f64, high: f64) -> Result<f64, String> {
     let number = text.parse().ok().filter(|number| (low..=high).contains(number));
     number.ok_or_else(|| format!("expected a number from {low} to {high}"))
 }
 
-fn rate(text: &str) -> Result<f64, String> {
-    between(text, 1.0, 30_000.0)
+fn parse_rate(text: &str) -> Result<f64, String> {
+    parse_number_between(text, 1.0, 30_000.0)
 }
 
-fn share(text: &str) -> Result<f64, String> {
-    between(text, 0.001, 0.999)
+fn parse_share(text: &str) -> Result<f64, String> {
+    parse_number_between(text, 0.001, 0.999)
 }
 
-fn seconds(text: &str) -> Result<f64, String> {
-    between(text, 0.1, 600.0)
+fn parse_seconds(text: &str) -> Result<f64, String> {
+    parse_number_between(text, 0.1, 600.0)
 }
 
 /// Results of one policy, with spreads over the runs.
@@ -121,7 +121,7 @@ pub fn compare(args: &KnotBenchmarkArgs) -> anyhow::Result<Comparison> {
 
 /// Returns the dispatch's service. The id of a DNS message matches the answer with its query.
 fn service(policy: &str) -> String {
-    format!("listen = \"{DNS}\"\npolicy = \"{policy}\"\nrequest_id = {{ offset = 0, bytes = 2 }}\n")
+    format!("listen = \"{DNS_SERVICE_ADDRESS}\"\npolicy = \"{policy}\"\nrequest_id = {{ offset = 0, bytes = 2 }}\n")
 }
 
 fn run(testbed: &Testbed, policy: &str, args: &KnotBenchmarkArgs, seed: u64) -> anyhow::Result<Report> {
@@ -132,9 +132,9 @@ fn run(testbed: &Testbed, policy: &str, args: &KnotBenchmarkArgs, seed: u64) -> 
     let options = [
         ("--transport", "dns".to_owned()),
         ("--mix", format!("WORK0={},WORK1={}", 1.0 - args.signed, args.signed)),
-        ("--query", format!("{PLAIN},{SIGNED}")),
+        ("--query", format!("{PLAIN_QUERY},{SIGNED_QUERY}")),
     ];
-    let report = measure_undisturbed(testbed, DNS, args.rate, args.seconds, seed, &options)?;
+    let report = measure_undisturbed(testbed, DNS_SERVICE_ADDRESS, args.rate, args.seconds, seed, &options)?;
     ensure!(report.errors.failed == 0, "knotd answered {} queries with an error", report.errors.failed);
     if let Some(dispatcher) = dispatcher {
         let dispatched = dispatcher.dispatched_count()?;

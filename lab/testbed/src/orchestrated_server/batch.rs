@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::time::Duration;
 
 use anyhow::Context as _;
-use coreward_load::key_value::{DATAGRAM_MAX, Request};
+use coreward_load::key_value::{DATAGRAM_BYTES_MAX, Request};
 use coreward_load::request_type::RequestType;
 use coreward_runtime::worker::Runtime;
 
@@ -19,7 +19,7 @@ const TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Keeps `window` units of service time `service_us` outstanding until `stop` is set. Restarts after an error, such as
 /// the orchestrator's end.
-pub fn feed(memory: &Path, window: usize, service_us: u32, stop: &AtomicBool) {
+pub fn run_batch_client(memory: &Path, window: usize, service_us: u32, stop: &AtomicBool) {
     while !stop.load(Relaxed) {
         if let Err(error) = try_feed(memory, window, service_us, stop) {
             tracing::warn!(
@@ -38,7 +38,7 @@ fn try_feed(memory: &Path, window: usize, service_us: u32, stop: &AtomicBool) ->
     let socket = UdpSocket::bind("0.0.0.0:0")?;
     socket.set_read_timeout(Some(TIMEOUT))?;
     let request_type = RequestType::work(SERVICE).expect("below 16");
-    let (mut unit, mut under_way, mut buffer) = (0, 0, [0; DATAGRAM_MAX]);
+    let (mut unit, mut under_way, mut buffer) = (0, 0, [0; DATAGRAM_BYTES_MAX]);
     let mut datagram = Vec::new();
     while !stop.load(Relaxed) {
         while under_way < window {

@@ -22,7 +22,7 @@ pub struct CoreClock {
     /// Service of the last slice.
     service: Cell<u8>,
     /// End of the last slice in virtual time.
-    virtual_ns: Cell<u64>,
+    virtual_end_ns: Cell<u64>,
     /// Time at which the worker woke after the last slice.
     woke_ns: Cell<u64>,
 }
@@ -33,7 +33,7 @@ impl CoreClock {
     pub fn new(slice: Duration, sleep: Duration, switch: Duration) -> Self {
         let [slice_ns, sleep_ns, switch_ns] = [slice, sleep, switch].map(|time| time.as_nanos() as u64);
         let (virtual_ns, woke_ns) = (Cell::new(0), Cell::new(0));
-        Self { slice_ns, sleep_ns, switch_ns, service: Cell::new(0), virtual_ns, woke_ns }
+        Self { slice_ns, sleep_ns, switch_ns, service: Cell::new(0), virtual_end_ns: virtual_ns, woke_ns }
     }
 
     /// Sleeps for the service time of a request. `yield_point` may serve other requests meanwhile.
@@ -57,17 +57,17 @@ impl CoreClock {
     fn begin(&self, now_ns: u64) {
         let has_slept = now_ns - self.woke_ns.get() >= self.sleep_ns;
         let earliest_ns = if has_slept { now_ns } else { now_ns.saturating_sub(CATCH_UP_NS) };
-        self.virtual_ns.set(self.virtual_ns.get().max(earliest_ns));
+        self.virtual_end_ns.set(self.virtual_end_ns.get().max(earliest_ns));
     }
 
     /// Returns the start of a slice.
     fn begin_slice(&self, service: u8) -> u64 {
         let switch_ns = if self.service.replace(service) == service { 0 } else { self.switch_ns };
-        self.virtual_ns.get() + switch_ns
+        self.virtual_end_ns.get() + switch_ns
     }
 
     fn end_slice(&self, end_ns: u64, now_ns: u64) {
-        self.virtual_ns.set(end_ns);
+        self.virtual_end_ns.set(end_ns);
         self.woke_ns.set(now_ns);
     }
 }
@@ -88,7 +88,7 @@ mod tests {
         clock.begin(100 * MS);
         clock.end_slice(101 * MS, 104 * MS);
         clock.begin(105 * MS);
-        assert_eq!(clock.virtual_ns.get(), 101 * MS);
+        assert_eq!(clock.virtual_end_ns.get(), 101 * MS);
     }
 
     #[test]
@@ -97,7 +97,7 @@ mod tests {
         clock.begin(100 * MS);
         clock.end_slice(101 * MS, 102 * MS);
         clock.begin(112 * MS);
-        assert_eq!(clock.virtual_ns.get(), 112 * MS);
+        assert_eq!(clock.virtual_end_ns.get(), 112 * MS);
     }
 
     #[test]
@@ -106,7 +106,7 @@ mod tests {
         clock.begin(100 * MS);
         clock.end_slice(101 * MS, 1000 * MS);
         clock.begin(1001 * MS);
-        assert_eq!(clock.virtual_ns.get(), 1001 * MS - CATCH_UP_NS);
+        assert_eq!(clock.virtual_end_ns.get(), 1001 * MS - CATCH_UP_NS);
     }
 
     #[test]

@@ -6,10 +6,10 @@ use coreward_sim::figure::live::{Progress, Sample};
 use coreward_sim::figure::scenario::{Panel, Scenario};
 
 use super::method::Method;
-use super::run::Run;
+use super::run::PccRun;
 use super::timeline;
 use crate::interrupt;
-use crate::stream::client::Streams;
+use crate::stream::client::StreamWorkload;
 
 /// Interrupts the running measurement.
 pub fn interrupt() {
@@ -25,7 +25,7 @@ pub fn measure(scenario: &Scenario, progress: Progress<'_>) -> anyhow::Result<Ve
         .map(|series| Method::parse(series.label.get_ref()).map_err(|error| anyhow!(error)))
         .collect::<anyhow::Result<_>>()?;
     let seeds = *scenario.seeds.get_ref();
-    let streams = Streams::default();
+    let streams = StreamWorkload::default();
     let of = methods.len() * seeds as usize * (streams.warm_up_seconds + streams.seconds) as usize;
     let done = std::cell::Cell::new(0);
     let tick = || {
@@ -36,10 +36,10 @@ pub fn measure(scenario: &Scenario, progress: Progress<'_>) -> anyhow::Result<Ve
     // Ordered by seed, so that disturbances of the machine affect all methods.
     for seed in 1..=seeds {
         for method in &methods {
-            let run = Run::measure(*method, &Streams { seed, ..streams.clone() }, &tick)?;
+            let run = PccRun::measure(*method, &StreamWorkload { seed, ..streams.clone() }, &tick)?;
             eprintln!("{}", run.line());
             for panel in &scenario.panel {
-                let shown = scenario.series_of(panel).any(|series| series.label.get_ref() == method.name);
+                let shown = scenario.panel_series(panel).any(|series| series.label.get_ref() == method.name);
                 if shown {
                     let values = values(panel, &run)?;
                     samples.extend(values.into_iter().map(|(x, y)| sample(panel, &run, x, y)));
@@ -50,12 +50,12 @@ pub fn measure(scenario: &Scenario, progress: Progress<'_>) -> anyhow::Result<Ve
     Ok(samples)
 }
 
-fn sample(panel: &Panel, run: &Run, x: f64, y: f64) -> Sample {
+fn sample(panel: &Panel, run: &PccRun, x: f64, y: f64) -> Sample {
     Sample { panel: panel.title.get_ref().clone(), series: run.method.to_owned(), x, run: run.seed, y }
 }
 
 /// Returns a panel's values (x, y) of a run. The value of a second belongs to the end of that second.
-fn values(panel: &Panel, run: &Run) -> anyhow::Result<Vec<(f64, f64)>> {
+fn values(panel: &Panel, run: &PccRun) -> anyhow::Result<Vec<(f64, f64)>> {
     let ends = (1..).map(f64::from);
     let seconds = run.seconds.iter();
     match (*panel.measure.get_ref(), &panel.x) {

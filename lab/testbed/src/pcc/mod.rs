@@ -15,9 +15,9 @@ pub mod run;
 pub mod timeline;
 
 use crate::interrupt;
-use crate::stream::client::Streams;
+use crate::stream::client::StreamWorkload;
 use method::Method;
-use run::Run;
+use run::PccRun;
 
 /// Options of `coreward-lab testbed pcc`.
 #[derive(Debug, Clone, clap::Args)]
@@ -26,14 +26,14 @@ pub struct PccArgs {
     #[arg(long, value_parser = Method::parse, default_value = "stateless")]
     method: Method,
     #[command(flatten)]
-    streams: Streams,
+    streams: StreamWorkload,
 }
 
 /// Runs once and prints results by second as JSON. Fails without root, when a process does not start, or when
 /// interrupted; removes the testbed in any case.
 pub fn main(args: &PccArgs) -> anyhow::Result<()> {
     interrupt::catch()?;
-    let run = Run::measure(args.method, &args.streams, &|| ())?;
+    let run = PccRun::measure(args.method, &args.streams, &|| ())?;
     println!("{}", serde_json::to_string_pretty(&run)?);
     Ok(())
 }

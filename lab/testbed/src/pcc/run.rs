@@ -9,11 +9,11 @@ use serde::Serialize;
 use super::method::Method;
 use super::timeline::{self, Change};
 use crate::connection_errors::BrokenConnections;
-use crate::demo::host_cpu::HostCpu;
+use crate::demo::host_cpu::CpuMeter;
 use crate::fleet::{AdminState, Fleet, FleetOptions, LoadSource};
 use crate::load::Latency;
 use crate::process::TIMEOUT;
-use crate::stream::client::{StreamSecond, Streams};
+use crate::stream::client::{StreamSecond, StreamWorkload};
 use crate::stream::server::StreamServers;
 use crate::topology::{Testbed, TestbedOptions, missing_privilege};
 use crate::{instance, interrupt};
@@ -31,7 +31,7 @@ const START_DELAY: Duration = Duration::from_millis(500);
 const LATENESS_MAX_US: u64 = 100_000;
 
 #[derive(Debug, Clone, Serialize)]
-pub struct Run {
+pub struct PccRun {
     pub method: &'static str,
     pub seed: u64,
     /// Results of each second from the start of the wave.
@@ -50,20 +50,20 @@ pub struct Run {
     pub servers: BTreeMap<String, u64>,
 }
 
-impl Run {
+impl PccRun {
     /// Runs the method. Calls `tick` once a second. Fails without root, when a process does not start or ends early,
     /// when the machine is too busy, or when interrupted.
-    pub fn measure(method: Method, streams: &Streams, tick: &dyn Fn()) -> anyhow::Result<Self> {
+    pub fn measure(method: Method, streams: &StreamWorkload, tick: &dyn Fn()) -> anyhow::Result<Self> {
         if let Some(missing) = missing_privilege() {
             anyhow::bail!(missing);
         }
         let mut env = TestEnv::start(method, streams.seed)?;
-        let mut machine = HostCpu::new()?;
+        let mut machine = CpuMeter::new()?;
         let warm_up = u64::from(streams.warm_up_seconds);
         let start_ns = now_ns() + START_DELAY.as_nanos() as u64;
         let client = env.testbed.start_stream_client(streams, Some(start_ns))?;
         machine.start()?;
-        let mut changes = timeline::CHANGES.iter().peekable();
+        let mut changes = timeline::CHANGES_BY_HALF_SECOND.iter().peekable();
         for half in 0..2 * (warm_up + u64::from(streams.seconds)) {
             interrupt::sleep_until(start_ns + half * 500_000_000)?;
             while let Some((_, due)) = changes.next_if(|(at, _)| at + 2 * warm_up == half) {
@@ -106,7 +106,7 @@ impl Run {
     }
 
     /// Returns the highest percentage of broken connections of a second.
-    pub fn highest_pct(&self) -> f64 {
+    pub fn highest_broken_pct(&self) -> f64 {
         self.seconds.iter().map(StreamSecond::broken_pct).fold(0.0, f64::max)
     }
 
@@ -124,7 +124,7 @@ impl Run {
             total.completed,
             total.broken.total(),
             total.broken_pct(),
-            self.highest_pct(),
+            self.highest_broken_pct(),
             self.lateness_us.p99,
             self.machine_busy_pct,
         )
@@ -160,8 +160,8 @@ impl TestEnv {
             consistency: method.consistency,
             report_interval_ms: REPORT_INTERVAL_MS,
             tables_by_interval: true,
-            load: LoadSource::PacedServer,
-            steer: false,
+            load_source: LoadSource::PacedServer,
+            steers_connections: false,
             ..FleetOptions::default()
         };
         let mut fleet = Fleet::start(&testbed, options).with_context(|| format!("method {}", method.name))?;

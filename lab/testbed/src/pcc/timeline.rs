@@ -27,7 +27,7 @@ pub enum Change {
 /// The times of the servers follow the published counts of servers (`dynamic/BeamerNBSRV.csv` of
 /// github.com/cheetahlb/experiments), by which 6 servers joined. In the text (Sect. 5.3) 7 join; the seventh joins here
 /// with the sixth. Changes of load balancers are additional: the paper claims the same for them without an experiment.
-pub const CHANGES: [(u64, &[Change]); 11] = [
+pub const CHANGES_BY_HALF_SECOND: [(u64, &[Change]); 11] = [
     (9, &[Change::AddServer]),
     (11, &[Change::AddServer; 2]),
     (13, &[Change::AddServer; 2]),
@@ -43,12 +43,13 @@ pub const CHANGES: [(u64, &[Change]); 11] = [
 
 /// Returns the number of changes of a kind.
 pub fn count(change: Change) -> u16 {
-    CHANGES.iter().flat_map(|(_, changes)| *changes).filter(|other| **other == change).count() as u16
+    CHANGES_BY_HALF_SECOND.iter().flat_map(|(_, changes)| *changes).filter(|other| **other == change).count() as u16
 }
 
 /// Returns the number of servers in the pool at the end of second `second`, from 0.
 pub fn servers_after(second: u64) -> u16 {
-    let before = CHANGES.iter().filter(|(half, _)| *half <= 2 * second + 1).flat_map(|(_, changes)| *changes);
+    let before =
+        CHANGES_BY_HALF_SECOND.iter().filter(|(half, _)| *half <= 2 * second + 1).flat_map(|(_, changes)| *changes);
     before.fold(SERVER_COUNT, |servers, change| match change {
         Change::AddServer => servers + 1,
         Change::DrainServer | Change::RemoveServer => servers - 1,
@@ -71,6 +72,6 @@ mod tests {
         let gone = count(Change::DrainServer) + count(Change::RemoveServer);
         assert_eq!((count(Change::AddServer), gone), (7, 8));
         assert_eq!([0, 4, 5, 6, 12, 15, 22, 44].map(servers_after), [24, 25, 27, 29, 31, 29, 23, 23]);
-        assert!(CHANGES.is_sorted_by_key(|(half, _)| *half));
+        assert!(CHANGES_BY_HALF_SECOND.is_sorted_by_key(|(half, _)| *half));
     }
 }

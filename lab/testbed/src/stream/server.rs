@@ -12,7 +12,7 @@ use zerocopy::FromBytes as _;
 
 use super::{PACKET_BYTES, REQUEST_BYTES, Request, content, raise_file_limit};
 use crate::core_load_file::CounterFile;
-use crate::emulated_server::{Core, EventLoop, Protocol, Queue, listen};
+use crate::emulated_server::{Core, EventLoop, Protocol, ResponseQueue, listen};
 use crate::fleet;
 use crate::namespace::Namespace;
 use crate::process::Process;
@@ -49,7 +49,7 @@ pub fn run(args: &StreamServerArgs) -> anyhow::Result<()> {
     for ((_, busy), (_, file)) in servers.iter().zip(&args.servers) {
         busy.publish(file)?;
     }
-    let cores = servers.iter().map(|(listener, busy)| Core::new(listener, &busy.numbers()[0])).collect();
+    let cores = servers.iter().map(|(listener, busy)| Core::new(listener, &busy.counters()[0])).collect();
     match EventLoop::new(StreamProtocol, cores)?.run()? {}
 }
 
@@ -69,7 +69,7 @@ impl Protocol for StreamProtocol {
     const ACCEPT_NS: u64 = WORK_NS;
     const PUBLISH_INTERVAL_NS: u64 = 50_000_000;
 
-    fn receive(&self, stream: &mut Stream, bytes: &[u8], queue: &mut Queue<'_>) -> bool {
+    fn receive(&self, stream: &mut Stream, bytes: &[u8], queue: &mut ResponseQueue<'_>) -> bool {
         let (buffer, length) = &mut stream.request_buffer;
         let Some(room) = buffer.get_mut(*length..*length + bytes.len()) else { return false };
         room.copy_from_slice(bytes);
@@ -82,7 +82,7 @@ impl Protocol for StreamProtocol {
         true
     }
 
-    fn write(&self, stream: &Stream, index: u32, packet: &mut Vec<u8>, queue: &mut Queue<'_>) {
+    fn write(&self, stream: &Stream, index: u32, packet: &mut Vec<u8>, queue: &mut ResponseQueue<'_>) {
         let request = stream.request.expect("packets are queued after the request");
         let first = u64::from(index) * PACKET_BYTES as u64;
         packet.extend((first..first + PACKET_BYTES as u64).map(|position| content(request.seed.get(), position)));

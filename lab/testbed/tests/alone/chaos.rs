@@ -1,13 +1,13 @@
 //! Short run of `coreward-lab testbed chaos`: the same faults and clients, for seconds instead of minutes.
 
-use coreward_testbed::chaos::{Options, run};
+use coreward_testbed::chaos::{ChaosArgs, run};
 use coreward_testbed::network_options::NetworkOptions;
 use coreward_testbed::{missing_testbed_rights, skip_if};
 
 #[test]
 fn faults_break_no_connection_and_lose_no_change() {
     skip_if!(missing_testbed_rights());
-    let options = Options {
+    let options = ChaosArgs {
         seconds: 20,
         seed: 1,
         faults: Vec::new(),

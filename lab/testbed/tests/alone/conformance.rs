@@ -1,13 +1,13 @@
 //! Short run of `coreward-lab testbed conformance`: the same parts, for seconds instead of minutes.
 
 use coreward_model::forwarding::Forwarding;
-use coreward_testbed::addresses::Family;
-use coreward_testbed::conformance::{Options, run};
+use coreward_testbed::addresses::AddressFamily;
+use coreward_testbed::conformance::{ConformanceArgs, run};
 use coreward_testbed::network_options::NetworkOptions;
 use coreward_testbed::{missing_testbed_rights, skip_if};
 
 fn short(instance: &str, syncookies: u8, network: NetworkOptions) {
-    let options = Options { wrk_seconds: 8, downloads: 200, idle_seconds: 40, syncookies, network };
+    let options = ConformanceArgs { wrk_seconds: 8, downloads: 200, idle_seconds: 40, syncookies, network };
     let outcome = run(instance, options).unwrap();
     println!("{outcome:#?}");
     assert!(outcome.is_clean(), "{outcome:#?}");
@@ -29,11 +29,11 @@ fn stock_clients_see_no_errors_with_syn_cookies() {
 #[test]
 fn stock_ipv6_clients_and_servers_see_no_errors() {
     skip_if!(missing_testbed_rights());
-    short("conform6", 1, NetworkOptions { family: Family::Ipv6, ..NetworkOptions::default() });
+    short("conform6", 1, NetworkOptions { family: AddressFamily::Ipv6, ..NetworkOptions::default() });
 }
 
 #[test]
 fn stock_clients_and_routed_ipv6_servers_see_no_errors() {
     skip_if!(missing_testbed_rights());
-    short("conformgue", 1, NetworkOptions { forwarding: Forwarding::Gue, family: Family::Ipv6 });
+    short("conformgue", 1, NetworkOptions { forwarding: Forwarding::Gue, family: AddressFamily::Ipv6 });
 }

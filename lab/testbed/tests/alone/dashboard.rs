@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use anyhow::{Context as _, ensure};
 use coreward_model::arrivals::Workload;
-use coreward_testbed::addresses::SERVICE;
+use coreward_testbed::addresses::SERVICE_ADDRESS;
 use coreward_testbed::fleet::{AdminState, Fleet, FleetOptions, LoadSource, lab_command};
 use coreward_testbed::{Process, Testbed, TestbedOptions, missing_testbed_rights, skip_if};
 use fantoccini::elements::Element;
@@ -199,8 +199,8 @@ fn browser_shows_every_core_and_changes() {
     let _servers: Vec<_> = (1..=SERVER_COUNT).map(|number| testbed.start_paced_server(number).unwrap()).collect();
     let options = FleetOptions {
         policy: "crossrss-plus".to_owned(),
-        load: LoadSource::PacedServer,
-        steer: false,
+        load_source: LoadSource::PacedServer,
+        steers_connections: false,
         ..FleetOptions::default()
     };
     let mut fleet = Fleet::start(&testbed, options).unwrap();
@@ -212,7 +212,7 @@ fn browser_shows_every_core_and_changes() {
     let log: PathBuf = testbed.directory().join("arrivals.txt");
     fs::write(&log, workload.generate(1).to_string()).unwrap();
     let mut load = Command::new(lab_command().unwrap());
-    load.args(["testbed", "load", "--vip", &SERVICE.to_string(), "--log"]).arg(&log);
+    load.args(["testbed", "load", "--vip", &SERVICE_ADDRESS.to_string(), "--log"]).arg(&log);
     load.args(["--first-address", &testbed.client_address(0).to_string()]).stdout(std::process::Stdio::null());
     let _load = testbed.spawn(testbed.client(), load).unwrap();
     let _driver = start_driver(&testbed).unwrap();

@@ -12,7 +12,7 @@ use coreward_testbed::fleet::{
     Fleet, FleetOptions, LoadSource, api_address_of, controller_address_of, coreward_command, operator_command_for,
 };
 use coreward_testbed::process::Process;
-use coreward_testbed::stream::client::Streams;
+use coreward_testbed::stream::client::StreamWorkload;
 use coreward_testbed::stream::server::StreamServers;
 use coreward_testbed::{Testbed, TestbedOptions, missing_testbed_rights, skip_if};
 use nix::sys::signal::Signal;
@@ -119,9 +119,9 @@ impl Datacentre {
         eventually(TAKEOVER_LIMIT, "the first document is in force", || applied().is_ok());
         first.terminate(TAKEOVER_LIMIT).unwrap();
         let options = FleetOptions {
-            load: LoadSource::PacedServer,
-            steer: false,
-            shared_store: Some(etcd_table(&members)),
+            load_source: LoadSource::PacedServer,
+            steers_connections: false,
+            shared_store_config: Some(etcd_table(&members)),
             other_controllers: [2, 3].map(controller_address_of).into(),
             ..FleetOptions::default()
         };
@@ -228,7 +228,7 @@ fn acknowledged_changes_survive_leader_changes() {
     skip_if!(missing_testbed_rights());
     let mut env = Datacentre::start("ha");
     let ids = wait_for_some("a controller leads", || env.server_ids());
-    let client = env.testbed.start_stream_client(&Streams::endless(100.0), None).unwrap();
+    let client = env.testbed.start_stream_client(&StreamWorkload::endless(100.0), None).unwrap();
     let first = env.apply();
     let drained = wait_for_some("s3 is drained", || run_at_leader(&env.testbed, 1..=3, &["drain", "s3"]).ok());
     assert!(drained.starts_with("s3 is drain"), "{drained}");

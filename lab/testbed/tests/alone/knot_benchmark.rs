@@ -10,8 +10,8 @@ use coreward_testbed::{missing_testbed_rights, skip_if};
 
 #[test]
 fn knot_answers_every_dispatched_query() -> anyhow::Result<()> {
-    let knot = || format!("{} is missing (Debian package knot)", knot::PROGRAM);
-    skip_if!(missing_testbed_rights().or_else(|| (!Path::new(knot::PROGRAM).exists()).then(knot)), Ok(()));
+    let knot = || format!("{} is missing (Debian package knot)", knot::KNOTD_PATH);
+    skip_if!(missing_testbed_rights().or_else(|| (!Path::new(knot::KNOTD_PATH).exists()).then(knot)), Ok(()));
     let options = ["--policies", "kernel,rr,jsq", "--workers", "3", "--rate", "300", "--seconds", "1", "--runs", "1"];
     let mut command = Command::new(lab_command()?);
     command.args(["testbed", "knot-benchmark", "--format", "json"]).args(options);

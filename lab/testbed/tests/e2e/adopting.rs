@@ -5,10 +5,10 @@ use std::net::SocketAddrV4;
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
-use coreward_testbed::addresses::{Family, SERVICE, server_address};
+use coreward_testbed::addresses::{AddressFamily, SERVICE_ADDRESS, server_address};
 use coreward_testbed::baseline_lb::{self, BaselineKind};
 use coreward_testbed::fleet::{Fleet, FleetOptions};
-use coreward_testbed::http::{Answerer, Connection};
+use coreward_testbed::http::{Connection, RespondingWorker};
 use coreward_testbed::nginx::Nginx;
 use coreward_testbed::{Process, Testbed, TestbedOptions, missing_testbed_rights, skip_if};
 
@@ -24,13 +24,17 @@ struct TestEnv {
 
 impl TestEnv {
     /// Starts servers with nginx behind another load balancer, without agents.
-    fn start_behind(kind: BaselineKind, instance: &str, family: Family) -> (baseline_lb::BaselineBalancer, Self) {
+    fn start_behind(
+        kind: BaselineKind,
+        instance: &str,
+        family: AddressFamily,
+    ) -> (baseline_lb::BaselineBalancer, Self) {
         let instance = instance.to_owned();
         let options = TestbedOptions { instance, family, servers: SERVER_COUNT, cores: 1, ..TestbedOptions::default() };
         let testbed = Testbed::create(options).unwrap();
         let nginx = testbed.server_numbers().into_iter().map(|number| testbed.start_nginx(number).unwrap()).collect();
         let other = testbed.start_baseline_balancer(kind).unwrap();
-        testbed.announce_baseline().unwrap();
+        testbed.route_vips_to_baseline().unwrap();
         (other, Self { _nginx: nginx, testbed })
     }
 
@@ -101,7 +105,7 @@ impl TestEnv {
 }
 
 /// Connections, each with the worker that answered its first request.
-struct HeldConnections(Vec<(Connection, Answerer)>);
+struct HeldConnections(Vec<(Connection, RespondingWorker)>);
 
 impl HeldConnections {
     fn count_broken(&mut self) -> usize {
@@ -124,27 +128,27 @@ fn wrk_errors(mut wrk: Process) -> Vec<String> {
     text.lines().filter(|line| line.contains("errors") || line.contains("Non-2xx")).map(str::to_owned).collect()
 }
 
-fn migrate_from(family: Family) -> String {
-    format!("migrate_from = \"{}\"\n", family.address(baseline_lb::ADDRESS))
+fn migrate_from(family: AddressFamily) -> String {
+    format!("migrate_from = \"{}\"\n", family.address(baseline_lb::BASELINE_ADDRESS))
 }
 
-fn migrate_to(family: Family) -> String {
-    format!("migrate_to = \"{}\"\n", family.address(baseline_lb::ADDRESS))
+fn migrate_to(family: AddressFamily) -> String {
+    format!("migrate_to = \"{}\"\n", family.address(baseline_lb::BASELINE_ADDRESS))
 }
 
 #[test]
 fn live_pool_migrates_from_a_director_and_back() {
     skip_if!(missing_testbed_rights());
-    migrate_from_a_director_and_back("adoptdr", Family::Ipv4);
+    migrate_from_a_director_and_back("adoptdr", AddressFamily::Ipv4);
 }
 
 #[test]
 fn live_ipv6_pool_migrates_from_a_director_and_back() {
     skip_if!(missing_testbed_rights());
-    migrate_from_a_director_and_back("adoptdr6", Family::Ipv6);
+    migrate_from_a_director_and_back("adoptdr6", AddressFamily::Ipv6);
 }
 
-fn migrate_from_a_director_and_back(instance: &str, family: Family) {
+fn migrate_from_a_director_and_back(instance: &str, family: AddressFamily) {
     let (director, env) = TestEnv::start_behind(BaselineKind::Director, instance, family);
     let wrk = env.wrk(9);
     let mut oldest = env.connect(40);
@@ -155,7 +159,7 @@ fn migrate_from_a_director_and_back(instance: &str, family: Family) {
     assert_eq!(oldest.count_broken(), 0, "when the agents came");
     let mut older = env.connect(40);
 
-    env.testbed.announce(&[1]).unwrap();
+    env.testbed.route_vips_to_load_balancers(&[1]).unwrap();
     assert_eq!((oldest.count_broken(), older.count_broken()), (0, 0), "when the VIP moved");
     let mut ours = env.connect(40);
     assert_eq!(ours.servers().len(), usize::from(SERVER_COUNT));
@@ -189,7 +193,7 @@ fn migrate_from_a_director_and_back(instance: &str, family: Family) {
     assert_eq!(wrk_errors(wrk), Vec::<String>::new());
     // All of the service's old connections have ended.
     drop((older, ours));
-    env.testbed.announce_baseline().unwrap();
+    env.testbed.route_vips_to_baseline().unwrap();
     assert_eq!(newer.count_broken(), 0, "when the VIP moved back");
     let mut newest = env.connect(40);
     drop(fleet);
@@ -204,10 +208,10 @@ fn migrate_from_a_director_and_back(instance: &str, family: Family) {
 #[test]
 fn vip_migrates_from_haproxy_and_back() {
     skip_if!(missing_testbed_rights());
-    let (_haproxy, env) = TestEnv::start_behind(BaselineKind::Proxy, "adoptproxy", Family::Ipv4);
+    let (_haproxy, env) = TestEnv::start_behind(BaselineKind::Proxy, "adoptproxy", AddressFamily::Ipv4);
     let mut theirs = env.connect(40);
     // As with plain DNS, clients connect to servers' own addresses.
-    let own = SocketAddrV4::new(server_address(1), SERVICE.port());
+    let own = SocketAddrV4::new(server_address(1), SERVICE_ADDRESS.port());
     let mut direct = HeldConnections(
         env.testbed
             .client()
@@ -218,12 +222,12 @@ fn vip_migrates_from_haproxy_and_back() {
             })
             .unwrap(),
     );
-    let mut fleet = env.fleet(&migrate_from(Family::Ipv4));
-    env.testbed.announce(&[1]).unwrap();
+    let mut fleet = env.fleet(&migrate_from(AddressFamily::Ipv4));
+    env.testbed.route_vips_to_load_balancers(&[1]).unwrap();
     assert_eq!((theirs.count_broken(), direct.count_broken()), (0, 0), "when the VIP moved");
     let mut ours = env.connect(40);
     assert_eq!(ours.servers().len(), usize::from(SERVER_COUNT));
-    env.set(&mut fleet, &migrate_to(Family::Ipv4));
+    env.set(&mut fleet, &migrate_to(AddressFamily::Ipv4));
     let mut theirs_again = env.connect(40);
     pause(500);
     assert_eq!(
@@ -232,7 +236,7 @@ fn vip_migrates_from_haproxy_and_back() {
         "while it was handed over"
     );
     drop(ours);
-    env.testbed.announce_baseline().unwrap();
+    env.testbed.route_vips_to_baseline().unwrap();
     assert_eq!(
         (theirs.count_broken(), theirs_again.count_broken(), direct.count_broken()),
         (0, 0, 0),

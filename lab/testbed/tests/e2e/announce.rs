@@ -11,18 +11,19 @@ use coreward_testbed::{Namespace, Process, TIMEOUT, TestbedOptions, missing_test
 use crate::support::{TestEnv, assert_unbroken, eventually, run};
 
 /// BFD declares a neighbour down after 2 s without a packet: a busy machine may stop BIRD for longer than 500 ms.
-const BFD: &str =
+const BFD_CONFIG: &str =
     "protocol bfd { interface \"*\" { min rx interval 100 ms; min tx interval 100 ms; multiplier 20; }; }\n";
-const SESSION: &str = "hold time 60; connect retry time 1; connect delay time 1; error wait time 1, 1; bfd on;";
+const BGP_SESSION_CONFIG: &str =
+    "hold time 60; connect retry time 1; connect delay time 1; error wait time 1, 1; bfd on;";
 const ROUTER: &str = "10.1.0.3";
 
 fn router_file() -> String {
     format!(
-        "router id {ROUTER};\nprotocol device {{ }}\n{BFD}\
+        "router id {ROUTER};\nprotocol device {{ }}\n{BFD_CONFIG}\
          protocol kernel {{ merge paths on; ipv4 {{ import none; export all; }}; }}\n\
          protocol bgp lb {{\n  local {ROUTER} as 65000;\n  neighbor range 10.1.2.0/24 as 65001;\n  dynamic name \
          \"lb\";\n  \
-         {SESSION}\n  ipv4 {{ import all; export none; }};\n}}\n"
+         {BGP_SESSION_CONFIG}\n  ipv4 {{ import all; export none; }};\n}}\n"
     )
 }
 
@@ -30,10 +31,10 @@ fn router_file() -> String {
 fn load_balancer_file(number: u16) -> String {
     let address = load_balancer_address(number);
     format!(
-        "router id {address};\nprotocol device {{ }}\n{BFD}ipv4 table vips;\n\
+        "router id {address};\nprotocol device {{ }}\n{BFD_CONFIG}ipv4 table vips;\n\
          protocol kernel coreward {{ kernel table 7400; learn; ipv4 {{ table vips; import all; export none; }}; }}\n\
-         protocol bgp router1 {{\n  local {address} as 65001;\n  neighbor {ROUTER} as 65000;\n  {SESSION}\n  \
-         ipv4 {{ table vips; import none; export all; next hop self; }};\n}}\n"
+         protocol bgp router1 {{\n  local {address} as 65001;\n  neighbor {ROUTER} as 65000;\n  \
+         {BGP_SESSION_CONFIG}\n  ipv4 {{ table vips; import none; export all; next hop self; }};\n}}\n"
     )
 }
 

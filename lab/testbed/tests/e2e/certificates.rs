@@ -5,7 +5,7 @@
 use std::path::Path;
 
 use coreward_metrics::table::Component;
-use coreward_testbed::fleet::{Fleet, FleetOptions, bundle, certificate_directory, issue};
+use coreward_testbed::fleet::{Fleet, FleetOptions, certificate_directory, credential_directory, issue};
 use coreward_testbed::{TIMEOUT, Testbed, TestbedOptions, missing_testbed_rights, skip_if};
 use coreward_tls::authority::{Authority, DAY, Validity};
 use coreward_tls::certificate::unix_now;
@@ -92,7 +92,7 @@ fn peers_authenticate_each_other() {
             "the peer refuses our certificate: by the peer's clock it has expired",
         ),
     ];
-    let own = bundle(&testbed, Role::Agent, "s1");
+    let own = credential_directory(&testbed, Role::Agent, "s1");
     for (wrong, controller_says, agent_says) in cases {
         fleet.kill("agent-s1").unwrap();
         let (controller, agent) =
@@ -123,7 +123,7 @@ fn peers_authenticate_each_other() {
     // An agent's certificate cannot open a load balancer's stream, on which all keys are sent.
     fleet.kill("lb1").unwrap();
     let controller = daemon_log(&testbed, "controller", 0).len();
-    copy_certificates(&own, &bundle(&testbed, Role::Lb, "lb1"));
+    copy_certificates(&own, &credential_directory(&testbed, Role::Lb, "lb1"));
     fleet.restart(&testbed, "lb1").unwrap();
     let words = "peer=agent s1 at ";
     eventually(*TIMEOUT, words, || {

@@ -1,7 +1,7 @@
 //! Daemons with only the capabilities of their systemd units work as with all capabilities.
 
 use coreward_metrics::table::Component;
-use coreward_testbed::addresses::SERVICE;
+use coreward_testbed::addresses::SERVICE_ADDRESS;
 use coreward_testbed::fleet::{AdminState, Fleet, FleetOptions, unit_capabilities};
 use coreward_testbed::{TIMEOUT, Testbed, TestbedOptions, missing_testbed_rights, skip_if};
 
@@ -21,10 +21,10 @@ fn daemons_work_within_their_units_limits() {
     let _nginx: Vec<_> = testbed.server_numbers().into_iter().map(|n| testbed.start_nginx(n).unwrap()).collect();
     let _key_value = testbed.start_key_value_server(1, &["--workers", "2"]).unwrap();
     let dispatch = format!(
-        "[dispatch]\npin_directory = \"{}\"\n[[dispatch.service]]\nlisten = \"{SERVICE}\"\n",
+        "[dispatch]\npin_directory = \"{}\"\n[[dispatch.service]]\nlisten = \"{SERVICE_ADDRESS}\"\n",
         testbed.pin_directory().join("dispatch").display()
     );
-    let options = FleetOptions { confined: true, agent_text: dispatch, ..Default::default() };
+    let options = FleetOptions { is_confined: true, agent_text: dispatch, ..Default::default() };
     let mut fleet = Fleet::start(&testbed, options).unwrap();
     send_requests(&testbed, 20);
 

@@ -4,7 +4,7 @@ use std::io::{Read as _, Write as _};
 use std::net::{Ipv4Addr, SocketAddrV4, TcpStream};
 
 use coreward_model::consistency::Consistency;
-use coreward_testbed::addresses::SERVICE;
+use coreward_testbed::addresses::SERVICE_ADDRESS;
 use coreward_testbed::fleet::FleetOptions;
 use coreward_testbed::stream::{PACKET_BYTES, Request, content};
 use coreward_testbed::{Namespace, TIMEOUT, TestbedOptions, missing_testbed_rights, skip_if};
@@ -25,11 +25,11 @@ fn start_env(instance: &str) -> TestEnv {
 }
 
 fn connect(env: &TestEnv) -> TcpStream {
-    env.testbed.client().within(|| Ok(TcpStream::connect(SERVICE)?)).unwrap()
+    env.testbed.client().within(|| Ok(TcpStream::connect(SERVICE_ADDRESS)?)).unwrap()
 }
 
 /// Returns the number of connections in `coreward connections`.
-fn connections(env: &TestEnv) -> usize {
+fn count_connections(env: &TestEnv) -> usize {
     let directory = env.testbed.load_balancer_pin_directory(1);
     let mut command = std::process::Command::new(coreward_testbed::fleet::coreward_command().unwrap());
     command.args(["connections", "--service", "web0", "--pin-directory"]).arg(directory);
@@ -45,12 +45,12 @@ fn silent_connection_stays_and_ended_ones_are_freed() {
     let env = start_env("silent");
     let mut silent = connect(&env);
     let closed: Vec<TcpStream> = (0..5).map(|_| connect(&env)).collect();
-    eventually(*TIMEOUT, "six connections", || connections(&env) == 6);
+    eventually(*TIMEOUT, "six connections", || count_connections(&env) == 6);
     drop(closed);
-    eventually(*TIMEOUT, "the closed ones are freed", || connections(&env) == 1);
+    eventually(*TIMEOUT, "the closed ones are freed", || count_connections(&env) == 1);
     // The connection is idle for several times `idle`; its server was queried and still has it.
     pause(5_000);
-    assert_eq!(connections(&env), 1);
+    assert_eq!(count_connections(&env), 1);
     let by_table = env.counter("lb1", "connection_table");
     // The server still sends when the client closes. The side that closes first has the socket in TIME-WAIT; at the
     // server, TIME-WAIT would keep the entry for a minute.
@@ -62,7 +62,7 @@ fn silent_connection_stays_and_ended_ones_are_freed() {
     assert!((0..).zip(&answer).all(|(position, byte)| content(7, position) == *byte));
     eventually(*TIMEOUT, "its packets go by the table", || env.counter("lb1", "connection_table") > by_table);
     drop(silent);
-    eventually(*TIMEOUT, "nothing is left", || connections(&env) == 0);
+    eventually(*TIMEOUT, "nothing is left", || count_connections(&env) == 0);
 }
 
 /// Address of a client that gets no answers, because no machine has a route to it.
@@ -76,7 +76,7 @@ fn half_open(client: &Namespace) {
         socket.set_ip_transparent_v4(true)?;
         socket.set_nonblocking(true)?;
         socket.bind(&UNREACHABLE.into())?;
-        Ok(socket.connect(&SERVICE.into()))
+        Ok(socket.connect(&SERVICE_ADDRESS.into()))
     });
     assert_eq!(sent.unwrap().unwrap_err().raw_os_error(), Some(libc::EINPROGRESS));
 }
@@ -86,9 +86,9 @@ fn half_open_entries_are_freed_without_a_controller() {
     skip_if!(missing_testbed_rights());
     let mut env = start_env("halves");
     let _open = connect(&env);
-    eventually(*TIMEOUT, "a connection", || connections(&env) == 1);
+    eventually(*TIMEOUT, "a connection", || count_connections(&env) == 1);
     env.fleet.kill("controller").unwrap();
     (0..20).for_each(|_| half_open(env.testbed.client()));
-    eventually(*TIMEOUT, "twenty half-open ones", || connections(&env) == 21);
-    eventually(*TIMEOUT, "they are freed, and no other", || connections(&env) == 1);
+    eventually(*TIMEOUT, "twenty half-open ones", || count_connections(&env) == 21);
+    eventually(*TIMEOUT, "they are freed, and no other", || count_connections(&env) == 1);
 }

@@ -4,7 +4,7 @@ use std::io::{Read as _, Write as _};
 use std::net::{SocketAddr, TcpStream};
 
 use coreward_model::consistency::{Consistency, Timestamps};
-use coreward_testbed::addresses::SERVICE;
+use coreward_testbed::addresses::SERVICE_ADDRESS;
 use coreward_testbed::container::{CONTAINER_RESPONSE, Container};
 use coreward_testbed::fleet::{AdminState, FleetOptions};
 use coreward_testbed::{TIMEOUT, TestbedOptions, missing_testbed_rights, skip_if};
@@ -41,7 +41,7 @@ impl Containers {
     /// Opens a connection and sends one request.
     fn query_worker(&self) -> anyhow::Result<()> {
         self.env.testbed.client().within(|| {
-            let mut stream = TcpStream::connect_timeout(&SocketAddr::from(SERVICE), *TIMEOUT)?;
+            let mut stream = TcpStream::connect_timeout(&SocketAddr::from(SERVICE_ADDRESS), *TIMEOUT)?;
             stream.set_read_timeout(Some(*TIMEOUT))?;
             stream.write_all(b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")?;
             let mut answer = String::new();

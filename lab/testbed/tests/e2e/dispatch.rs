@@ -1,7 +1,7 @@
 //! `coreward dispatch` in the agent: requests to a key-value server, from the agent's configuration file to `coreward
 //! status`.
 
-use coreward_testbed::addresses::SERVICE;
+use coreward_testbed::addresses::SERVICE_ADDRESS;
 use coreward_testbed::fleet::{Fleet, FleetOptions, operator_command};
 use coreward_testbed::{TIMEOUT, Testbed, missing_testbed_rights, skip_if};
 use nix::sys::signal::Signal;
@@ -13,7 +13,8 @@ use crate::support::load::{report, start_load};
 /// Returns the section `[dispatch]` of the agent's configuration file.
 fn dispatch(testbed: &Testbed, policy: &str) -> String {
     let pins = testbed.pin_directory().join("dispatch");
-    let service = format!("listen = \"{SERVICE}\"\npolicy = \"{policy}\"\nrequest_id = {{ offset = 4, bytes = 4 }}\n");
+    let service =
+        format!("listen = \"{SERVICE_ADDRESS}\"\npolicy = \"{policy}\"\nrequest_id = {{ offset = 4, bytes = 4 }}\n");
     format!("[dispatch]\npin_directory = \"{}\"\n[[dispatch.service]]\n{service}", pins.display())
 }
 
@@ -48,7 +49,7 @@ fn agent_dispatches_by_its_file() -> anyhow::Result<()> {
         sum(&dispatch_status(&fleet, &testbed), "completed") == load["requests"].as_u64().unwrap()
     });
     let reported = dispatch_status(&fleet, &testbed);
-    assert_eq!((&reported[0]["listen"], &reported[0]["policy"]), (&SERVICE.to_string().into(), &"jsq".into()));
+    assert_eq!((&reported[0]["listen"], &reported[0]["policy"]), (&SERVICE_ADDRESS.to_string().into(), &"jsq".into()));
     assert_eq!(
         (sum(&reported, "outstanding"), sum(&reported, "abandoned"), sum(&reported, "queued")),
         (0, 0, 0),
@@ -63,7 +64,7 @@ fn agent_dispatches_by_its_file() -> anyhow::Result<()> {
     );
     let text = operator_command(&testbed, &["status"])?;
     let text = String::from_utf8(testbed.run(testbed.controller(), text)?.stdout)?;
-    assert!(text.contains(&format!("dispatch of {SERVICE} at s1: jsq\n")), "{text}");
+    assert!(text.contains(&format!("dispatch of {SERVICE_ADDRESS} at s1: jsq\n")), "{text}");
 
     check_reload_restart_and_detach(&testbed, &mut fleet)
 }

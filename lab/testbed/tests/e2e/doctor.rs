@@ -9,7 +9,7 @@ use std::process::{Command, Stdio};
 use std::time::Duration;
 
 use coreward_testbed::addresses::{CONTROLLER_ADDRESS, DEVICE, VIP, load_balancer_address};
-use coreward_testbed::fleet::{Fleet, FleetOptions, controller_address};
+use coreward_testbed::fleet::{Fleet, FleetOptions, first_controller_address};
 use coreward_testbed::rss_emulation::attach_xdp_pass;
 use coreward_testbed::{Namespace, Process, Testbed, TestbedOptions, missing_testbed_rights, skip_if};
 use libbpf_rs::{MapHandle, MapType, libbpf_sys};
@@ -246,7 +246,7 @@ fn start_env() -> (TestEnv, Fleet, CheckedHost, CheckedHost, CheckedHost) {
         "server = \"s1\"\ncontroller = \"{}\"\ninterface = \"{DEVICE}\"\npin_directory = \"{}\"\nmanage_timestamps = \
          false\n\
          rss = {{ source = \"testbed\", path = \"{}\" }}\n",
-        controller_address(),
+        first_controller_address(),
         pins.display(),
         testbed.emulated_rss_path(1).display(),
     );
@@ -300,7 +300,7 @@ fn check_frames_dropped_by_veth(env: &TestEnv) {
     env.shell(env.testbed.switch(), "ip link set dev lb1 xdp off; ethtool -K lb1 gro off");
     let config = env.testbed.directory().join("lb1.toml");
     let connect = || {
-        let address = coreward_testbed::addresses::SERVICE.into();
+        let address = coreward_testbed::addresses::SERVICE_ADDRESS.into();
         Ok(std::net::TcpStream::connect_timeout(&address, Duration::from_millis(300)).is_ok())
     };
     eventually(Duration::from_secs(30), "frames are dropped and named", || {
@@ -476,7 +476,7 @@ fn check_controller_settings(env: &TestEnv, controller: &CheckedHost) {
     let elsewhere = controller.with_replacements(&[(store.to_str().unwrap(), missing.to_str().unwrap())], "");
     elsewhere.assert_only_new_finding(env, "the store's directory is missing", "store", Conditions::Plain, &[]);
     check_store_on_another_disk(env, controller, &store);
-    let listen = [(controller_address(), "192.0.2.1:7400")];
+    let listen = [(first_controller_address(), "192.0.2.1:7400")];
     let elsewhere = controller.with_replacements(&[(&listen[0].0, listen[0].1)], "");
     elsewhere.assert_only_new_finding(env, "an address of another machine", "listen", Conditions::Plain, &[]);
 }

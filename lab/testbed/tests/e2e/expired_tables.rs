@@ -7,7 +7,8 @@ use coreward_testbed::nginx::Nginx;
 use coreward_testbed::{TIMEOUT, Testbed, TestbedOptions, missing_testbed_rights, skip_if};
 
 use crate::support::{
-    OpenConnections, assert_answered, eventually, metrics_page, open_keepalive_connections, pause, series, time_to_log,
+    OpenConnections, assert_answered, duration_until_logged, eventually, metrics_page, open_keepalive_connections,
+    pause, series,
 };
 
 /// Document in which s3 has half of all weight. `crossrss` sends all connections of a bucket to one server until the
@@ -33,7 +34,7 @@ check = "tcp"
 interval = "200ms"
 timeout = "500ms"
 "#;
-const METRICS: &str = "127.0.0.1:9464";
+const METRICS_ADDRESS: &str = "127.0.0.1:9464";
 
 /// The fields are dropped in this order: the testbed last.
 struct TestEnv {
@@ -49,9 +50,9 @@ impl TestEnv {
         let testbed = Testbed::create(options).unwrap();
         let nginx = testbed.server_numbers().into_iter().map(|n| Some(testbed.start_nginx(n).unwrap())).collect();
         let options = FleetOptions {
-            steer: false,
+            steers_connections: false,
             applied_document: Some(DOCUMENT.to_owned()),
-            load_balancer_text: format!("metrics = \"{METRICS}\"\n"),
+            load_balancer_text: format!("metrics = \"{METRICS_ADDRESS}\"\n"),
             ..FleetOptions::default()
         };
         let fleet = Fleet::start(&testbed, options).unwrap();
@@ -61,7 +62,7 @@ impl TestEnv {
     /// Waits until the load balancer's metrics show `count` expired tables.
     fn wait_for_expired_tables(&self, count: f64) {
         eventually(*TIMEOUT, &format!("{count} expired tables"), || {
-            let page = metrics_page(&self.testbed, self.testbed.load_balancer(1).unwrap(), METRICS);
+            let page = metrics_page(&self.testbed, self.testbed.load_balancer(1).unwrap(), METRICS_ADDRESS);
             page.is_ok_and(|page| series(&page, "coreward_lb_expired_tables") == Some(count))
         });
     }
@@ -100,7 +101,7 @@ fn load_balancer_places_by_own_counts_after_table_expiry() {
     env.nginx[1] = None;
     connections.retain(|(_, answerer)| answerer.server != 2);
     let words = "event=\"server-masked\" server=\"s2\" service=\"web0\"";
-    eventually(*TIMEOUT, words, || time_to_log(&env.testbed, 1, words, died).is_some());
+    eventually(*TIMEOUT, words, || duration_until_logged(&env.testbed, 1, words, died).is_some());
     connections.append(&mut open_slowly(&env.testbed, 30));
     println!("s2 down: {:?}", connections_per_server(&connections));
     assert!(near(connections_per_server(&connections), [30, 0, 60]), "{:?}", connections_per_server(&connections));

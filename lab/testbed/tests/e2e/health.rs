@@ -23,9 +23,9 @@ const LIMIT: Duration = Duration::from_secs(60);
 /// allows for a busy machine.
 const DETECTION_TIME: Duration = Duration::from_millis(3 * 200 + 5000 + 100);
 
-const CHECK: &str = "slow_start = \"1s\"\n[service.health]\ncheck = \"http\"\npath = \"/healthz\"\ninterval = \
-                     \"200ms\"\n\
-                     timeout = \"5s\"\nrise = 2\nfall = 3\n";
+const HEALTH_CHECK_CONFIG: &str = "slow_start = \"1s\"\n[service.health]\ncheck = \"http\"\npath = \"/healthz\"\n\
+    interval = \"200ms\"\n\
+    timeout = \"5s\"\nrise = 2\nfall = 3\n";
 
 struct TestEnv {
     fleet: Fleet,
@@ -47,8 +47,12 @@ impl TestEnv {
         for number in 1..=3 {
             fs::write(health_file(&testbed, number), "well\n").unwrap();
         }
-        let options =
-            FleetOptions { policy: "rr".to_owned(), fleet_text: keys.to_owned(), steer: false, ..Default::default() };
+        let options = FleetOptions {
+            policy: "rr".to_owned(),
+            fleet_text: keys.to_owned(),
+            steers_connections: false,
+            ..Default::default()
+        };
         let fleet = Fleet::start(&testbed, options).unwrap();
         Self { fleet, nginx, testbed }
     }
@@ -137,7 +141,8 @@ fn health_file(testbed: &Testbed, number: u16) -> PathBuf {
 fn down_server_gets_no_new_connections_and_returns_by_slow_start() {
     skip_if!(missing_testbed_rights());
     // The slow start is long enough that a poll every half second finds the state `joining`.
-    let mut env = TestEnv::start("health", 2, &CHECK.replace("slow_start = \"1s\"", "slow_start = \"5s\""));
+    let mut env =
+        TestEnv::start("health", 2, &HEALTH_CHECK_CONFIG.replace("slow_start = \"1s\"", "slow_start = \"5s\""));
     env.wait_until_checked();
     let mut connections = open_keepalive_connections(&env.testbed, MIN_CONNECTIONS_FOR_EVERY_SERVER);
     env.wait_until_only_reach(&[1, 2, 3]);
@@ -191,7 +196,7 @@ fn down_server_gets_no_new_connections_and_returns_by_slow_start() {
 #[test]
 fn service_fails_open_or_drops_when_all_servers_are_down() {
     skip_if!(missing_testbed_rights());
-    let mut env = TestEnv::start("alldown", 1, CHECK);
+    let mut env = TestEnv::start("alldown", 1, HEALTH_CHECK_CONFIG);
     env.wait_until_checked();
     let mut connections = open_keepalive_connections(&env.testbed, 6);
     (1..=3).for_each(|number| env.set_healthy(number, false));
@@ -203,12 +208,14 @@ fn service_fails_open_or_drops_when_all_servers_are_down() {
     };
     assert_eq!(dropped(&env), 0);
 
-    let options =
-        FleetOptions { fleet_text: format!("when_all_down = \"drop\"\n{CHECK}"), ..env.fleet.options().clone() };
+    let options = FleetOptions {
+        fleet_text: format!("when_all_down = \"drop\"\n{HEALTH_CHECK_CONFIG}"),
+        ..env.fleet.options().clone()
+    };
     env.fleet.set_options(&env.testbed, options).unwrap();
     let is_dropped = |env: &TestEnv| {
         let open = || {
-            let address = coreward_testbed::addresses::SERVICE.into();
+            let address = coreward_testbed::addresses::SERVICE_ADDRESS.into();
             Ok(std::net::TcpStream::connect_timeout(&address, Duration::from_millis(300)).is_err())
         };
         env.testbed.client().within(open).unwrap()
@@ -253,7 +260,7 @@ fn down_server_gets_no_new_connections_without_a_controller() {
     // This is the load balancer's initial limit, which it raises to the maximum that it may have.
     let (soft, hard) = getrlimit(Resource::RLIMIT_NOFILE).unwrap();
     setrlimit(Resource::RLIMIT_NOFILE, hard.min(1024), hard).unwrap();
-    let mut env = TestEnv::start("static", 2, CHECK);
+    let mut env = TestEnv::start("static", 2, HEALTH_CHECK_CONFIG);
     setrlimit(Resource::RLIMIT_NOFILE, soft, hard).unwrap();
     env.wait_until_checked();
     let limits = fs::read_to_string(format!("/proc/{}/limits", env.fleet.daemon("lb1").unwrap().pid())).unwrap();
@@ -262,13 +269,13 @@ fn down_server_gets_no_new_connections_without_a_controller() {
     assert_eq!(files[3], files[4], "soft and hard limit of open files: {limits}");
 
     // Only load balancer 2 does not reach server 3. There is no majority, so the controller changes nothing.
-    env.testbed.announce(&[2]).unwrap();
+    env.testbed.route_vips_to_load_balancers(&[2]).unwrap();
     env.ip(2, &["route", "add", "blackhole", "10.1.1.3/32"]);
     wait_until_served_by(&env, &[1, 2]);
     assert_eq!(env.state(3).0, "active", "the other one reaches it");
     env.ip(2, &["route", "del", "blackhole", "10.1.1.3/32"]);
     wait_until_served_by(&env, &[1, 2, 3]);
-    env.testbed.announce(&[1, 2]).unwrap();
+    env.testbed.route_vips_to_load_balancers(&[1, 2]).unwrap();
 
     let mut connections = open_keepalive_connections(&env.testbed, MIN_CONNECTIONS_FOR_EVERY_SERVER);
     env.fleet.kill("controller").unwrap();
@@ -295,7 +302,7 @@ fn down_server_gets_no_new_connections_without_a_controller() {
 #[test]
 fn load_balancer_restarted_without_controller_continues_checks() {
     skip_if!(missing_testbed_rights());
-    let mut env = TestEnv::start("restarted", 1, CHECK);
+    let mut env = TestEnv::start("restarted", 1, HEALTH_CHECK_CONFIG);
     env.wait_until_checked();
     let mut connections = open_keepalive_connections(&env.testbed, MIN_CONNECTIONS_FOR_EVERY_SERVER);
     env.fleet.kill("controller").unwrap();

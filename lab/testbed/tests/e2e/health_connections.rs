@@ -30,24 +30,24 @@ const SERVER_PORT_OFFSET: u16 = 100;
 const CHECK_COUNT: usize = 4;
 
 /// A TCP segment that the server got from the load balancer.
-struct Segment {
+struct TcpSegment {
     to: Ipv4Addr,
     /// Ports of the load balancer and of the server.
     ports: (u16, u16),
-    opens: bool,
-    resets: bool,
+    is_syn: bool,
+    is_rst: bool,
 }
 
 /// State of a connection, by the segments that the server received.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct CheckConnection {
-    opened_at: Ipv4Addr,
-    reset_at: Option<Ipv4Addr>,
+    opened_address: Ipv4Addr,
+    reset_address: Option<Ipv4Addr>,
 }
 
 /// Receives a copy of each TCP segment that the server gets from the load balancer.
 struct Sniffer {
-    segments: Receiver<Segment>,
+    segments: Receiver<TcpSegment>,
     /// Connections by the server's port, in the order of their SYNs, with the load balancer's port.
     by_port: BTreeMap<u16, Vec<(u16, CheckConnection)>>,
 }
@@ -77,10 +77,13 @@ impl Sniffer {
             let (own_port, port) = segment.ports;
             let connections = self.by_port.entry(port).or_default();
             let of_port = connections.iter_mut().rfind(|(of, _)| *of == own_port);
-            let known = of_port.map(|(_, probed)| probed).filter(|probed| !segment.opens || probed.reset_at.is_none());
+            let known =
+                of_port.map(|(_, probed)| probed).filter(|probed| !segment.is_syn || probed.reset_address.is_none());
             match known {
-                Some(probed) => probed.reset_at = probed.reset_at.or(segment.resets.then_some(segment.to)),
-                None => connections.push((own_port, CheckConnection { opened_at: segment.to, reset_at: None })),
+                Some(probed) => probed.reset_address = probed.reset_address.or(segment.is_rst.then_some(segment.to)),
+                None => {
+                    connections.push((own_port, CheckConnection { opened_address: segment.to, reset_address: None }))
+                }
             }
         }
     }
@@ -91,13 +94,18 @@ impl Sniffer {
 }
 
 /// Parses headers of IPv4 without options, and of TCP.
-fn parse(packet: &[u8]) -> Option<Segment> {
+fn parse(packet: &[u8]) -> Option<TcpSegment> {
     let address = |at: usize| Some(Ipv4Addr::from(<[u8; 4]>::try_from(packet.get(at..at + 4)?).ok()?));
     let port = |at: usize| Some(u16::from_be_bytes(packet.get(at..at + 2)?.try_into().ok()?));
     let flags = packet.get(33)?;
     let from_load_balancer = address(12)? == load_balancer_address(1);
     let (opens, resets) = (flags & 0x12 == 0x02, flags & 0x04 != 0);
-    from_load_balancer.then_some(Segment { to: address(16)?, ports: (port(20)?, port(22)?), opens, resets })
+    from_load_balancer.then_some(TcpSegment {
+        to: address(16)?,
+        ports: (port(20)?, port(22)?),
+        is_syn: opens,
+        is_rst: resets,
+    })
 }
 
 /// Starts nginx at the ports that answer. At other ports the kernel opens connections, and no process accepts them.
@@ -198,10 +206,10 @@ fn assert_all_ended(testbed: &Testbed, sniffer: &mut Sniffer, what: &str) {
         // A server that has closed its end answers TLS's last record with a reset.
         let may_reset_itself = port % SERVER_PORT_OFFSET == 3;
         let is_reset = |probed: &CheckConnection| {
-            probed.reset_at == Some(address) || probed.reset_at.is_none() && may_reset_itself
+            probed.reset_address == Some(address) || probed.reset_address.is_none() && may_reset_itself
         };
         let others: Vec<&CheckConnection> =
-            connections.iter().filter(|probed| probed.opened_at != address || !is_reset(probed)).collect();
+            connections.iter().filter(|probed| probed.opened_address != address || !is_reset(probed)).collect();
         assert!(others.is_empty(), "{what}: port {port}: {} of {}: {others:?}", others.len(), connections.len());
     }
 }

@@ -5,15 +5,19 @@ use std::collections::BTreeSet;
 use std::net::TcpStream;
 
 use coreward_model::consistency::{Consistency, Timestamps};
-use coreward_testbed::addresses::{DEVICE, Family};
+use coreward_testbed::addresses::{AddressFamily, DEVICE};
 use coreward_testbed::fleet::{AdminState, FleetOptions};
 use coreward_testbed::{TIMEOUT, TestbedOptions, missing_testbed_rights, skip_if};
 
 use crate::support::{TestEnv, assert_unbroken, eventually, run};
 
 fn start(instance: &str, fleet: FleetOptions) -> TestEnv {
-    let options =
-        TestbedOptions { instance: instance.to_owned(), servers: 3, family: Family::Ipv6, ..TestbedOptions::default() };
+    let options = TestbedOptions {
+        instance: instance.to_owned(),
+        servers: 3,
+        family: AddressFamily::Ipv6,
+        ..TestbedOptions::default()
+    };
     TestEnv::start(options, FleetOptions { policy: "rr".to_owned(), ..fleet })
 }
 
@@ -93,7 +97,7 @@ fn ipv6_services_are_checked_announced_and_explained() {
 #[test]
 fn servers_are_found_by_neighbour_discovery() {
     skip_if!(missing_testbed_rights());
-    let mut env = start("ipv6nds", FleetOptions { servers_family: Family::Ipv6, ..FleetOptions::default() });
+    let mut env = start("ipv6nds", FleetOptions { servers_family: AddressFamily::Ipv6, ..FleetOptions::default() });
     change_and_restart(&mut env);
     let unresolved = |env: &TestEnv| {
         let status = env.fleet.status(&env.testbed).unwrap();
@@ -108,12 +112,12 @@ fn servers_are_found_by_neighbour_discovery() {
 fn daemons_reach_their_controller_and_each_other_by_ipv6() {
     skip_if!(missing_testbed_rights());
     let fleet = FleetOptions {
-        control_family: Family::Ipv6,
-        servers_family: Family::Ipv6,
+        control_family: AddressFamily::Ipv6,
+        servers_family: AddressFamily::Ipv6,
         consistency: Consistency::Stateful,
         ..FleetOptions::default()
     };
-    let family = Family::Ipv6;
+    let family = AddressFamily::Ipv6;
     let options = TestbedOptions {
         instance: "ipv6control".to_owned(),
         servers: 3,
@@ -137,8 +141,10 @@ fn daemons_reach_their_controller_and_each_other_by_ipv6() {
 fn ipv6_servers_are_checked_at_the_vip() {
     skip_if!(missing_testbed_rights());
     let more = "[service.health]\ninterval = \"200ms\"\nfall = 2\n".to_owned();
-    let env =
-        start("ipv6vip", FleetOptions { fleet_text: more, servers_family: Family::Ipv6, ..FleetOptions::default() });
+    let env = start(
+        "ipv6vip",
+        FleetOptions { fleet_text: more, servers_family: AddressFamily::Ipv6, ..FleetOptions::default() },
+    );
     let checks_of = |server: &str, up: bool| {
         let status = env.fleet.status(&env.testbed).unwrap();
         let members = status["services"][0]["members"].as_array().unwrap().clone();

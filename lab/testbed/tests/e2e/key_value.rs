@@ -6,9 +6,9 @@ use std::process::Command;
 use std::time::Duration;
 
 use anyhow::Context as _;
-use coreward_load::key_value::{DATAGRAM_MAX, Request, Status, key_name, parse_response};
+use coreward_load::key_value::{DATAGRAM_BYTES_MAX, Request, Status, key_name, parse_response};
 use coreward_testbed::TIMEOUT;
-use coreward_testbed::addresses::SERVICE;
+use coreward_testbed::addresses::SERVICE_ADDRESS;
 use coreward_testbed::fleet::lab_command;
 use coreward_testbed::key_value::handle::KeyValueServer;
 use coreward_testbed::{Testbed, missing_testbed_rights, skip_if};
@@ -35,7 +35,7 @@ type Answer = (u8, u16, Vec<(Vec<u8>, Vec<u8>)>);
 impl Client {
     fn open() -> anyhow::Result<Self> {
         let socket = UdpSocket::bind("0.0.0.0:0")?;
-        socket.connect(SERVICE)?;
+        socket.connect(SERVICE_ADDRESS)?;
         socket.set_read_timeout(Some(*TIMEOUT))?;
         Ok(Self { socket, next_id: 0 })
     }
@@ -48,7 +48,7 @@ impl Client {
         let mut datagram = Vec::new();
         request.write(&mut datagram);
         self.socket.send(&datagram)?;
-        let (mut buffer, mut all, mut parts) = ([0; DATAGRAM_MAX + 1], Vec::new(), 1);
+        let (mut buffer, mut all, mut parts) = ([0; DATAGRAM_BYTES_MAX + 1], Vec::new(), 1);
         let mut answer = (0, 0);
         let mut part = 0;
         while part < parts {

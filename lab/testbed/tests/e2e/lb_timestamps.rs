@@ -5,7 +5,7 @@
 use std::process::Command;
 
 use coreward_model::consistency::Timestamps;
-use coreward_testbed::addresses::{DEVICE, Family};
+use coreward_testbed::addresses::{AddressFamily, DEVICE};
 use coreward_testbed::fleet::{AdminState, FleetOptions};
 use coreward_testbed::{TIMEOUT, TestbedOptions, missing_testbed_rights, skip_if};
 use serde_json::Value;
@@ -13,7 +13,7 @@ use serde_json::Value;
 use crate::support::{TestEnv, assert_unbroken, eventually};
 
 /// Starts servers with these values of net.ipv4.tcp_timestamps, which apply to both address families.
-fn start_env(instance: &str, family: Family, tcp_timestamps: &[&str]) -> TestEnv {
+fn start_env(instance: &str, family: AddressFamily, tcp_timestamps: &[&str]) -> TestEnv {
     let options = TestbedOptions {
         instance: instance.to_owned(),
         family,
@@ -52,8 +52,8 @@ fn clock(env: &TestEnv, server: &str) -> (String, String) {
 fn set_forwarding(env: &TestEnv, value: &str) {
     let load_balancer = env.testbed.load_balancer(1).unwrap();
     let setting = match env.testbed.options().family {
-        Family::Ipv4 => format!("ipv4/conf/{DEVICE}/forwarding"),
-        Family::Ipv6 => "ipv6/conf/all/forwarding".to_owned(),
+        AddressFamily::Ipv4 => format!("ipv4/conf/{DEVICE}/forwarding"),
+        AddressFamily::Ipv6 => "ipv6/conf/all/forwarding".to_owned(),
     };
     load_balancer.set_sysctls(&[(&setting, value)]).unwrap();
 }
@@ -83,19 +83,19 @@ fn warm_up(env: &TestEnv, state: &str) {
 #[test]
 fn servers_without_an_agent_join_and_leave_without_broken_connections() {
     skip_if!(missing_testbed_rights());
-    no_connection_breaks("lbts", Family::Ipv4, ONE_CLOCK, "known");
+    no_connection_breaks("lbts", AddressFamily::Ipv4, ONE_CLOCK, "known");
 }
 
 #[test]
 fn servers_without_an_agent_join_and_leave_without_broken_ipv6_connections() {
     skip_if!(missing_testbed_rights());
-    no_connection_breaks("lbts6", Family::Ipv6, ONE_CLOCK, "known");
+    no_connection_breaks("lbts6", AddressFamily::Ipv6, ONE_CLOCK, "known");
 }
 
 #[test]
 fn plain_linux_servers_join_and_leave_without_broken_connections() {
     skip_if!(missing_testbed_rights());
-    no_connection_breaks("lbtsplain", Family::Ipv4, OWN_CLOCKS, "per-connection");
+    no_connection_breaks("lbtsplain", AddressFamily::Ipv4, OWN_CLOCKS, "per-connection");
 }
 
 /// Returns the numbers of packets of established connections that the cookie and the flow table have decided.
@@ -117,7 +117,7 @@ fn assert_decided_by_cookie(env: &TestEnv, before: [u64; 2]) {
 }
 
 /// Checks that no connection breaks while servers come and go, keys change, and the load balancer restarts.
-fn no_connection_breaks(instance: &str, family: Family, tcp_timestamps: &str, known: &str) {
+fn no_connection_breaks(instance: &str, family: AddressFamily, tcp_timestamps: &str, known: &str) {
     let mut env = start_env(instance, family, &[tcp_timestamps; 5]);
     // A load balancer that loses its state breaks connections that are not stamped, so the test must not have any.
     warm_up(&env, known);
@@ -162,7 +162,7 @@ fn no_connection_breaks(instance: &str, family: Family, tcp_timestamps: &str, kn
 #[ignore = "takes seven minutes"]
 fn hundred_thousand_connections_to_plain_linux_servers_continue() {
     skip_if!(missing_testbed_rights());
-    let mut env = start_env("lbtslong", Family::Ipv4, &[OWN_CLOCKS; 5]);
+    let mut env = start_env("lbtslong", AddressFamily::Ipv4, &[OWN_CLOCKS; 5]);
     warm_up(&env, "per-connection");
     let before = packets_by_decision(&env);
     let client = env.start_streams(250.0);
@@ -189,7 +189,7 @@ fn hundred_thousand_connections_to_plain_linux_servers_continue() {
 fn unstampable_server_is_named_and_its_connections_continue() {
     skip_if!(missing_testbed_rights());
     // One server has no timestamps, and one of the other servers drains.
-    let mut env = start_env("lbtsown", Family::Ipv4, &["0", OWN_CLOCKS, ONE_CLOCK, ONE_CLOCK]);
+    let mut env = start_env("lbtsown", AddressFamily::Ipv4, &["0", OWN_CLOCKS, ONE_CLOCK, ONE_CLOCK]);
     let client = env.start_streams(150.0);
     env.wait_for_connections(375);
     env.set_admin_state(4, Some(AdminState::Draining));

@@ -4,7 +4,7 @@
 use std::time::Duration;
 
 use coreward_model::consistency::Consistency;
-use coreward_testbed::addresses::Family;
+use coreward_testbed::addresses::AddressFamily;
 use coreward_testbed::fleet::{AdminState, FleetOptions};
 use coreward_testbed::{TIMEOUT, TestbedOptions, missing_testbed_rights, skip_if};
 
@@ -12,7 +12,7 @@ use crate::support::{TestEnv, assert_unbroken, eventually};
 
 const FAILURE_DETECTION_TIME: Duration = Duration::from_millis(150);
 
-fn start_env(instance: &str, consistency: Consistency, family: Family) -> TestEnv {
+fn start_env(instance: &str, consistency: Consistency, family: AddressFamily) -> TestEnv {
     let options = TestbedOptions {
         instance: instance.to_owned(),
         servers: 4,
@@ -52,7 +52,7 @@ fn change_load_balancers(env: &mut TestEnv) {
 #[test]
 fn load_balancers_join_and_leave_without_broken_connections() {
     skip_if!(missing_testbed_rights());
-    let mut env = start_env("lbs", Consistency::Stateless, Family::Ipv4);
+    let mut env = start_env("lbs", Consistency::Stateless, AddressFamily::Ipv4);
     change_load_balancers(&mut env);
     for daemon in ["lb2", "lb3"] {
         eventually(*TIMEOUT, daemon, || env.counter(daemon, "established") > 0);
@@ -62,17 +62,17 @@ fn load_balancers_join_and_leave_without_broken_connections() {
 #[test]
 fn connections_survive_lost_connection_tables() {
     skip_if!(missing_testbed_rights());
-    lose_connection_tables("lbsfull", Family::Ipv4);
+    lose_connection_tables("lbsfull", AddressFamily::Ipv4);
 }
 
 /// The path changes as for a client that draws a new flow label.
 #[test]
 fn ipv6_connections_survive_lost_connection_tables() {
     skip_if!(missing_testbed_rights());
-    lose_connection_tables("lbsfull6", Family::Ipv6);
+    lose_connection_tables("lbsfull6", AddressFamily::Ipv6);
 }
 
-fn lose_connection_tables(instance: &str, family: Family) {
+fn lose_connection_tables(instance: &str, family: AddressFamily) {
     let mut env = start_env(instance, Consistency::Stateful, family);
     change_load_balancers(&mut env);
     // Some packets reached a load balancer that does not own the entry. Others had to be broadcast after the owner was

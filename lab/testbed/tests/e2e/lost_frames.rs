@@ -4,7 +4,7 @@ use std::net::TcpStream;
 use std::process::Command;
 use std::time::Duration;
 
-use coreward_testbed::addresses::{DEVICE, SERVICE};
+use coreward_testbed::addresses::{DEVICE, SERVICE_ADDRESS};
 use coreward_testbed::fleet::{Fleet, FleetOptions};
 use coreward_testbed::rss_emulation::attach_xdp_pass;
 use coreward_testbed::{Namespace, TIMEOUT, Testbed, TestbedOptions, missing_testbed_rights, skip_if};
@@ -12,7 +12,7 @@ use serde_json::Value;
 
 use crate::support::{self, eventually, metrics_page};
 
-const METRICS: &str = "127.0.0.1:9440";
+const METRICS_ADDRESS: &str = "127.0.0.1:9440";
 
 fn shell(testbed: &Testbed, namespace: &Namespace, command: &str) {
     let mut shell = Command::new("sh");
@@ -31,8 +31,8 @@ impl TestEnv {
         let options = TestbedOptions { instance: instance.to_owned(), servers: 2, cores: 1, ..Default::default() };
         let testbed = Testbed::create(options).unwrap();
         shell(&testbed, testbed.switch(), at_switch);
-        let more = format!("metrics = \"{METRICS}\"\n");
-        let options = FleetOptions { steer: false, load_balancer_text: more, ..FleetOptions::default() };
+        let more = format!("metrics = \"{METRICS_ADDRESS}\"\n");
+        let options = FleetOptions { steers_connections: false, load_balancer_text: more, ..FleetOptions::default() };
         let fleet = Fleet::start(&testbed, options).unwrap();
         Self { fleet, testbed }
     }
@@ -44,7 +44,7 @@ impl TestEnv {
 
     /// Returns whether a client's new connection becomes established within this time.
     fn can_connect(&self, limit: Duration) -> bool {
-        let connect = || Ok(TcpStream::connect_timeout(&SERVICE.into(), limit).is_ok());
+        let connect = || Ok(TcpStream::connect_timeout(&SERVICE_ADDRESS.into(), limit).is_ok());
         self.testbed.client().within(connect).unwrap()
     }
 
@@ -54,7 +54,7 @@ impl TestEnv {
 
     /// Returns the value of a metric of the load balancer.
     fn metric(&self, series: &str) -> f64 {
-        let page = metrics_page(&self.testbed, self.testbed.load_balancer(1).unwrap(), METRICS).unwrap();
+        let page = metrics_page(&self.testbed, self.testbed.load_balancer(1).unwrap(), METRICS_ADDRESS).unwrap();
         support::series(&page, series).unwrap_or_else(|| panic!("no {series} in {page}"))
     }
 }

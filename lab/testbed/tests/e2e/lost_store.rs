@@ -10,17 +10,17 @@ use coreward_testbed::{TIMEOUT, Testbed, TestbedOptions, missing_testbed_rights,
 use serde_json::Value;
 
 use crate::support::{
-    MIN_CONNECTIONS_FOR_EVERY_SERVER, assert_answered, eventually, metrics_page, open_keepalive_connections, series,
-    time_to_log,
+    MIN_CONNECTIONS_FOR_EVERY_SERVER, assert_answered, duration_until_logged, eventually, metrics_page,
+    open_keepalive_connections, series,
 };
 
-const METRICS: &str = "127.0.0.1:9440";
+const METRICS_ADDRESS: &str = "127.0.0.1:9440";
 
 const DOCUMENT: &str = "[[server]]\nname = \"s1\"\naddress = \"10.1.1.1\"\n\
                         [[server]]\nname = \"s2\"\naddress = \"10.1.1.2\"\n\
                         [[service]]\nname = \"web\"\nvip = \"10.200.0.1:80\"\npolicy = \"rr\"\n";
 /// Service whose load balancers must choose alike, so none of them makes its own table.
-const BY_BUCKET: &str = "[[service]]\nname = \"bucket\"\nvip = \"10.200.0.1:81\"\npolicy = \"hash\"\n\
+const BUCKET_SERVICE_CONFIG: &str = "[[service]]\nname = \"bucket\"\nvip = \"10.200.0.1:81\"\npolicy = \"hash\"\n\
                          consistency = \"beamer\"\n";
 
 #[test]
@@ -29,7 +29,11 @@ fn lost_store_interrupts_no_service() {
     let options = TestbedOptions { instance: "lost".to_owned(), servers: 2, cores: 1, ..Default::default() };
     let testbed = Testbed::create(options).unwrap();
     let _nginx = [1, 2].map(|number| testbed.start_nginx(number).unwrap());
-    let options = FleetOptions { steer: false, applied_document: Some(DOCUMENT.to_owned()), ..FleetOptions::default() };
+    let options = FleetOptions {
+        steers_connections: false,
+        applied_document: Some(DOCUMENT.to_owned()),
+        ..FleetOptions::default()
+    };
     let mut fleet = Fleet::start(&testbed, options).unwrap();
     let mut before = open_keepalive_connections(&testbed, MIN_CONNECTIONS_FOR_EVERY_SERVER);
 
@@ -68,8 +72,8 @@ fn configuration_is_saved_when_the_disk_has_room() {
     skip_if!(missing_testbed_rights());
     let options = TestbedOptions { instance: "unsaved".to_owned(), servers: 2, cores: 1, ..Default::default() };
     let testbed = Testbed::create(options).unwrap();
-    let load_balancer_text = format!("metrics = \"{METRICS}\"\n");
-    let options = FleetOptions { steer: false, load_balancer_text, ..FleetOptions::default() };
+    let load_balancer_text = format!("metrics = \"{METRICS_ADDRESS}\"\n");
+    let options = FleetOptions { steers_connections: false, load_balancer_text, ..FleetOptions::default() };
     let mut fleet = Fleet::start(&testbed, options).unwrap();
     let saved = testbed.directory().join("lb1.configuration");
     eventually(*TIMEOUT, "the configuration is saved", || saved.exists());
@@ -88,7 +92,7 @@ fn configuration_is_saved_when_the_disk_has_room() {
     eventually(*TIMEOUT, "status has the failure", || warnings(&fleet).contains("the configuration is not saved"));
     assert_eq!(fs::read(&saved).unwrap(), before);
     let warning_count = || {
-        let page = metrics_page(&testbed, testbed.load_balancer(1).unwrap(), METRICS).unwrap();
+        let page = metrics_page(&testbed, testbed.load_balancer(1).unwrap(), METRICS_ADDRESS).unwrap();
         series(&page, "coreward_lb_warnings{load_balancer=\"lb1\"}").unwrap()
     };
     eventually(*TIMEOUT, "the metric counts the failure", || warning_count() == 1.0);
@@ -113,13 +117,17 @@ fn rebooted_load_balancer_without_controller_takes_new_connections() {
     let options = TestbedOptions { instance: "unpinned".to_owned(), servers: 2, cores: 1, ..Default::default() };
     let testbed = Testbed::create(options).unwrap();
     let _nginx = [1, 2].map(|number| testbed.start_nginx(number).unwrap());
-    let load_balancer_text = format!("metrics = \"{METRICS}\"\n");
-    let applied = Some(format!("table_lifetime = \"1s\"\n{DOCUMENT}{BY_BUCKET}"));
-    let options =
-        FleetOptions { steer: false, applied_document: applied, load_balancer_text, ..FleetOptions::default() };
+    let load_balancer_text = format!("metrics = \"{METRICS_ADDRESS}\"\n");
+    let applied = Some(format!("table_lifetime = \"1s\"\n{DOCUMENT}{BUCKET_SERVICE_CONFIG}"));
+    let options = FleetOptions {
+        steers_connections: false,
+        applied_document: applied,
+        load_balancer_text,
+        ..FleetOptions::default()
+    };
     let mut fleet = Fleet::start(&testbed, options).unwrap();
     let metric = |name: &str| {
-        let page = metrics_page(&testbed, testbed.load_balancer(1).unwrap(), METRICS).ok()?;
+        let page = metrics_page(&testbed, testbed.load_balancer(1).unwrap(), METRICS_ADDRESS).ok()?;
         series(&page, name)
     };
     let warnings = || metric("coreward_lb_warnings{load_balancer=\"lb1\"}");
@@ -148,7 +156,7 @@ fn rebooted_load_balancer_without_controller_takes_new_connections() {
     let started = SystemTime::now();
     restart_without_pins(&testbed, &mut fleet);
     let words = "no configuration: packets for VIPs pass to this machine";
-    eventually(*TIMEOUT, words, || time_to_log(&testbed, 1, words, started).is_some());
+    eventually(*TIMEOUT, words, || duration_until_logged(&testbed, 1, words, started).is_some());
     assert_eq!(warnings(), Some(1.0));
 
     fleet.restart(&testbed, "controller").unwrap();

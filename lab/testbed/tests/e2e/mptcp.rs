@@ -10,7 +10,7 @@ use std::net::{SocketAddr, SocketAddrV4, TcpListener, TcpStream};
 use std::process::Command;
 use std::time::Duration;
 
-use coreward_testbed::addresses::{SERVICE, VIP};
+use coreward_testbed::addresses::{SERVICE_ADDRESS, VIP};
 use coreward_testbed::fleet::{AdminState, Fleet, FleetOptions};
 use coreward_testbed::{TIMEOUT, Testbed, TestbedOptions, counters, missing_testbed_rights, skip_if};
 use socket2::{Domain, Protocol, Socket, Type};
@@ -62,7 +62,7 @@ fn serve(testbed: &Testbed, number: u16) {
         .within(|| {
             let listener = socket();
             listener.set_reuse_address(true)?;
-            listener.bind(&SERVICE.into())?;
+            listener.bind(&SERVICE_ADDRESS.into())?;
             listener.listen(64)?;
             Ok(listener.into())
         })
@@ -86,7 +86,7 @@ fn serve(testbed: &Testbed, number: u16) {
 
 fn connect() -> TcpStream {
     let socket = socket();
-    socket.connect_timeout(&SocketAddr::V4(SERVICE).into(), *TIMEOUT).unwrap();
+    socket.connect_timeout(&SocketAddr::V4(SERVICE_ADDRESS).into(), *TIMEOUT).unwrap();
     socket.set_read_timeout(Some(*TIMEOUT)).unwrap();
     socket.into()
 }
@@ -126,8 +126,12 @@ fn mptcp_subflows_reach_the_server_of_the_first() {
         serve(&testbed, number);
     }
     run(&testbed, testbed.client(), "ip mptcp limits set subflows 4 add_addr_accepted 4");
-    let fleet =
-        FleetOptions { policy: "rr".to_owned(), fleet_text: join_services(), steer: false, ..Default::default() };
+    let fleet = FleetOptions {
+        policy: "rr".to_owned(),
+        fleet_text: join_services(),
+        steers_connections: false,
+        ..Default::default()
+    };
     let mut fleet = Fleet::start(&testbed, fleet).unwrap();
 
     let client = testbed.client().clone();
@@ -160,7 +164,14 @@ fn mptcp_subflows_reach_the_server_of_the_first() {
     all_stay();
     // The test aborts the first subflows; data in flight continues on the joined subflows.
     let mut ss = Command::new("ss");
-    ss.args(["--kill", "--tcp", "state", "established", "dst", &SocketAddrV4::new(VIP, SERVICE.port()).to_string()]);
+    ss.args([
+        "--kill",
+        "--tcp",
+        "state",
+        "established",
+        "dst",
+        &SocketAddrV4::new(VIP, SERVICE_ADDRESS.port()).to_string(),
+    ]);
     testbed.run(&client, ss).unwrap();
     all_stay();
 }

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use coreward_load::key_value::{DATAGRAM_MAX, Request, key_name, parse_response};
+use coreward_load::key_value::{DATAGRAM_BYTES_MAX, Request, key_name, parse_response};
 use coreward_metrics::table::Component;
 use coreward_model::rss::{seeded_rng, uniform_below};
 use coreward_testbed::TIMEOUT;
@@ -57,13 +57,13 @@ impl Drop for RunningProcess {
     }
 }
 
-struct Setup {
+struct TestEnv {
     directory: tempfile::TempDir,
     config: PathBuf,
     address: SocketAddr,
 }
 
-impl Setup {
+impl TestEnv {
     /// Writes a configuration with four cores, in which GET has priority over all other requests.
     fn new() -> anyhow::Result<Self> {
         let directory = tempfile::tempdir()?;
@@ -111,7 +111,7 @@ pub struct Client {
 }
 
 impl Client {
-    fn new(setup: &Setup) -> anyhow::Result<Self> {
+    fn new(setup: &TestEnv) -> anyhow::Result<Self> {
         Self::connect(setup.address)
     }
 
@@ -143,7 +143,7 @@ impl Client {
 
     /// Returns the id of the next response, the core that answered, and the number of pairs.
     pub fn receive(&self) -> Option<(u32, u16, usize)> {
-        let mut buffer = [0; DATAGRAM_MAX];
+        let mut buffer = [0; DATAGRAM_BYTES_MAX];
         let length = self.socket.recv(&mut buffer).ok()?;
         self.received.set(self.received.get() + 1);
         let (header, pairs) = parse_response(&buffer[..length]).expect("a response");
@@ -196,7 +196,7 @@ pub fn check_accounts(report: &Value, received: u64) {
 
 #[test]
 fn requests_of_two_priorities_are_answered() -> anyhow::Result<()> {
-    let setup = Setup::new()?;
+    let setup = TestEnv::new()?;
     let orchestrator = setup.orchestrator()?;
     let server = setup.server("0,1,2,3")?;
     let mut client = Client::new(&setup)?;
@@ -223,7 +223,7 @@ fn requests_of_two_priorities_are_answered() -> anyhow::Result<()> {
 /// The orchestrator drops capabilities also if root has started it.
 #[test]
 fn orchestrator_drops_capabilities() -> anyhow::Result<()> {
-    let setup = Setup::new()?;
+    let setup = TestEnv::new()?;
     let orchestrator = setup.orchestrator()?;
     assert_eq!(effective_capabilities(orchestrator.0.id()) & !retained_capabilities(Component::Orchestrate), 0);
     orchestrator.end().map(drop)
@@ -231,7 +231,7 @@ fn orchestrator_drops_capabilities() -> anyhow::Result<()> {
 
 #[test]
 fn dead_and_stopped_workers_get_no_requests() -> anyhow::Result<()> {
-    let setup = Setup::new()?;
+    let setup = TestEnv::new()?;
     let orchestrator = setup.orchestrator()?;
     let (first, second) = (setup.server("0,1")?, setup.server("2,3")?);
     let mut client = Client::new(&setup)?;
@@ -263,7 +263,7 @@ fn dead_and_stopped_workers_get_no_requests() -> anyhow::Result<()> {
 
 #[test]
 fn workers_connect_to_the_next_orchestrator() -> anyhow::Result<()> {
-    let setup = Setup::new()?;
+    let setup = TestEnv::new()?;
     let mut client = Client::new(&setup)?;
     let server = setup.server("0,1,2,3")?;
     for signal in [Signal::SIGTERM, Signal::SIGKILL] {
@@ -279,7 +279,7 @@ fn workers_connect_to_the_next_orchestrator() -> anyhow::Result<()> {
 
 #[test]
 fn burst_opens_a_core_of_the_other_service() -> anyhow::Result<()> {
-    let setup = Setup::new()?;
+    let setup = TestEnv::new()?;
     let orchestrator = setup.orchestrator()?;
     // At first GET has cores 0 and 1. All other requests have cores 2 and 3 and keep one of them.
     let options = ["--assignment", "dedicated", "--reserved", "1", "--epoch-us", "200"];
@@ -298,7 +298,7 @@ fn burst_opens_a_core_of_the_other_service() -> anyhow::Result<()> {
 
 /// Kills, ends, stops and continues the processes of three groups of cores.
 struct FaultInjector<'s> {
-    setup: &'s Setup,
+    env: &'s TestEnv,
     servers: Vec<Option<RunningProcess>>,
     generator: Xoshiro256PlusPlus,
 }
@@ -314,7 +314,7 @@ impl FaultInjector<'_> {
     fn start(&mut self, group: usize) -> anyhow::Result<()> {
         let assignment = Self::ASSIGNMENTS[self.draw(3)];
         let options = ["--assignment", assignment, "--epoch-us", "300"];
-        self.servers[group] = Some(self.setup.server_with(Self::CORES[group], &options)?);
+        self.servers[group] = Some(self.env.server_with(Self::CORES[group], &options)?);
         Ok(())
     }
 
@@ -344,10 +344,10 @@ impl FaultInjector<'_> {
 
 #[test]
 fn every_request_has_one_fate_while_workers_die() -> anyhow::Result<()> {
-    let setup = Setup::new()?;
+    let setup = TestEnv::new()?;
     let orchestrator = setup.orchestrator()?;
     let (servers, generator) = ([None, None, None].into(), seeded_rng(1, 0));
-    let mut fault_injector = FaultInjector { setup: &setup, servers, generator };
+    let mut fault_injector = FaultInjector { env: &setup, servers, generator };
     (0..3).try_for_each(|group| fault_injector.start(group))?;
     let mut client = Client::new(&setup)?;
     // Some assignments run GET on no core.

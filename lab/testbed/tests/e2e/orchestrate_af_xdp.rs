@@ -6,7 +6,7 @@ use std::net::{SocketAddr, UdpSocket};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use coreward_load::key_value::VALUE_MAX;
+use coreward_load::key_value::VALUE_BYTES_MAX;
 use coreward_testbed::addresses::{DEVICE, server_address};
 use coreward_testbed::fleet::{coreward_command, lab_command};
 use coreward_testbed::{Namespace, TIMEOUT, Testbed, TestbedOptions, missing_testbed_rights, skip_if};
@@ -127,7 +127,7 @@ fn requests_enter_by_af_xdp_and_other_traffic_passes() -> anyhow::Result<()> {
     service.client.send("GET", 0)?;
     assert!(service.client.receive().is_some());
     run(&env.testbed, env.testbed.client(), &format!("ip link set {DEVICE} mtu 1000"));
-    service.client.send_value("PUT", 0, &[7; VALUE_MAX])?;
+    service.client.send_value("PUT", 0, &[7; VALUE_BYTES_MAX])?;
     assert!(service.client.receive().is_some());
     other_traffic_passes(&env)?;
     assert!(log_has(&service.log, &["intake-opened", "af-xdp"]));

@@ -6,7 +6,7 @@ use std::process::{Command, Stdio};
 use std::time::Duration;
 
 use coreward_model::arrivals::{Arrival, ArrivalLog, Workload};
-use coreward_testbed::addresses::SERVICE;
+use coreward_testbed::addresses::SERVICE_ADDRESS;
 use coreward_testbed::fleet::lab_command;
 use coreward_testbed::load::LoadReport;
 use coreward_testbed::{Process, Testbed, missing_testbed_rights, skip_if};
@@ -17,7 +17,7 @@ fn start_load(testbed: &Testbed, log: &ArrivalLog) -> anyhow::Result<Process> {
     let path = testbed.directory().join("arrivals.txt");
     fs::write(&path, log.to_string())?;
     let mut command = Command::new(lab_command()?);
-    command.args(["testbed", "load", "--vip", &SERVICE.to_string(), "--log"]).arg(path);
+    command.args(["testbed", "load", "--vip", &SERVICE_ADDRESS.to_string(), "--log"]).arg(path);
     command.args(["--first-address", &testbed.client_address(0).to_string()]).stdout(Stdio::piped());
     testbed.spawn(testbed.client(), command)
 }
@@ -57,7 +57,7 @@ fn broken_connections_are_counted_by_kind() -> anyhow::Result<()> {
         arrivals: (0..10)
             .map(|i| Arrival {
                 start_us: 0,
-                source_address: 0,
+                source_address_index: 0,
                 source_port: 20_000 + i,
                 request_count: requests,
                 interval_us: 100_000,

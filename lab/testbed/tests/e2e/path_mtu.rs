@@ -3,7 +3,7 @@
 
 use std::process::Command;
 
-use coreward_testbed::addresses::SERVICE;
+use coreward_testbed::addresses::SERVICE_ADDRESS;
 use coreward_testbed::fleet::{Fleet, FleetOptions};
 use coreward_testbed::nginx::{LARGE_FILE, LARGE_FILE_BYTES, Nginx};
 use coreward_testbed::{Testbed, TestbedOptions, counters, missing_testbed_rights, skip_if};
@@ -16,7 +16,7 @@ fn download(testbed: &Testbed) {
     for index in 0..CLIENT_ADDRESS_COUNT {
         let mut curl = Command::new("curl");
         curl.args(["-sS", "--max-time", "10", "--interface", &testbed.client_address(index).to_string()]);
-        curl.arg(format!("http://{SERVICE}{LARGE_FILE}"));
+        curl.arg(format!("http://{SERVICE_ADDRESS}{LARGE_FILE}"));
         let downloaded = testbed.run(testbed.client(), curl).unwrap().stdout;
         assert_eq!(downloaded.len(), LARGE_FILE_BYTES, "from {}", testbed.client_address(index));
     }

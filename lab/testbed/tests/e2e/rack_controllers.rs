@@ -13,9 +13,11 @@ use std::time::{Duration, Instant};
 
 use coreward_testbed::chaos::traffic::stream_service;
 use coreward_testbed::conformance::write_busy_times;
-use coreward_testbed::fleet::{Fleet, FleetOptions, LoadSource, agent_name, bundle, busy_file, operator_command};
+use coreward_testbed::fleet::{
+    Fleet, FleetOptions, LoadSource, agent_name, busy_file, credential_directory, operator_command,
+};
 use coreward_testbed::nginx::Nginx;
-use coreward_testbed::stream::client::Streams;
+use coreward_testbed::stream::client::StreamWorkload;
 use coreward_testbed::stream::server::StreamServers;
 use coreward_testbed::{TIMEOUT, Testbed, TestbedOptions, missing_testbed_rights, skip_if};
 use coreward_tls::Role;
@@ -26,16 +28,16 @@ use crate::support::{assert_answered, assert_unbroken, daemon_log, eventually, o
 const CORE_COUNT: u16 = 2;
 /// Number that no server has.
 const NO_SERVER: u16 = 0;
-/// Value that ends the thread of [`Loads`].
+/// Value that ends the thread of [`LoadWriter`].
 const END_LOAD: u16 = u16::MAX;
 
 /// Loads of the servers: all cores are busy nearly all of the time, except the cores of one server.
-struct Loads {
-    idle: Arc<AtomicU16>,
-    writing: Option<JoinHandle<()>>,
+struct LoadWriter {
+    idle_server: Arc<AtomicU16>,
+    writer_thread: Option<JoinHandle<()>>,
 }
 
-impl Loads {
+impl LoadWriter {
     fn start(testbed: &Testbed) -> Self {
         let files: Vec<_> = testbed.server_numbers().into_iter().map(|n| (n, busy_file(testbed, n))).collect();
         let idle = Arc::new(AtomicU16::new(NO_SERVER));
@@ -54,25 +56,25 @@ impl Loads {
                 std::thread::sleep(Duration::from_millis(20));
             }
         });
-        Self { idle, writing: Some(writing) }
+        Self { idle_server: idle, writer_thread: Some(writing) }
     }
 
     fn set_idle(&self, server: u16) {
-        self.idle.store(server, Ordering::Relaxed);
+        self.idle_server.store(server, Ordering::Relaxed);
     }
 }
 
-impl Drop for Loads {
+impl Drop for LoadWriter {
     fn drop(&mut self) {
         self.set_idle(END_LOAD);
-        let _ = self.writing.take().map(JoinHandle::join);
+        let _ = self.writer_thread.take().map(JoinHandle::join);
     }
 }
 
 /// The fields are dropped in this order: the testbed last.
 struct TestEnv {
     fleet: Fleet,
-    loads: Loads,
+    loads: LoadWriter,
     _nginx: Vec<Nginx>,
     _streams: StreamServers,
     testbed: Testbed,
@@ -88,12 +90,12 @@ impl TestEnv {
         let nginx = testbed.server_numbers().into_iter().map(|number| testbed.start_nginx(number).unwrap()).collect();
         let busy_of_streams = |number| testbed.directory().join(format!("streams-s{number}"));
         let streams = testbed.start_stream_servers_at(stream_service(&testbed), busy_of_streams).unwrap();
-        let loads = Loads::start(&testbed);
+        let loads = LoadWriter::start(&testbed);
         eventually(*TIMEOUT, "a file of loads", || busy_file(&testbed, servers).exists());
         let server_racks = server_racks.iter().map(|(server, racks)| (*server, racks.to_vec()));
         let options = FleetOptions {
-            load: LoadSource::PacedServer,
-            steer: false,
+            load_source: LoadSource::PacedServer,
+            steers_connections: false,
             tls: true,
             server_lines: server_racks.clone().map(|(server, racks)| (server, racks_key(&racks))).collect(),
             server_racks: server_racks.collect(),
@@ -165,7 +167,7 @@ impl TestEnv {
     /// Starts a rack with a foreign certificate until the controller logs these words, then with the rack's own
     /// certificate.
     fn assert_rejected(&mut self, rack: &str, certificate: (Role, &str), words: &str) {
-        let own = bundle(&self.testbed, Role::Rack, rack);
+        let own = credential_directory(&self.testbed, Role::Rack, rack);
         let kept = self.testbed.directory().join("kept");
         let copy = |from: &std::path::Path, to: &std::path::Path| {
             fs::create_dir_all(to).unwrap();
@@ -175,7 +177,7 @@ impl TestEnv {
         };
         self.fleet.kill(rack).unwrap();
         copy(&own, &kept);
-        copy(&bundle(&self.testbed, certificate.0, certificate.1), &own);
+        copy(&credential_directory(&self.testbed, certificate.0, certificate.1), &own);
         let from = daemon_log(&self.testbed, "controller", 0).len();
         self.fleet.restart(&self.testbed, rack).unwrap();
         eventually(*TIMEOUT, words, || daemon_log(&self.testbed, "controller", from).contains(words));
@@ -223,7 +225,7 @@ fn racks_and_controller_restart_without_broken_connections() {
 
     env.loads.set_idle(NO_SERVER);
     let mut kept = open_keepalive_connections(&env.testbed, 20);
-    let streams = Streams::endless(40.0);
+    let streams = StreamWorkload::endless(40.0);
     let streams = env.testbed.start_stream_client_at(stream_service(&env.testbed), 1..4, &streams, None).unwrap();
     pause(2_000);
     env.fleet.kill("rack1").unwrap();

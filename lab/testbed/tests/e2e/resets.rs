@@ -4,7 +4,7 @@ use std::io::{Read as _, Write as _};
 use std::net::{SocketAddr, TcpStream};
 use std::time::Duration;
 
-use coreward_testbed::addresses::SERVICE;
+use coreward_testbed::addresses::SERVICE_ADDRESS;
 use coreward_testbed::fleet::{AdminState, FleetOptions};
 use coreward_testbed::stream::Request;
 use coreward_testbed::{Testbed, TestbedOptions, missing_testbed_rights, skip_if};
@@ -17,7 +17,7 @@ const LIMIT: Duration = Duration::from_secs(60);
 
 /// Opens a connection on which the server sends a packet every 100 ms for ten minutes, and waits for the first packet.
 fn open() -> TcpStream {
-    let mut stream = TcpStream::connect_timeout(&SocketAddr::V4(SERVICE), LIMIT).unwrap();
+    let mut stream = TcpStream::connect_timeout(&SocketAddr::V4(SERVICE_ADDRESS), LIMIT).unwrap();
     stream.set_read_timeout(Some(LIMIT)).unwrap();
     let request = Request { seed: 1.into(), packets: 6_000.into(), duration_us: 600_000_000.into() };
     stream.write_all(request.as_bytes()).unwrap();
@@ -44,9 +44,9 @@ fn close_silently(stream: TcpStream) {
 }
 
 /// Returns the number of non-listening TCP sockets of the service at all servers.
-fn sockets(testbed: &Testbed) -> usize {
+fn count_sockets(testbed: &Testbed) -> usize {
     // State 0A is LISTEN (include/net/tcp_states.h); other sockets of the service have its port as local port.
-    let port = format!(":{:04X} ", SERVICE.port());
+    let port = format!(":{:04X} ", SERVICE_ADDRESS.port());
     let of_server = |number| {
         testbed.server(number).unwrap().within(|| {
             let table = std::fs::read_to_string("/proc/thread-self/net/tcp")?;
@@ -67,16 +67,16 @@ fn servers_receive_resets_of_aborted_connections() {
         .within(|| {
             let mut streams: Vec<TcpStream> = (0..24).map(|_| open()).collect();
             // The server has its socket after the handshake's last packet has arrived.
-            eventually(LIMIT, "24 connections are open", || sockets(&env.testbed) == 24);
+            eventually(LIMIT, "24 connections are open", || count_sockets(&env.testbed) == 24);
             env.set_admin_state(1, Some(AdminState::Draining));
             pause(500);
             // After an active close, the RST has a timestamp, and so the cookie.
             for stream in streams.split_off(12) {
                 SockRef::from(&stream).set_linger(Some(Duration::ZERO))?;
             }
-            eventually(LIMIT, "12 connections are reset", || sockets(&env.testbed) == 12);
+            eventually(LIMIT, "12 connections are reset", || count_sockets(&env.testbed) == 12);
             streams.into_iter().for_each(close_silently);
-            eventually(LIMIT, "24 connections are reset", || sockets(&env.testbed) == 0);
+            eventually(LIMIT, "24 connections are reset", || count_sockets(&env.testbed) == 0);
             Ok(())
         })
         .unwrap();

@@ -5,7 +5,7 @@ use std::net::SocketAddrV4;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use coreward_testbed::addresses::{DEVICE, SERVICE};
+use coreward_testbed::addresses::{DEVICE, SERVICE_ADDRESS};
 use coreward_testbed::fleet::{AdminState, Fleet, FleetOptions};
 use coreward_testbed::http::Connection;
 use coreward_testbed::nginx::Nginx;
@@ -33,7 +33,7 @@ impl TestEnv {
     }
 
     fn explain(&self, source: SocketAddrV4) -> serde_json::Value {
-        let (vip, client) = (SERVICE.to_string(), source.to_string());
+        let (vip, client) = (SERVICE_ADDRESS.to_string(), source.to_string());
         let arguments = ["explain", "--format", "json", "--vip", &vip, "--client", &client];
         let command = coreward_testbed::fleet::operator_command(&self.testbed, &arguments).unwrap();
         let output = self.testbed.run(self.testbed.controller(), command).unwrap();

@@ -4,13 +4,13 @@
 use std::time::SystemTime;
 
 use coreward_model::forwarding::Forwarding;
-use coreward_testbed::addresses::{DEVICE, Family};
+use coreward_testbed::addresses::{AddressFamily, DEVICE};
 use coreward_testbed::fleet::{AdminState, FleetOptions};
 use coreward_testbed::{TIMEOUT, TestbedOptions, missing_testbed_rights, skip_if};
 
-use crate::support::{TestEnv, assert_unbroken, eventually, run, time_to_log};
+use crate::support::{TestEnv, assert_unbroken, duration_until_logged, eventually, run};
 
-fn start_env(instance: &str, forwarding: Forwarding, family: Family, servers_family: Family) -> TestEnv {
+fn start_env(instance: &str, forwarding: Forwarding, family: AddressFamily, servers_family: AddressFamily) -> TestEnv {
     let options = TestbedOptions {
         instance: instance.to_owned(),
         servers: 3,
@@ -23,7 +23,12 @@ fn start_env(instance: &str, forwarding: Forwarding, family: Family, servers_fam
 }
 
 /// `family`: address family of the service; `servers_family`: of the servers' addresses, and so of the outer headers.
-fn streams_survive_changes_of_the_pool(instance: &str, forwarding: Forwarding, family: Family, servers_family: Family) {
+fn streams_survive_changes_of_the_pool(
+    instance: &str,
+    forwarding: Forwarding,
+    family: AddressFamily,
+    servers_family: AddressFamily,
+) {
     let mut env = start_env(instance, forwarding, family, servers_family);
     let client = env.start_streams(20.0);
     env.wait_for_connections(60);
@@ -43,56 +48,56 @@ fn streams_survive_changes_of_the_pool(instance: &str, forwarding: Forwarding, f
 #[test]
 fn streams_survive_changes_of_a_routed_pool_by_ipip() {
     skip_if!(missing_testbed_rights());
-    streams_survive_changes_of_the_pool("routedipip", Forwarding::Ipip, Family::Ipv4, Family::Ipv4);
+    streams_survive_changes_of_the_pool("routedipip", Forwarding::Ipip, AddressFamily::Ipv4, AddressFamily::Ipv4);
 }
 
 #[test]
 fn streams_survive_changes_of_a_routed_pool_by_gue() {
     skip_if!(missing_testbed_rights());
-    streams_survive_changes_of_the_pool("routedgue", Forwarding::Gue, Family::Ipv4, Family::Ipv4);
+    streams_survive_changes_of_the_pool("routedgue", Forwarding::Gue, AddressFamily::Ipv4, AddressFamily::Ipv4);
 }
 
 #[test]
 fn ipv6_streams_survive_changes_of_a_routed_ipv6_pool_by_ipip() {
     skip_if!(missing_testbed_rights());
-    streams_survive_changes_of_the_pool("routed66ipip", Forwarding::Ipip, Family::Ipv6, Family::Ipv6);
+    streams_survive_changes_of_the_pool("routed66ipip", Forwarding::Ipip, AddressFamily::Ipv6, AddressFamily::Ipv6);
 }
 
 #[test]
 fn ipv6_streams_survive_changes_of_a_routed_ipv6_pool_by_gue() {
     skip_if!(missing_testbed_rights());
-    streams_survive_changes_of_the_pool("routed66gue", Forwarding::Gue, Family::Ipv6, Family::Ipv6);
+    streams_survive_changes_of_the_pool("routed66gue", Forwarding::Gue, AddressFamily::Ipv6, AddressFamily::Ipv6);
 }
 
 #[test]
 fn ipv6_streams_survive_changes_of_a_routed_ipv4_pool_by_ipip() {
     skip_if!(missing_testbed_rights());
-    streams_survive_changes_of_the_pool("routed64ipip", Forwarding::Ipip, Family::Ipv6, Family::Ipv4);
+    streams_survive_changes_of_the_pool("routed64ipip", Forwarding::Ipip, AddressFamily::Ipv6, AddressFamily::Ipv4);
 }
 
 #[test]
 fn ipv6_streams_survive_changes_of_a_routed_ipv4_pool_by_gue() {
     skip_if!(missing_testbed_rights());
-    streams_survive_changes_of_the_pool("routed64gue", Forwarding::Gue, Family::Ipv6, Family::Ipv4);
+    streams_survive_changes_of_the_pool("routed64gue", Forwarding::Gue, AddressFamily::Ipv6, AddressFamily::Ipv4);
 }
 
 #[test]
 fn streams_survive_changes_of_a_routed_ipv6_pool_by_ipip() {
     skip_if!(missing_testbed_rights());
-    streams_survive_changes_of_the_pool("routed46ipip", Forwarding::Ipip, Family::Ipv4, Family::Ipv6);
+    streams_survive_changes_of_the_pool("routed46ipip", Forwarding::Ipip, AddressFamily::Ipv4, AddressFamily::Ipv6);
 }
 
 #[test]
 fn streams_survive_changes_of_a_routed_ipv6_pool_by_gue() {
     skip_if!(missing_testbed_rights());
-    streams_survive_changes_of_the_pool("routed46gue", Forwarding::Gue, Family::Ipv4, Family::Ipv6);
+    streams_survive_changes_of_the_pool("routed46gue", Forwarding::Gue, AddressFamily::Ipv4, AddressFamily::Ipv6);
 }
 
 /// Routers have no IPv4 address on this link, as in fabrics of unnumbered links (RFC 8950).
 #[test]
 fn streams_survive_a_change_to_an_ipv6_next_hop() {
     skip_if!(missing_testbed_rights());
-    let env = start_env("routedvia", Forwarding::Ipip, Family::Ipv4, Family::Ipv4);
+    let env = start_env("routedvia", Forwarding::Ipip, AddressFamily::Ipv4, AddressFamily::Ipv4);
     let client = env.start_streams(20.0);
     env.wait_for_connections(60);
     let (router, balancer) = (env.testbed.server_router().unwrap(), env.testbed.load_balancer(1).unwrap());
@@ -101,7 +106,7 @@ fn streams_survive_a_change_to_an_ipv6_next_hop() {
     let changed = SystemTime::now();
     run(&env.testbed, balancer, &format!("ip route replace 10.1.1.0/24 via inet6 {address} dev {DEVICE}"));
     let event = "event=\"next-hops-changed\"";
-    eventually(*TIMEOUT, event, || time_to_log(&env.testbed, 1, event, changed).is_some());
+    eventually(*TIMEOUT, event, || duration_until_logged(&env.testbed, 1, event, changed).is_some());
     env.wait_for_connections(60);
     assert_unbroken(client);
     assert_eq!(env.sum_counter("drop_server_unresolved"), 0);

@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use coreward_model::forwarding::Forwarding;
-use coreward_testbed::addresses::{DEVICE, Family, server_address};
+use coreward_testbed::addresses::{AddressFamily, DEVICE, server_address};
 use coreward_testbed::fleet::{Fleet, FleetOptions};
 use coreward_testbed::uplink::CLIENT_LINK;
 use coreward_testbed::{TIMEOUT, Testbed, TestbedOptions, missing_testbed_rights, skip_if};
@@ -18,9 +18,9 @@ use crate::support::{eventually, run};
 const MEGABYTE: usize = 1_000_000;
 const ETHERNET_MTU: usize = 1500;
 /// Lengths of datagrams: without DF, in several fragments; and with DF, in one packet.
-const DATAGRAMS: [usize; 2] = [8_000, 1_400];
+const DATAGRAM_LENGTHS: [usize; 2] = [8_000, 1_400];
 /// Time without an answer after which a client sends a datagram again.
-const INTERVAL: Duration = Duration::from_millis(500);
+const RETRY_INTERVAL: Duration = Duration::from_millis(500);
 
 /// Two threads on every server that echo 1 MB per connection and each datagram, until this value is dropped.
 struct EchoServers(Arc<AtomicBool>);
@@ -94,7 +94,7 @@ fn is_too_long(error: &std::io::Error) -> bool {
 fn exchange_by_udp(service: SocketAddr, length: usize) -> anyhow::Result<usize> {
     let socket = UdpSocket::bind(if service.is_ipv4() { "0.0.0.0:0" } else { "[::]:0" })?;
     socket.connect(service)?;
-    socket.set_read_timeout(Some(INTERVAL))?;
+    socket.set_read_timeout(Some(RETRY_INTERVAL))?;
     let (mut repeats, mut buffer) = (0, vec![0; 65_536]);
     for number in 0..MEGABYTE / length {
         let sent = vec![number as u8; length];
@@ -125,7 +125,7 @@ fn learned_mtu(testbed: &Testbed) -> Option<usize> {
 }
 
 /// Kind of outer headers, and families of the service and of the servers' addresses.
-type Tunnel = (Forwarding, Family, Family);
+type Tunnel = (Forwarding, AddressFamily, AddressFamily);
 
 fn start(instance: &str, (forwarding, family, servers_family): Tunnel) -> (Fleet, EchoServers, Testbed) {
     let testbed = Testbed::create(TestbedOptions {
@@ -159,7 +159,7 @@ fn transfer_megabytes(instance: &str, tunnel: Tunnel, client_mtu: u16, from_rout
     let (fleet, _echoes, testbed) = start(instance, tunnel);
     let router = testbed.router().unwrap();
     if from_router {
-        let clients = if tunnel.1 == Family::Ipv4 { "10.2.0.0/16" } else { "2001:db8::a02:0/112" };
+        let clients = if tunnel.1 == AddressFamily::Ipv4 { "10.2.0.0/16" } else { "2001:db8::a02:0/112" };
         run(&testbed, router, &format!("ip route replace {clients} dev {CLIENT_LINK} mtu {client_mtu}"));
     } else {
         run(&testbed, testbed.client(), &format!("ip link set {DEVICE} mtu {client_mtu}"));
@@ -172,7 +172,7 @@ fn transfer_megabytes(instance: &str, tunnel: Tunnel, client_mtu: u16, from_rout
         .client()
         .within(|| {
             (0..4).try_for_each(|_| exchange_by_tcp(service))?;
-            for length in DATAGRAMS {
+            for length in DATAGRAM_LENGTHS {
                 let repeats = exchange_by_udp(service, length)?;
                 println!("{length} bytes: {repeats} sent again");
                 anyhow::ensure!(repeats <= 10, "{repeats} of {} sent again", MEGABYTE / length);
@@ -191,53 +191,53 @@ fn transfer_megabytes(instance: &str, tunnel: Tunnel, client_mtu: u16, from_rout
 #[test]
 fn megabytes_pass_by_ipip_to_a_client_behind_an_mtu_of_1280() {
     skip_if!(missing_testbed_rights());
-    transfer_megabytes("mtuipipsmall", (Forwarding::Ipip, Family::Ipv4, Family::Ipv4), 1_280, true);
+    transfer_megabytes("mtuipipsmall", (Forwarding::Ipip, AddressFamily::Ipv4, AddressFamily::Ipv4), 1_280, true);
 }
 
 #[test]
 fn megabytes_pass_by_gue_to_a_client_behind_an_mtu_of_1280() {
     skip_if!(missing_testbed_rights());
-    transfer_megabytes("mtuguesmall", (Forwarding::Gue, Family::Ipv4, Family::Ipv4), 1_280, true);
+    transfer_megabytes("mtuguesmall", (Forwarding::Gue, AddressFamily::Ipv4, AddressFamily::Ipv4), 1_280, true);
 }
 
 #[test]
 fn megabytes_pass_by_ipip_from_a_client_with_an_mtu_of_9000() {
     skip_if!(missing_testbed_rights());
-    transfer_megabytes("mtuipiplarge", (Forwarding::Ipip, Family::Ipv4, Family::Ipv4), 9_000, false);
+    transfer_megabytes("mtuipiplarge", (Forwarding::Ipip, AddressFamily::Ipv4, AddressFamily::Ipv4), 9_000, false);
 }
 
 #[test]
 fn megabytes_pass_by_gue_from_a_client_with_an_mtu_of_9000() {
     skip_if!(missing_testbed_rights());
-    transfer_megabytes("mtuguelarge", (Forwarding::Gue, Family::Ipv4, Family::Ipv4), 9_000, false);
+    transfer_megabytes("mtuguelarge", (Forwarding::Gue, AddressFamily::Ipv4, AddressFamily::Ipv4), 9_000, false);
 }
 
 #[test]
 fn megabytes_pass_by_gue_from_a_client_with_an_mtu_of_1280() {
     skip_if!(missing_testbed_rights());
-    transfer_megabytes("mtugueclient", (Forwarding::Gue, Family::Ipv4, Family::Ipv4), 1_280, false);
+    transfer_megabytes("mtugueclient", (Forwarding::Gue, AddressFamily::Ipv4, AddressFamily::Ipv4), 1_280, false);
 }
 
 #[test]
 fn ipv6_megabytes_pass_by_gue_to_a_client_behind_an_mtu_of_1280() {
     skip_if!(missing_testbed_rights());
-    transfer_megabytes("mtugue66small", (Forwarding::Gue, Family::Ipv6, Family::Ipv6), 1_280, true);
+    transfer_megabytes("mtugue66small", (Forwarding::Gue, AddressFamily::Ipv6, AddressFamily::Ipv6), 1_280, true);
 }
 
 #[test]
 fn ipv6_megabytes_pass_by_gue_from_a_client_with_an_mtu_of_9000() {
     skip_if!(missing_testbed_rights());
-    transfer_megabytes("mtugue66large", (Forwarding::Gue, Family::Ipv6, Family::Ipv6), 9_000, false);
+    transfer_megabytes("mtugue66large", (Forwarding::Gue, AddressFamily::Ipv6, AddressFamily::Ipv6), 9_000, false);
 }
 
 #[test]
 fn ipv6_megabytes_pass_by_ipip_over_ipv4_from_a_client_with_an_mtu_of_9000() {
     skip_if!(missing_testbed_rights());
-    transfer_megabytes("mtuipip64large", (Forwarding::Ipip, Family::Ipv6, Family::Ipv4), 9_000, false);
+    transfer_megabytes("mtuipip64large", (Forwarding::Ipip, AddressFamily::Ipv6, AddressFamily::Ipv4), 9_000, false);
 }
 
 #[test]
 fn megabytes_pass_by_ipip_over_ipv6_from_a_client_with_an_mtu_of_9000() {
     skip_if!(missing_testbed_rights());
-    transfer_megabytes("mtuipip46large", (Forwarding::Ipip, Family::Ipv4, Family::Ipv6), 9_000, false);
+    transfer_megabytes("mtuipip46large", (Forwarding::Ipip, AddressFamily::Ipv4, AddressFamily::Ipv6), 9_000, false);
 }

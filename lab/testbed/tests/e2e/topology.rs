@@ -8,10 +8,10 @@ use std::time::Duration;
 
 use anyhow::Context as _;
 use coreward_model::FourTuple;
-use coreward_model::rss::{IndirectionTable, Rss, RssKey};
-use coreward_testbed::addresses::{DEVICE, SERVICE, VIP, server_address};
+use coreward_model::rss::{IndirectionTable, RssConfig, RssKey};
+use coreward_testbed::addresses::{DEVICE, SERVICE_ADDRESS, VIP, server_address};
 use coreward_testbed::instance::find_remains;
-use coreward_testbed::rss_emulation::{ReceiveQueues, attach_xdp_pass, read_registers, write_registers};
+use coreward_testbed::rss_emulation::{ReceiveQueueRecorder, attach_xdp_pass, read_registers, write_registers};
 use coreward_testbed::{Testbed, TestbedOptions, counters, missing_testbed_rights, nginx, skip_if};
 use nix::unistd::{Pid, getpgid};
 
@@ -21,7 +21,7 @@ fn options(instance: &str, servers: u16) -> TestbedOptions {
 
 fn curl(testbed: &Testbed, path: &str, arguments: &[&str]) -> anyhow::Result<Vec<u8>> {
     let mut curl = Command::new("curl");
-    curl.args(["-sS", "--max-time", "10"]).args(arguments).arg(format!("http://{SERVICE}{path}"));
+    curl.args(["-sS", "--max-time", "10"]).args(arguments).arg(format!("http://{SERVICE_ADDRESS}{path}"));
     Ok(testbed.run(testbed.client(), curl)?.stdout)
 }
 
@@ -61,17 +61,17 @@ fn hosts_reach_each_other_and_nginx_serves() -> anyhow::Result<()> {
 /// Opens one connection per source port and compares its receive queue with the prediction by Toeplitz and table.
 fn assert_queues_as_predicted(
     testbed: &Testbed,
-    queues: &ReceiveQueues,
-    rss: &Rss,
+    queues: &ReceiveQueueRecorder,
+    rss: &RssConfig,
     first_port: u16,
 ) -> anyhow::Result<()> {
     let mut used = vec![false; usize::from(testbed.options().cores)];
     for port in first_port..first_port + 32 {
         curl(testbed, nginx::WORKER_PATH, &["--local-port", &port.to_string()])?;
-        let tuple = FourTuple::ipv4((testbed.client_ipv4_address(0), port), (VIP, SERVICE.port()));
+        let tuple = FourTuple::ipv4((testbed.client_ipv4_address(0), port), (VIP, SERVICE_ADDRESS.port()));
         let hash = rss.key.toeplitz(&tuple.bytes());
         let predicted = rss.indirection_table.queue(hash);
-        assert_eq!(queues.queue_of_flow(&tuple)?, Some((predicted, hash)), "source port {port}");
+        assert_eq!(queues.queue_and_hash(&tuple)?, Some((predicted, hash)), "source port {port}");
         used[usize::from(predicted)] = true;
     }
     assert!(used.iter().all(|used| *used), "32 flows did not use all queues: {used:?}");
@@ -84,14 +84,14 @@ fn emulated_rss_delivers_32_of_32_flows_on_the_predicted_queue() -> anyhow::Resu
     let testbed = Testbed::create(options("trss", 1))?;
     let _nginx = testbed.start_nginx(1)?;
     testbed.route_vip_to_server_1(testbed.client())?;
-    let queues = ReceiveQueues::start(testbed.server(1)?, DEVICE)?;
+    let queues = ReceiveQueueRecorder::start(testbed.server(1)?, DEVICE)?;
     let registers = testbed.emulated_rss_path(1);
 
     let fresh = read_registers(&registers)?;
     assert_eq!(fresh.indirection_table.queues()[..6], [0, 1, 2, 3, 0, 1]);
     assert_queues_as_predicted(&testbed, &queues, &fresh, 20_000)?;
 
-    let set = Rss { key: RssKey::microsoft(), indirection_table: IndirectionTable::balanced(7, 256, 4)? };
+    let set = RssConfig { key: RssKey::microsoft(), indirection_table: IndirectionTable::balanced(7, 256, 4)? };
     write_registers(&registers, &set)?;
     assert_eq!(read_registers(&registers)?, set);
     assert_queues_as_predicted(&testbed, &queues, &set, 21_000)
@@ -139,7 +139,7 @@ fn connections_spread_over_announced_load_balancers() -> anyhow::Result<()> {
     // With 32 connections one load balancer gets none once in 2^31 runs.
     assert!(both.iter().all(|packets| *packets > 0), "{both:?}");
 
-    testbed.announce(&[2])?;
+    testbed.route_vips_to_load_balancers(&[2])?;
     ask_often(&testbed)?;
     let second = routed_packets(&testbed)?;
     assert!(second[0] == both[0] && second[1] > both[1], "{both:?}, then {second:?}");
@@ -150,9 +150,9 @@ fn connections_spread_over_announced_load_balancers() -> anyhow::Result<()> {
     // The client is not notified: packets to a load balancer without power are lost, not refused.
     let lost = curl(&testbed, nginx::WORKER_PATH, &["--connect-timeout", "1"]).unwrap_err().to_string();
     assert!(lost.contains("exit status: 28"), "{lost}");
-    testbed.announce(&[1])?;
+    testbed.route_vips_to_load_balancers(&[1])?;
     ask_often(&testbed)?;
-    let none = testbed.announce(&[]).unwrap_err().to_string();
+    let none = testbed.route_vips_to_load_balancers(&[]).unwrap_err().to_string();
     assert!(none.contains("at least one"), "{none}");
     Ok(())
 }
@@ -225,7 +225,7 @@ fn killed_testbed_is_removed_by_the_next() -> anyhow::Result<()> {
 #[test]
 fn addresses_match_the_documentation() {
     assert_eq!(server_address(3), Ipv4Addr::new(10, 1, 1, 3));
-    assert_eq!(SERVICE, SocketAddrV4::new(Ipv4Addr::new(10, 200, 0, 1), 80));
+    assert_eq!(SERVICE_ADDRESS, SocketAddrV4::new(Ipv4Addr::new(10, 200, 0, 1), 80));
 }
 
 #[test]

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::process::Command;
 
-use coreward_testbed::doc_runner::{Host, blocks};
+use coreward_testbed::doc_runner::{Host, parse_shell_blocks};
 use coreward_testbed::{Testbed, TestbedOptions, missing_testbed_rights, skip_if};
 
 const UNITS: [(&str, &str); 3] = [
@@ -48,7 +48,7 @@ fn run_blocks(testbed: &Testbed, document: &str) {
         .into_iter()
         .map(|(name, namespace)| (name.clone(), Host::start(testbed, &name, namespace).unwrap()))
         .collect();
-    let blocks = blocks(document).unwrap();
+    let blocks = parse_shell_blocks(document).unwrap();
     assert!(blocks.len() > 10, "{blocks:?}");
     for (number, block) in blocks.iter().enumerate() {
         for name in &block.machines {

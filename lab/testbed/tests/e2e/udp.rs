@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use coreward_testbed::addresses::{SERVICE, VIP};
+use coreward_testbed::addresses::{SERVICE_ADDRESS, VIP};
 use coreward_testbed::fleet::{AdminState, FleetOptions};
 use coreward_testbed::{TIMEOUT, Testbed, TestbedOptions, missing_testbed_rights, skip_if};
 
@@ -18,7 +18,7 @@ use crate::support::{TestEnv, eventually};
 /// Returns a UDP service at the address and port of the TCP service.
 fn service(udp: &str, policy: &str) -> String {
     format!(
-        "\n[[service]]\nname = \"datagrams\"\nvip = \"{SERVICE}\"\nprotocol = \"udp\"\nudp = \"{udp}\"\n\
+        "\n[[service]]\nname = \"datagrams\"\nvip = \"{SERVICE_ADDRESS}\"\nprotocol = \"udp\"\nudp = \"{udp}\"\n\
          policy = \"{policy}\"\n"
     )
 }
@@ -37,7 +37,7 @@ impl EchoServers {
         let done = Arc::new(AtomicBool::new(false));
         for number in testbed.server_numbers() {
             let socket =
-                testbed.server(number).unwrap().within(|| Ok(UdpSocket::bind((VIP, SERVICE.port()))?)).unwrap();
+                testbed.server(number).unwrap().within(|| Ok(UdpSocket::bind((VIP, SERVICE_ADDRESS.port()))?)).unwrap();
             socket.set_read_timeout(Some(Duration::from_millis(100))).unwrap();
             let done = Arc::clone(&done);
             std::thread::spawn(move || {
@@ -61,7 +61,7 @@ impl Drop for EchoServers {
 }
 
 /// Interval after which a client repeats a request without an answer.
-const INTERVAL: Duration = Duration::from_secs(1);
+const RETRY_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Socket of a client.
 struct Flow {
@@ -75,8 +75,8 @@ struct Flow {
 impl Flow {
     fn open() -> Self {
         let socket = UdpSocket::bind("0.0.0.0:0").unwrap();
-        socket.set_read_timeout(Some(INTERVAL)).unwrap();
-        socket.connect(SERVICE).unwrap();
+        socket.set_read_timeout(Some(RETRY_INTERVAL)).unwrap();
+        socket.connect(SERVICE_ADDRESS).unwrap();
         Self { socket, newest: Cell::new(0), repeats: Cell::new(0), duplicates: Cell::new(0) }
     }
 

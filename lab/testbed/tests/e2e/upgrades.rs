@@ -7,9 +7,9 @@ use std::time::Duration;
 use coreward_dataplane::mmap_array::MmapArray;
 use coreward_intf as intf;
 use coreward_model::consistency::Consistency;
-use coreward_testbed::addresses::SERVICE;
+use coreward_testbed::addresses::SERVICE_ADDRESS;
 use coreward_testbed::fleet::FleetOptions;
-use coreward_testbed::stream::client::{StreamClient, Streams};
+use coreward_testbed::stream::client::{StreamClient, StreamWorkload};
 use coreward_testbed::{TestbedOptions, missing_testbed_rights, skip_if};
 use libbpf_rs::MapHandle;
 use zerocopy::{FromBytes, IntoBytes};
@@ -49,8 +49,8 @@ impl TestEnv {
 
     /// Starts a client with this range of addresses: a second run cannot bind the ports that the first run has used.
     fn streams_from(&self, addresses: Range<u16>) -> StreamClient {
-        let streams = Streams::endless(150.0);
-        self.testbed.start_stream_client_at(SERVICE, addresses, &streams, None).unwrap()
+        let streams = StreamWorkload::endless(150.0);
+        self.testbed.start_stream_client_at(SERVICE_ADDRESS, addresses, &streams, None).unwrap()
     }
 
     /// Replaces the daemon by one with another layout version.
@@ -112,7 +112,7 @@ fn real_versions_are_exchanged_up_and_down() {
         restart_without_pins(&mut env, daemon, Some(&old));
     }
     env.fleet.wait_until_ready(&env.testbed).unwrap();
-    env.testbed.announce(&[1, 2]).unwrap();
+    env.testbed.route_vips_to_load_balancers(&[1, 2]).unwrap();
 
     println!("== up, one after the other");
     let client = env.streams_from(0..2);
@@ -134,12 +134,12 @@ fn real_versions_are_exchanged_up_and_down() {
             println!("{daemon}: {refused:#}");
             // As in docs/deployment.md, the other load balancers carry the traffic meanwhile.
             let others: Vec<u16> = [1, 2].into_iter().filter(|other| other.to_string() != number).collect();
-            env.testbed.announce(&others).unwrap();
+            env.testbed.route_vips_to_load_balancers(&others).unwrap();
             pause(500);
             std::fs::remove_dir_all(env.pin_path(daemon)).unwrap();
             env.fleet.restart(&env.testbed, daemon).unwrap();
             env.fleet.wait_until_ready(&env.testbed).unwrap();
-            env.testbed.announce(&[1, 2]).unwrap();
+            env.testbed.route_vips_to_load_balancers(&[1, 2]).unwrap();
         }
         env.fleet.wait_until_ready(&env.testbed).unwrap();
         println!("{daemon}: of the older version");

@@ -2,7 +2,7 @@
 
 use coreward_model::consistency::{Consistency, Timestamps};
 use coreward_model::forwarding::Forwarding;
-use coreward_testbed::addresses::{DEVICE, Family};
+use coreward_testbed::addresses::{AddressFamily, DEVICE};
 use coreward_testbed::fleet::{AdminState, FleetOptions};
 use coreward_testbed::topology::Vlans;
 use coreward_testbed::{TIMEOUT, TestbedOptions, missing_testbed_rights, skip_if};
@@ -10,7 +10,7 @@ use serde_json::Value;
 
 use crate::support::{TestEnv, assert_unbroken, eventually, run};
 
-fn start(instance: &str, vlans: (u16, &[u16]), family: Family, fleet: FleetOptions) -> TestEnv {
+fn start(instance: &str, vlans: (u16, &[u16]), family: AddressFamily, fleet: FleetOptions) -> TestEnv {
     let options = TestbedOptions {
         instance: instance.to_owned(),
         servers: 3,
@@ -41,7 +41,7 @@ fn change_and_restart(env: &mut TestEnv) {
 fn stamped_connections_cross_vlans_and_survive_pool_changes() {
     skip_if!(missing_testbed_rights());
     // Frames to servers 1 and 3 have a replaced tag, frames to server 2 have none.
-    let mut env = start("vlan", (10, &[20, 0]), Family::Ipv4, FleetOptions::default());
+    let mut env = start("vlan", (10, &[20, 0]), AddressFamily::Ipv4, FleetOptions::default());
     change_and_restart(&mut env);
     assert!(env.sum_counter("established") > 500 && env.sum_counter("flow_table") == 0);
     let status = env.coreward(&["status"]).unwrap();
@@ -59,8 +59,8 @@ fn stamped_connections_cross_vlans_and_survive_pool_changes() {
 #[test]
 fn untagged_clients_reach_ipv6_servers_in_vlans() {
     skip_if!(missing_testbed_rights());
-    let fleet = FleetOptions { servers_family: Family::Ipv6, ..FleetOptions::default() };
-    let mut env = start("vlan6", (0, &[20, 30]), Family::Ipv6, fleet);
+    let fleet = FleetOptions { servers_family: AddressFamily::Ipv6, ..FleetOptions::default() };
+    let mut env = start("vlan6", (0, &[20, 30]), AddressFamily::Ipv6, fleet);
     change_and_restart(&mut env);
     assert!(env.sum_counter("established") > 500);
 }
@@ -71,7 +71,7 @@ fn chained_connections_in_one_vlan_survive_pool_changes() {
     skip_if!(missing_testbed_rights());
     let (consistency, timestamps) = (Consistency::Beamer, Timestamps::Off);
     let fleet = FleetOptions { consistency, timestamps, ..FleetOptions::default() };
-    let mut env = start("vlanchain", (10, &[10]), Family::Ipv4, fleet);
+    let mut env = start("vlanchain", (10, &[10]), AddressFamily::Ipv4, fleet);
     change_and_restart(&mut env);
 }
 
@@ -79,7 +79,7 @@ fn chained_connections_in_one_vlan_survive_pool_changes() {
 fn encapsulated_packets_are_tagged() {
     skip_if!(missing_testbed_rights());
     let fleet = FleetOptions { forwarding: Forwarding::Gue, ..FleetOptions::default() };
-    let mut env = start("vlangue", (10, &[20]), Family::Ipv4, fleet);
+    let mut env = start("vlangue", (10, &[20]), AddressFamily::Ipv4, fleet);
     change_and_restart(&mut env);
     assert!(env.sum_counter("established") > 500);
     assert_eq!(env.sum_counter("drop_exceeds_mtu"), 0);
@@ -88,7 +88,7 @@ fn encapsulated_packets_are_tagged() {
 #[test]
 fn tags_are_left_in_frames_and_a_missing_device_is_reported() {
     skip_if!(missing_testbed_rights());
-    let env = start("vlanfault", (10, &[20]), Family::Ipv4, FleetOptions::default());
+    let env = start("vlanfault", (10, &[20]), AddressFamily::Ipv4, FleetOptions::default());
     let balancer = env.testbed.load_balancer(1).unwrap();
     eventually(*TIMEOUT, "the driver leaves tags in frames", || {
         run(&env.testbed, balancer, &format!("ethtool -k {DEVICE}")).contains("rx-vlan-offload: off")

@@ -58,7 +58,7 @@ impl TestEnv {
             document += &format!("[[server]]\nname = \"s{number}\"\naddress = \"10.1.1.{number}\"\n");
         }
         let options = FleetOptions {
-            steer: false,
+            steers_connections: false,
             controller_count: 2,
             etcd_endpoints: vec![member.endpoint()],
             lease_s: 5,

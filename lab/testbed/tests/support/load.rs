@@ -3,14 +3,14 @@
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
-use coreward_testbed::addresses::SERVICE;
+use coreward_testbed::addresses::SERVICE_ADDRESS;
 use coreward_testbed::fleet::lab_command;
 use coreward_testbed::{Process, Testbed};
 use serde_json::Value;
 
 pub fn start_load(testbed: &Testbed, options: &str) -> anyhow::Result<Process> {
     let mut command = Command::new(lab_command()?);
-    command.args(["load", &SERVICE.to_string(), "--format", "json"]).args(options.split_whitespace());
+    command.args(["load", &SERVICE_ADDRESS.to_string(), "--format", "json"]).args(options.split_whitespace());
     command.stdout(Stdio::piped());
     testbed.spawn(testbed.client(), command)
 }

@@ -11,12 +11,12 @@ use std::time::{Duration, Instant, SystemTime};
 use coreward_daemon::drop_capabilities;
 use coreward_metrics::table::Component;
 use coreward_testbed::fleet::{AdminState, Fleet, FleetOptions, LoadSource, operator_command};
-use coreward_testbed::http::{Answerer, Connection};
-use coreward_testbed::stream::client::{StreamClient, StreamReport, Streams};
+use coreward_testbed::http::{Connection, RespondingWorker};
+use coreward_testbed::stream::client::{StreamClient, StreamReport, StreamWorkload};
 use coreward_testbed::stream::server::StreamServers;
 use coreward_testbed::{Namespace, TIMEOUT, Testbed, TestbedOptions, counters};
 
-pub type OpenConnections = Vec<(Connection, Answerer)>;
+pub type OpenConnections = Vec<(Connection, RespondingWorker)>;
 
 /// Opens connections. Returns each with the worker that answered its first request.
 pub fn open_keepalive_connections(testbed: &Testbed, count: usize) -> OpenConnections {
@@ -33,8 +33,8 @@ pub fn try_open(testbed: &Testbed, count: usize) -> anyhow::Result<OpenConnectio
 }
 
 /// Returns the number of connections without an answer, or with an answer from another worker.
-pub fn count_broken(connections: &mut [(Connection, Answerer)]) -> usize {
-    let is_broken = |(connection, first): &mut (Connection, Answerer)| {
+pub fn count_broken(connections: &mut [(Connection, RespondingWorker)]) -> usize {
+    let is_broken = |(connection, first): &mut (Connection, RespondingWorker)| {
         connection.query_worker().map_or(true, |answerer| answerer != *first)
     };
     connections.iter_mut().map(is_broken).filter(|is_broken| *is_broken).count()
@@ -46,7 +46,7 @@ pub fn daemon_log(testbed: &Testbed, daemon: &str, from: usize) -> String {
     text.get(from..).unwrap_or_default().to_owned()
 }
 
-pub fn assert_answered(connections: &mut [(Connection, Answerer)]) {
+pub fn assert_answered(connections: &mut [(Connection, RespondingWorker)]) {
     for (connection, first) in connections {
         assert_eq!(&connection.query_worker().unwrap(), first);
     }
@@ -79,7 +79,7 @@ impl TestEnv {
     pub fn start(testbed: TestbedOptions, fleet: FleetOptions) -> Self {
         let testbed = Testbed::create(TestbedOptions { cores: 1, ..testbed }).unwrap();
         let servers = testbed.start_stream_servers().unwrap();
-        let fleet = FleetOptions { load: LoadSource::PacedServer, steer: false, ..fleet };
+        let fleet = FleetOptions { load_source: LoadSource::PacedServer, steers_connections: false, ..fleet };
         let fleet = Fleet::start(&testbed, fleet).unwrap();
         Self { fleet, _servers: servers, testbed }
     }
@@ -94,7 +94,7 @@ impl TestEnv {
 
     /// Starts a client that opens connections at this rate until [`assert_unbroken`].
     pub fn start_streams(&self, per_second: f64) -> StreamClient {
-        self.testbed.start_stream_client(&Streams::endless(per_second), None).unwrap()
+        self.testbed.start_stream_client(&StreamWorkload::endless(per_second), None).unwrap()
     }
 
     /// Changes a server in the controller's file; `None`: removes it. Returns when every component has confirmed the
@@ -177,7 +177,12 @@ pub fn eventually_in_force(fleet: &Fleet, testbed: &Testbed) {
 }
 
 /// Returns the time from `since` to a load balancer's next log line with these words; `None`: no such line yet.
-pub fn time_to_log(testbed: &Testbed, load_balancer: u16, words: &str, since: SystemTime) -> Option<Duration> {
+pub fn duration_until_logged(
+    testbed: &Testbed,
+    load_balancer: u16,
+    words: &str,
+    since: SystemTime,
+) -> Option<Duration> {
     let log = testbed.directory().join(format!("lb{load_balancer}.log"));
     let log = std::fs::read_to_string(log).unwrap();
     let lines = log.lines().filter(|line| line.contains(words));
@@ -189,7 +194,7 @@ pub fn time_to_log(testbed: &Testbed, load_balancer: u16, words: &str, since: Sy
 pub fn assert_masked_within(limit: Duration, testbed: &Testbed, name: &str, died: SystemTime) {
     let words = format!("event=\"server-masked\" server=\"{name}\" service=\"web0\"");
     for balancer in testbed.load_balancer_numbers() {
-        let masked = || time_to_log(testbed, balancer, &words, died);
+        let masked = || duration_until_logged(testbed, balancer, &words, died);
         eventually(*TIMEOUT, &words, || masked().is_some());
         println!("lb{balancer}: masked after {:?}, expected within {limit:?}", masked().unwrap());
         assert!(masked().unwrap() <= limit, "lb{balancer}");

@@ -14,7 +14,7 @@ use coreward_model::consistency::ServiceMode;
 use coreward_model::cookie::{CookieKey, FleetKeys, KeyIndex};
 use coreward_model::rss::RssKey;
 use coreward_model::tuple::{Protocol, ServiceAddress};
-use coreward_testbed::addresses::{DEVICE, SERVICE, server_address};
+use coreward_testbed::addresses::{DEVICE, SERVICE_ADDRESS, server_address};
 use coreward_testbed::topology::{Testbed, TestbedOptions};
 use coreward_wire::{AgentConfiguration, StampedService};
 use socket2::{Domain, Socket, Type};
@@ -31,7 +31,15 @@ pub fn testbed(instance: &str) -> anyhow::Result<Testbed> {
     })?;
     // There is no load balancer at work.
     let mut route = Command::new("ip");
-    route.args(["route", "replace", &SERVICE.ip().to_string(), "via", &server_address(1).to_string(), "dev", DEVICE]);
+    route.args([
+        "route",
+        "replace",
+        &SERVICE_ADDRESS.ip().to_string(),
+        "via",
+        &server_address(1).to_string(),
+        "dev",
+        DEVICE,
+    ]);
     testbed.run(testbed.client(), route)?;
     std::fs::write(busy_file(&testbed), [0; CORE_COUNT as usize * 8])?;
     Ok(testbed)
@@ -68,7 +76,7 @@ pub fn configuration() -> AgentConfiguration {
         generation: 1,
         services: vec![StampedService {
             name: "web".to_owned(),
-            address: ServiceAddress { socket: SERVICE.into(), protocol: Protocol::Tcp },
+            address: ServiceAddress { socket: SERVICE_ADDRESS.into(), protocol: Protocol::Tcp },
             server_id: server_id(),
             mode: ServiceMode::default(),
         }],
@@ -94,7 +102,7 @@ pub fn get(testbed: &Testbed, path: &str, source_port: u16) -> anyhow::Result<St
         socket.set_reuse_address(true)?;
         socket.set_linger(Some(Duration::ZERO))?;
         socket.bind(&SocketAddr::from((testbed.client_address(0), source_port)).into())?;
-        socket.connect_timeout(&SocketAddr::from(SERVICE).into(), TIMEOUT)?;
+        socket.connect_timeout(&SocketAddr::from(SERVICE_ADDRESS).into(), TIMEOUT)?;
         let mut stream = TcpStream::from(socket);
         stream.set_read_timeout(Some(TIMEOUT))?;
         write!(stream, "GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")?;

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use coreward_api::Role;
 use coreward_api::types::Status;
-use coreward_control_server::server::Server;
+use coreward_control_server::server::ControllerServer;
 use coreward_http::client::Client;
 use coreward_http::tokens::token_file;
 use coreward_rpc::v1::control_client::ControlClient;
@@ -75,7 +75,7 @@ impl TestDirectory {
         // A controller that was killed may still be writing: other than a process, a task is not gone at once.
         let server = with_timeout("the store", async {
             loop {
-                match Server::bind(&self.config()).await {
+                match ControllerServer::bind(&self.config()).await {
                     Err(error) if error.to_string().contains("is in use") => tokio::task::yield_now().await,
                     bound => break bound.unwrap(),
                 }
@@ -83,7 +83,7 @@ impl TestDirectory {
         })
         .await;
         let (address, api, state) = (server.address(), server.api_address(), server.election());
-        let metrics = Box::new(move || state.metrics().text());
+        let metrics = Box::new(move || state.metrics().to_openmetrics());
         let token = token_file(self.directory.path(), Role::Operator);
         let client = Client::new(api.into(), &token).unwrap();
         RunningController {

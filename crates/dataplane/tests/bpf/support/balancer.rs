@@ -8,7 +8,7 @@ use coreward_dataplane::mac::MacAddress;
 use coreward_intf as intf;
 use coreward_model::consistency::ServiceMode;
 use coreward_model::cookie::{CookieKey, FleetKeys, KeyIndex};
-use coreward_model::placement::{PlacementTable, Rule};
+use coreward_model::placement::{PlacementRule, PlacementTable};
 use coreward_model::rss::uniform_below;
 use coreward_model::tuple::Protocol;
 use coreward_model::{FourTuple, ServerId, ServiceAddress};
@@ -100,7 +100,7 @@ impl Balancer {
 
     /// Returns a load balancer that is compared with the model. Panics when `options` limits broadcasts.
     pub fn with(services: &[(ServiceAddress, ServiceMode)], options: Options, rng: &mut impl Rng) -> Self {
-        assert_eq!(options.broadcast_limits, BroadcastRates::DEFAULT, "expected no limits, or with_limits");
+        assert_eq!(options.broadcast_limits, BroadcastRates::DEFAULT_LIMITS, "expected no limits, or with_limits");
         Self::with_lb(ComparedLb::load(with_connection_key(options), OWN_MAC), services, rng)
     }
 
@@ -272,7 +272,7 @@ fn check_sent(frame: &[u8], verdict: i32, packet: &[u8], destination: MacAddress
 }
 
 pub fn random_table(
-    rule: Rule,
+    rule: PlacementRule,
     generation: u64,
     groups: usize,
     servers: &[ServerId],

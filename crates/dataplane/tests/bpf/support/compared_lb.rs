@@ -50,7 +50,7 @@ fn model_of(lb: &LoadBalancer, options: &Options, own_mac: MacAddress) -> model:
     let rates = model::BroadcastRates { per_source: rate, per_service: rate, total: rate };
     let unspecified = OuterSources { ipv4: Ipv4Addr::UNSPECIFIED, ipv6: Ipv6Addr::UNSPECIFIED };
     let constants = model::LbSettings {
-        broadcast: [rates; model::REASON_COUNT],
+        broadcast_rates: [rates; model::REASON_COUNT],
         flow_set_count: options.flow_table_entries.div_ceil(intf::FLOW_SET_ENTRIES),
         connection_table: lb.connection_table_size(),
         counts_traffic: false,
@@ -98,7 +98,7 @@ impl ComparedLb {
 
     /// Processes `frame` in program and model, which must agree. Returns verdict, packet, and the model's outcome.
     pub fn run(&self, frame: &[u8]) -> (i32, Vec<u8>, Option<model::Outcome>) {
-        let test_run::Outcome { verdict, packet, .. } = test_run::run(self.lb.program(), frame, 1).unwrap();
+        let test_run::RunOutcome { verdict, packet, .. } = test_run::run(self.lb.program(), frame, 1).unwrap();
         let Some(model) = &self.model else { return (verdict, packet, None) };
         self.now_ns.set(self.now_ns.get() + 1);
         let mut expected = frame.to_vec();
@@ -148,8 +148,8 @@ impl ComparedLb {
         Ok(())
     }
 
-    pub fn set_outer(&mut self, sources: OuterSources, mtu: u32) {
-        self.lb.set_outer(sources, mtu);
+    pub fn set_outer_header(&mut self, sources: OuterSources, mtu: u32) {
+        self.lb.set_outer_header(sources, mtu);
         self.change_model(|model| model.set_outer_header(outer(sources, mtu)));
     }
 
@@ -177,8 +177,8 @@ impl ComparedLb {
         self.change_model(|model| model.set_broadcast_vlan(slot(service), vlan));
     }
 
-    pub fn set_owner(&mut self, owner: Option<OwnerNumber>) {
-        self.lb.set_owner(owner);
+    pub fn set_owner_number(&mut self, owner: Option<OwnerNumber>) {
+        self.lb.set_owner_number(owner);
         self.change_model(|model| model.set_owner(owner));
     }
 

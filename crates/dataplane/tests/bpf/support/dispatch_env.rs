@@ -8,7 +8,7 @@ use std::process::Command;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
-use coreward_dataplane::dispatch::{self, Dispatch, Options, Policy, Timeouts, WorkerCounts};
+use coreward_dataplane::dispatch::{self, DispatchPrograms, Options, Policy, Timeouts, WorkerCounts};
 use nix::sched::{CloneFlags, unshare};
 use parking_lot::Mutex;
 use socket2::{Domain, Protocol, Socket, Type};
@@ -77,7 +77,7 @@ impl Drop for Pins {
 /// A service with dispatch, whose workers read and respond when the test calls [`read`](Self::read) and
 /// [`answer`](Self::answer).
 pub struct TestEnv {
-    pub dispatch: Dispatch,
+    pub dispatch: DispatchPrograms,
     pub workers: BTreeMap<u32, UdpSocket>,
     pub pins: Pins,
     clock: Duration,
@@ -94,7 +94,7 @@ pub struct ReceivedDatagram {
 impl TestEnv {
     pub fn new(workers: usize, options: &Options) -> Self {
         let pins = Pins::new();
-        let dispatch = Dispatch::load(&pins.0, &dispatch::cgroup_root().unwrap(), options).unwrap();
+        let dispatch = DispatchPrograms::load(&pins.0, &dispatch::cgroup_root().unwrap(), options).unwrap();
         let mut env = Self { dispatch, workers: BTreeMap::new(), pins, clock: Duration::ZERO };
         (0..workers).for_each(|_| _ = env.add_worker());
         env

@@ -6,11 +6,13 @@ use coreward_dataplane::lb::Options;
 use coreward_dataplane::mac::MacAddress;
 use coreward_intf as intf;
 use coreward_model::ServerId;
-use coreward_model::connection_table::{Connection, ConnectionHash, OwnerNumber, TableSize, owner_and_slot, syn_tsecr};
+use coreward_model::connection_table::{
+    Connection, ConnectionHash, OwnerNumber, TableSize, decode_cookie_index, encode_syn_tsecr,
+};
 use coreward_model::consistency::{Consistency, ServiceMode, Timestamps};
 use coreward_model::cookie::{self, Cookie, FleetKeys};
 use coreward_model::forwarding::Forwarding;
-use coreward_model::placement::Rule;
+use coreward_model::placement::PlacementRule;
 use rand::Rng;
 
 pub use super::balancer::{VIP, client, tuple};
@@ -21,7 +23,7 @@ use super::{ACK, SYN, Tcp, aligned_timestamp, timestamp, timestamp_offset, word}
 pub const STATEFUL: ServiceMode = ServiceMode {
     consistency: Consistency::Stateful,
     timestamps: Timestamps::Server,
-    transfer: None,
+    migration: None,
     forwarding: Forwarding::L2,
 };
 
@@ -49,9 +51,9 @@ pub fn balancer(entries: u64, rng: &mut impl Rng) -> (Balancer, Vec<ServerId>) {
     let options = Options { connection_table_size: TableSize::try_from(entries).unwrap(), ..Options::default() };
     let mut balancer = Balancer::with(&[(service(VIP), STATEFUL)], options, rng);
     let ids = balancer.replace_servers(0, 9, rng);
-    let table = random_table(Rule::RoundRobin, 1, 1, &ids, rng);
+    let table = random_table(PlacementRule::RoundRobin, 1, 1, &ids, rng);
     balancer.install(0, &table);
-    balancer.lb.set_owner(Some(own_number()));
+    balancer.lb.set_owner_number(Some(own_number()));
     (balancer, ids)
 }
 
@@ -67,7 +69,7 @@ pub fn syn(client: Client) -> Vec<u8> {
 
 /// Returns an established packet whose cookie holds the connection table index `number`.
 pub fn packet(keys: &FleetKeys, client: Client, number: u16, flags: u8) -> Tcp {
-    let tsecr = cookie::stamp(keys, &super::TIME_KEY, &tuple(client), Cookie::TableIndex(number), 4711);
+    let tsecr = cookie::stamp_tsval(keys, &super::TIME_KEY, &tuple(client), Cookie::TableIndex(number), 4711);
     Tcp { flags, options: aligned_timestamp(1, tsecr), ..Tcp::new(client, VIP) }
 }
 
@@ -84,9 +86,9 @@ pub fn tsecr_of(frame: &[u8]) -> u32 {
 pub fn number_of(frame: &[u8]) -> Option<u16> {
     let tsecr = tsecr_of(frame);
     let number = (tsecr & intf::COOKIE_ID_MASK) as u16;
-    let (owner, slot) = owner_and_slot(number);
+    let (owner, slot) = decode_cookie_index(number);
     (tsecr != 0).then(|| {
-        assert_eq!(tsecr, syn_tsecr(owner, slot));
+        assert_eq!(tsecr, encode_syn_tsecr(owner, slot));
         number
     })
 }

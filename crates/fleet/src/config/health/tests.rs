@@ -1,7 +1,7 @@
 use std::time::Duration;
 
 use coreward_config::Source;
-use coreward_model::health::{Probe, ProbeAddress, StatusRange, Verification, WhenAllDown};
+use coreward_model::health::{CertificateVerification, Probe, ProbeAddress, StatusRange, WhenAllDown};
 
 use crate::config::{FleetConfig, ServiceConfig};
 
@@ -58,7 +58,7 @@ fn keys_of_http_checks_are_parsed() {
     );
     let Probe::Http(http) = check.probe else { panic!("{check:?}") };
     assert_eq!((http.path.as_str(), http.host.as_deref()), ("/healthz?full=1", Some("www.example.org")));
-    assert_eq!(http.expect, StatusRange::new(204, 204).unwrap());
+    assert_eq!(http.expected_status, StatusRange::new(204, 204).unwrap());
 
     let verification = |keys: &str| match parse(&format!("[service.health]\ncheck = \"https\"\n{keys}")).unwrap().check
     {
@@ -68,9 +68,9 @@ fn keys_of_http_checks_are_parsed() {
         },
         None => panic!("no check"),
     };
-    assert_eq!(verification(""), Verification::System);
-    assert_eq!(verification("verify = false\n"), Verification::Off);
-    let authorities = Verification::Authorities(AUTHORITY.to_owned());
+    assert_eq!(verification(""), CertificateVerification::System);
+    assert_eq!(verification("verify = false\n"), CertificateVerification::Off);
+    let authorities = CertificateVerification::Authorities(AUTHORITY.to_owned());
     assert_eq!(verification(&format!("ca = '''\n{AUTHORITY}'''\n")), authorities);
 }
 

@@ -111,7 +111,7 @@ impl Drop for Flooder {
 /// The flood arrives on another receive queue than the measured packets, as on a NIC with RSS: counters have a row per
 /// queue.
 fn prepare(cpu: usize) -> anyhow::Result<Runner> {
-    cpus::bind(THIS_THREAD, cpu)?;
+    cpus::bind_to_cpu(THIS_THREAD, cpu)?;
     namespace::enter_new()?;
     namespace::ip("link add flood0 numrxqueues 2 numtxqueues 2 type veth peer name flood1")?;
     let interface = nix::net::if_::if_nametoindex("flood0").context("the index of flood0")?;

@@ -10,9 +10,9 @@ use libbpf_rs::{MapCore as _, MapHandle, MapType};
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Memory {
     /// Bytes of maps with preallocated entries: arrays.
-    pub arrays: u64,
+    pub array_count: u64,
     /// Bytes of maps that grow by entries.
-    pub hashes: u64,
+    pub hash_count: u64,
     pub hash_entries: u64,
     /// Kernel memory in bytes (`memlock` of /proc/PID/fdinfo).
     pub bytes: u64,
@@ -30,10 +30,10 @@ impl Memory {
             memory.bytes += bytes_of(&map)?;
             match map.map_type() {
                 MapType::Hash | MapType::LruHash | MapType::PercpuHash | MapType::LruPercpuHash => {
-                    memory.hashes += 1;
+                    memory.hash_count += 1;
                     memory.hash_entries += map.keys().count() as u64;
                 }
-                _ => memory.arrays += 1,
+                _ => memory.array_count += 1,
             }
         }
         Ok(memory)

@@ -64,7 +64,7 @@ impl VethPair {
 /// NAPI thread of a device with an XDP program.
 pub struct NapiThread {
     device: String,
-    process: Pid,
+    pid: Pid,
 }
 
 impl NapiThread {
@@ -74,9 +74,9 @@ impl NapiThread {
         namespace::with_sysfs(&format!("echo 1 > /sys/class/net/{device}/threaded"))
             .with_context(|| format!("threaded NAPI for {device}"))?;
         let process = process_named(&format!("napi/{device}-"))?;
-        cpus::bind(process, cpu)?;
+        cpus::bind_to_cpu(process, cpu)?;
         raise_priority(process)?;
-        Ok(Self { device: device.to_owned(), process })
+        Ok(Self { device: device.to_owned(), pid: process })
     }
 
     /// Waits until the thread sleeps and has received all frames, and returns its usage. Fails when the thread or the
@@ -85,7 +85,7 @@ impl NapiThread {
         while self.state()? != "S" {
             std::thread::sleep(Duration::from_micros(100));
         }
-        let path = format!("/proc/{}/schedstat", self.process);
+        let path = format!("/proc/{}/schedstat", self.pid);
         let text = fs::read_to_string(&path).with_context(|| path.clone())?;
         let time = text.split_whitespace().next().and_then(|time| time.parse().ok());
         Ok(NapiUsage {
@@ -95,7 +95,7 @@ impl NapiThread {
     }
 
     fn state(&self) -> anyhow::Result<String> {
-        let path = format!("/proc/{}/stat", self.process);
+        let path = format!("/proc/{}/stat", self.pid);
         let text = fs::read_to_string(&path).with_context(|| path.clone())?;
         let after_name = text.rsplit_once(')').map_or("", |(_, rest)| rest);
         Ok(after_name.split_whitespace().next().unwrap_or_default().to_owned())

@@ -8,7 +8,7 @@ fn curve(label: &str, points: &[(f64, [f64; 3])]) -> Curve {
 }
 
 /// Returns a table of two panels; in the first one `b` is 1.5 to 2 times `a`.
-fn table() -> Table {
+fn table() -> FigureTable {
     let first = vec![
         curve("a", &[(1.0, [2.0, 1.9, 2.1]), (2.0, [4.0, 4.0, 4.0]), (3.0, [8.0, 7.0, 9.0])]),
         curve("b", &[(1.0, [4.0, 4.0, 4.0]), (2.0, [6.0, 6.0, 6.0]), (3.0, [16.0, 16.0, 16.0])]),
@@ -16,7 +16,7 @@ fn table() -> Table {
     ];
     let second = vec![curve("a", &[(1.0, [1.0; 3])]), curve("b", &[(1.0, [5.0; 3])])];
     let panel = |title: &str, curves| PanelTable { title: title.into(), curves };
-    Table { seeds: 3, panels: vec![panel("p", first), panel("q", second)] }
+    FigureTable { seeds: 3, panels: vec![panel("p", first), panel("q", second)] }
 }
 
 fn judge(claim: &str) -> Verdict {

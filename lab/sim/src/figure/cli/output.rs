@@ -4,20 +4,20 @@ use std::path::{Path, PathBuf};
 
 use anyhow::Context;
 
-use crate::figure::embedded::Embedded;
+use crate::figure::embedded::EmbeddedScenario;
 use crate::figure::result::{FigureResult, Provenance};
 use crate::figure::scenario::Scenario;
-use crate::figure::write::write_whole;
+use crate::figure::write::write_atomically;
 use crate::figure::{draw, page};
 
 pub struct Directory {
     path: PathBuf,
-    paper_figures: Vec<Embedded>,
+    paper_figures: Vec<EmbeddedScenario>,
 }
 
 impl Directory {
     /// Opens the directory, and creates it if necessary. Fails when it cannot be created; the error has its path.
-    pub fn open(path: &Path, paper_figures: Vec<Embedded>) -> anyhow::Result<Self> {
+    pub fn open(path: &Path, paper_figures: Vec<EmbeddedScenario>) -> anyhow::Result<Self> {
         std::fs::create_dir_all(path).with_context(|| format!("cannot create the directory {}", path.display()))?;
         Ok(Self { path: path.to_owned(), paper_figures })
     }
@@ -38,10 +38,10 @@ impl Directory {
     ) -> anyhow::Result<()> {
         let name = &result.name;
         let json = serde_json::to_string_pretty(result).expect("results have string keys only") + "\n";
-        write_whole(&self.path, &format!("{name}.csv"), &result.table.csv())?;
-        write_whole(&self.path, &format!("{name}.svg"), &draw::render_svg(scenario, &result.table))?;
-        write_whole(&self.path, &format!("{name}.json"), &json)?;
-        write_whole(&self.path, "index.html", &page::render_page(&self.with_earlier_figures(all)))
+        write_atomically(&self.path, &format!("{name}.csv"), &result.table.csv())?;
+        write_atomically(&self.path, &format!("{name}.svg"), &draw::render_svg(scenario, &result.table))?;
+        write_atomically(&self.path, &format!("{name}.json"), &json)?;
+        write_atomically(&self.path, "index.html", &page::render_page(&self.with_earlier_figures(all)))
     }
 
     /// Returns the figures of this run, and those of papers that an earlier run of this version has stored, in the

@@ -3,7 +3,7 @@
 use anyhow::ensure;
 use coreward_config::Spanned;
 
-use crate::figure::point::same_point;
+use crate::figure::point::is_same_point;
 use crate::figure::scenario::Scenario;
 use crate::names::UnknownName;
 
@@ -82,7 +82,7 @@ impl Overrides {
         let scaled = |scale: f64| self.points.iter().map(move |point| point / scale);
         for point in &self.points {
             let mut sweeps = scenario.panel.iter().filter_map(|panel| panel.x.as_ref());
-            let known = sweeps.any(|sweep| sweep.values.iter().any(|value| same_point(value * sweep.scale, *point)));
+            let known = sweeps.any(|sweep| sweep.values.iter().any(|value| is_same_point(value * sweep.scale, *point)));
             ensure!(known, "--points {point}: expected points of the figure's horizontal axes");
         }
         if self.points.is_empty() {
@@ -90,7 +90,7 @@ impl Overrides {
         }
         for sweep in scenario.panel.iter_mut().filter_map(|panel| panel.x.as_mut()) {
             let scale = sweep.scale;
-            sweep.values.retain(|value| scaled(scale).any(|point| same_point(*value, point)));
+            sweep.values.retain(|value| scaled(scale).any(|point| is_same_point(*value, point)));
         }
         scenario.panel.retain(|panel| panel.x.as_ref().is_none_or(|sweep| !sweep.values.is_empty()));
         Ok(())

@@ -10,7 +10,7 @@ use super::RequestedFigure;
 use crate::figure::live::{LiveFigure, Progress};
 use crate::figure::result::FigureResult;
 use crate::figure::scenario::Scenario;
-use crate::figure::table::Table;
+use crate::figure::table::FigureTable;
 use crate::figure::{live, run};
 
 /// Exit code after an interrupt (128 + SIGINT).
@@ -18,7 +18,7 @@ const INTERRUPT_EXIT_CODE: i32 = 130;
 
 /// State locked during writes, so that a signal does not end the process between two files of one figure.
 #[derive(Debug, Default)]
-struct State {
+struct SessionState {
     /// Interrupts a running measurement, which then cleans up; without one a signal ends the process.
     interrupt: Option<fn()>,
     is_interrupted: bool,
@@ -26,10 +26,10 @@ struct State {
 
 /// Run in progress.
 pub struct Session {
-    state: Arc<Mutex<State>>,
+    state: Arc<Mutex<SessionState>>,
 }
 
-fn lock(state: &Mutex<State>) -> MutexGuard<'_, State> {
+fn lock(state: &Mutex<SessionState>) -> MutexGuard<'_, SessionState> {
     state.lock()
 }
 
@@ -37,7 +37,7 @@ impl Session {
     /// Starts a run. From now on SIGINT, SIGTERM and SIGHUP end the process only between the files of two figures, and
     /// a measurement after its cleanup. Fails when signals cannot be handled.
     pub fn begin() -> anyhow::Result<Self> {
-        let state = Arc::new(Mutex::new(State::default()));
+        let state = Arc::new(Mutex::new(SessionState::default()));
         let shared = Arc::clone(&state);
         ctrlc::set_handler(move || {
             let mut state = lock(&shared);
@@ -66,7 +66,7 @@ impl Session {
             None => (run::run(&figure.scenario, &progress), figure.provenance.clone()),
             Some(live) => (
                 self.measure(live, &figure.scenario, &progress),
-                figure.provenance.clone().with_machine(live::machine()),
+                figure.provenance.clone().with_machine(live::describe_machine()),
             ),
         };
         bar.finish_and_clear();
@@ -76,9 +76,9 @@ impl Session {
     }
 
     /// Measures; a signal ends the process after the cleanup.
-    fn measure(&self, live: &LiveFigure, scenario: &Scenario, progress: Progress<'_>) -> anyhow::Result<Table> {
+    fn measure(&self, live: &LiveFigure, scenario: &Scenario, progress: Progress<'_>) -> anyhow::Result<FigureTable> {
         lock(&self.state).interrupt = live.interrupt;
-        let table = live.table(scenario, progress);
+        let table = live.measure_table(scenario, progress);
         let mut state = lock(&self.state);
         state.interrupt = None;
         if state.is_interrupted {

@@ -4,7 +4,7 @@ use plotters::coord::Shift;
 use plotters::prelude::*;
 use plotters::style::text_anchor::{HPos, Pos, VPos};
 
-use super::style::Shape;
+use super::style::MarkerShape;
 
 /// Drawing area.
 pub type Area<'a> = DrawingArea<SVGBackend<'a>, Shift>;
@@ -12,7 +12,7 @@ pub type Area<'a> = DrawingArea<SVGBackend<'a>, Shift>;
 pub type DrawResult = Result<(), DrawingAreaErrorKind<std::io::Error>>;
 
 /// Half of a marker's width (pixels).
-const MARKER_RADIUS: i32 = 4;
+const MARKER_RADIUS_PX: i32 = 4;
 
 /// Anchor of a text.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -53,13 +53,13 @@ pub fn draw_dashed_line(area: &Area<'_>, points: &[(i32, i32)], style: ShapeStyl
 }
 
 /// Draws a marker: filled, or open (white inside).
-pub fn draw_marker(area: &Area<'_>, at: (i32, i32), shape: Shape, colour: RGBColor, open: bool) -> DrawResult {
+pub fn draw_marker(area: &Area<'_>, at: (i32, i32), shape: MarkerShape, colour: RGBColor, open: bool) -> DrawResult {
     let inside = if open { WHITE } else { colour };
     let corners: Vec<(i32, i32)> =
-        shape.corners(MARKER_RADIUS).into_iter().map(|(x, y)| (at.0 + x, at.1 + y)).collect();
+        shape.corners(MARKER_RADIUS_PX).into_iter().map(|(x, y)| (at.0 + x, at.1 + y)).collect();
     if corners.is_empty() {
-        area.draw(&Circle::new(at, MARKER_RADIUS, inside.filled()))?;
-        return area.draw(&Circle::new(at, MARKER_RADIUS, colour.stroke_width(2)));
+        area.draw(&Circle::new(at, MARKER_RADIUS_PX, inside.filled()))?;
+        return area.draw(&Circle::new(at, MARKER_RADIUS_PX, colour.stroke_width(2)));
     }
     area.draw(&Polygon::new(corners.clone(), inside.filled()))?;
     let closed = corners.iter().chain(corners.first()).copied().collect();

@@ -5,12 +5,12 @@ use plotters::style::Color;
 use super::canvas::{Anchor, Area, DrawResult, draw_dashed_line, draw_line, draw_marker, draw_text};
 use super::style::{self, SMALL_SIZE, TEXT_SIZE};
 use crate::figure::scenario::Scenario;
-use crate::figure::table::Table;
+use crate::figure::table::FigureTable;
 
 /// Height of a row, width of a sample, gap between entries (pixels).
 const ROW_HEIGHT_PX: i32 = 22;
 const SAMPLE_WIDTH_PX: i32 = 34;
-const SPACING: i32 = 22;
+const ENTRY_SPACING_PX: i32 = 22;
 
 /// Entries with their positions.
 pub struct Legend {
@@ -19,13 +19,13 @@ pub struct Legend {
     /// [`Scenario::series_style`] of each series.
     styles: Vec<(usize, bool)>,
     /// Lines of the explanation below.
-    remark: Vec<String>,
-    rows: i32,
+    remark_lines: Vec<String>,
+    row_count: i32,
 }
 
 impl Legend {
     /// Returns the legend of all series in the panels, in rows of `width` pixels.
-    pub fn of(scenario: &Scenario, table: &Table, width: i32) -> Self {
+    pub fn of(scenario: &Scenario, table: &FigureTable, width: i32) -> Self {
         let (mut x, mut row, mut entries) = (0, 0, Vec::new());
         for (index, series) in scenario.series.iter().enumerate() {
             let label = series.label.get_ref().clone();
@@ -34,20 +34,20 @@ impl Legend {
                 (x, row) = (0, row + 1);
             }
             entries.push((index, label, (x, row * ROW_HEIGHT_PX)));
-            x += wide + SPACING;
+            x += wide + ENTRY_SPACING_PX;
         }
         let looks = (0..scenario.series.len()).map(|index| scenario.series_style(index)).collect();
         Self {
             entries,
             styles: looks,
-            remark: style::wrap_text(&remark(scenario, table), SMALL_SIZE, width),
-            rows: row + 1,
+            remark_lines: style::wrap_text(&remark(scenario, table), SMALL_SIZE, width),
+            row_count: row + 1,
         }
     }
 
     /// Returns the height (pixels).
     pub fn height(&self) -> i32 {
-        (self.rows + self.remark.len() as i32) * ROW_HEIGHT_PX
+        (self.row_count + self.remark_lines.len() as i32) * ROW_HEIGHT_PX
     }
 
     /// Draws the legend with its top left corner at `origin`.
@@ -55,24 +55,24 @@ impl Legend {
         for (index, label, place) in &self.entries {
             let (x, y) = (origin.0 + place.0, origin.1 + place.1 + ROW_HEIGHT_PX / 2);
             let (like, open) = self.styles[*index];
-            let colour = style::colour(like);
+            let colour = style::series_colour(like);
             if open {
                 draw_dashed_line(area, &[(x, y), (x + SAMPLE_WIDTH_PX - 8, y)], colour.stroke_width(1))?;
             } else {
                 draw_line(area, vec![(x, y), (x + SAMPLE_WIDTH_PX - 8, y)], colour.stroke_width(2))?;
             }
-            draw_marker(area, (x + (SAMPLE_WIDTH_PX - 8) / 2, y), style::shape(like), colour, open)?;
+            draw_marker(area, (x + (SAMPLE_WIDTH_PX - 8) / 2, y), style::series_shape(like), colour, open)?;
             draw_text(area, label, (x + SAMPLE_WIDTH_PX, y), TEXT_SIZE, style::TEXT_COLOUR, Anchor::Left)?;
         }
-        for (index, remark) in self.remark.iter().enumerate() {
-            let y = origin.1 + (self.rows + index as i32) * ROW_HEIGHT_PX + ROW_HEIGHT_PX / 2;
+        for (index, remark) in self.remark_lines.iter().enumerate() {
+            let y = origin.1 + (self.row_count + index as i32) * ROW_HEIGHT_PX + ROW_HEIGHT_PX / 2;
             draw_text(area, remark, (origin.0, y), SMALL_SIZE, style::MARK, Anchor::Left)?;
         }
         Ok(())
     }
 }
 
-fn remark(scenario: &Scenario, table: &Table) -> String {
+fn remark(scenario: &Scenario, table: &FigureTable) -> String {
     let (verb, singular, plural) =
         if scenario.live.is_some() { ("measured", "run", "runs") } else { ("simulated", "seed", "seeds") };
     let mut remark = match table.seeds {

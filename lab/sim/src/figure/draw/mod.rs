@@ -10,22 +10,22 @@ mod style;
 use plotters::prelude::*;
 
 use super::scenario::Scenario;
-use super::table::Table;
+use super::table::FigureTable;
 use canvas::{Anchor, Area, DrawResult, draw_text};
 
 const PANEL_SIZE_PX: (i32, i32) = (520, 390);
 const SINGLE_PANEL_SIZE_PX: (i32, i32) = (900, 460);
 /// Number of panels per row.
-const COLUMNS: usize = 2;
-const MARGIN: i32 = 14;
+const PANEL_COLUMNS: usize = 2;
+const MARGIN_PX: i32 = 14;
 
-pub fn render_svg(scenario: &Scenario, table: &Table) -> String {
+pub fn render_svg(scenario: &Scenario, table: &FigureTable) -> String {
     let (width, title) = title_layout(scenario);
     let panel = if scenario.panel.len() == 1 { SINGLE_PANEL_SIZE_PX } else { PANEL_SIZE_PX };
-    let rows = scenario.panel.len().div_ceil(COLUMNS) as i32;
-    let legend = legend::Legend::of(scenario, table, width - 2 * MARGIN);
-    let title_height = title.len() as i32 * (style::TITLE_SIZE as i32 + 5) + MARGIN;
-    let height = title_height + rows * panel.1 + legend.height() + MARGIN;
+    let rows = scenario.panel.len().div_ceil(PANEL_COLUMNS) as i32;
+    let legend = legend::Legend::of(scenario, table, width - 2 * MARGIN_PX);
+    let title_height = title.len() as i32 * (style::TITLE_SIZE as i32 + 5) + MARGIN_PX;
+    let height = title_height + rows * panel.1 + legend.height() + MARGIN_PX;
     let mut svg = String::new();
     {
         let area = SVGBackend::with_string(&mut svg, (width as u32, height as u32)).into_drawing_area();
@@ -39,15 +39,15 @@ pub fn render_svg(scenario: &Scenario, table: &Table) -> String {
 fn title_layout(scenario: &Scenario) -> (i32, Vec<String>) {
     let width = match scenario.panel.len() {
         1 => SINGLE_PANEL_SIZE_PX.0,
-        several => PANEL_SIZE_PX.0 * several.min(COLUMNS) as i32,
+        several => PANEL_SIZE_PX.0 * several.min(PANEL_COLUMNS) as i32,
     };
-    (width, style::balance_lines(&scenario.title, style::TITLE_SIZE, width - 2 * MARGIN))
+    (width, style::balance_lines(&scenario.title, style::TITLE_SIZE, width - 2 * MARGIN_PX))
 }
 
 fn draw(
     area: &Area<'_>,
     scenario: &Scenario,
-    table: &Table,
+    table: &FigureTable,
     title: &[String],
     title_height: i32,
     size: (i32, i32),
@@ -56,15 +56,15 @@ fn draw(
     area.fill(&WHITE)?;
     let middle = area.dim_in_pixel().0 as i32 / 2;
     for (index, line) in title.iter().enumerate() {
-        let y = MARGIN + index as i32 * (style::TITLE_SIZE as i32 + 5);
+        let y = MARGIN_PX + index as i32 * (style::TITLE_SIZE as i32 + 5);
         draw_text(area, line, (middle, y), style::TITLE_SIZE, style::TEXT_COLOUR, Anchor::Top)?;
     }
     for (index, (panel, numbers)) in scenario.panel.iter().zip(&table.panels).enumerate() {
-        let (column, row) = ((index % COLUMNS) as i32, (index / COLUMNS) as i32);
+        let (column, row) = ((index % PANEL_COLUMNS) as i32, (index / PANEL_COLUMNS) as i32);
         let origin = (column * size.0, title_height + row * size.1);
-        panel::Frame::new(scenario, panel, numbers, origin, size).draw(area)?;
+        panel::PanelFrame::new(scenario, panel, numbers, origin, size).draw(area)?;
     }
-    let rows = scenario.panel.len().div_ceil(COLUMNS) as i32;
-    legend.draw(area, (MARGIN, title_height + rows * size.1))?;
+    let rows = scenario.panel.len().div_ceil(PANEL_COLUMNS) as i32;
+    legend.draw(area, (MARGIN_PX, title_height + rows * size.1))?;
     area.present()
 }

@@ -3,9 +3,9 @@
 use plotters::prelude::*;
 
 use super::canvas::{Anchor, Area, DrawResult, draw_dashed_line, draw_line, draw_marker, draw_text, draw_whisker};
-use super::scale::Scale;
-use super::style::{self, GRID, MARK, SMALL_SIZE, TEXT_COLOUR, TEXT_SIZE, colour, shape};
-use crate::figure::scenario::{Draw, Panel, Scenario};
+use super::scale::AxisScale;
+use super::style::{self, GRID, MARK, SMALL_SIZE, TEXT_COLOUR, TEXT_SIZE, series_colour, series_shape};
+use crate::figure::scenario::{Panel, PlotType, Scenario};
 use crate::figure::table::{Cell, Curve, PanelTable, PublishedCell, format_number};
 
 /// Margins above, right of and below the data area (pixels).
@@ -14,29 +14,29 @@ const RIGHT_MARGIN_PX: i32 = 18;
 const BOTTOM_MARGIN_PX: i32 = 62;
 /// Distance from the panel's left edge to the middle of the vertical axis' label (pixels).
 const Y_LABEL_OFFSET_PX: i32 = 18;
-const MARK_NAMES: i32 = 52;
-const ABOVE_BARS: f64 = 0.1;
+const MARK_RIGHT_MARGIN_PX: i32 = 52;
+const BAR_HEADROOM_FRACTION: f64 = 0.1;
 /// Number of points above which a curve is a line with a band instead of markers with whiskers.
-const MANY_POINTS: usize = 40;
+const MAX_MARKER_POINTS: usize = 40;
 /// Fraction of a group's width between groups of bars.
-const GROUP_GAP: f64 = 0.2;
+const GROUP_GAP_FRACTION: f64 = 0.2;
 /// Largest number of bars whose values are written above.
 const MAX_LABELLED_BARS: usize = 18;
 
 /// Panel with its position in the picture and its scales.
-pub struct Frame<'a> {
+pub struct PanelFrame<'a> {
     panel: &'a Panel,
-    numbers: &'a PanelTable,
+    panel_table: &'a PanelTable,
     /// For each curve, the series whose colour and shape it uses, and whether it is drawn open.
     styles: Vec<(usize, bool)>,
-    x: Scale,
-    y: Scale,
+    x: AxisScale,
+    y: AxisScale,
     /// Left, top, right, bottom of the data area.
-    data: (i32, i32, i32, i32),
+    data_area: (i32, i32, i32, i32),
     origin: (i32, i32),
 }
 
-impl<'a> Frame<'a> {
+impl<'a> PanelFrame<'a> {
     /// Computes the layout of the panel in `size` pixels from `origin`.
     pub fn new(
         scenario: &Scenario,
@@ -52,36 +52,50 @@ impl<'a> Frame<'a> {
         let (top, bottom) = (origin.1 + TOP_MARGIN_PX, origin.1 + size.1 - BOTTOM_MARGIN_PX);
         let marks = panel.mark.iter().map(|mark| mark.y);
         let heights: Vec<f64> = numbers.curves.iter().flat_map(heights).chain(marks).collect();
-        let y = Scale::new(&heights, panel.y.range, panel.y.log, true, (bottom, top));
-        let y = if panel.draw == Draw::Bars && panel.y.range.is_none() { y.extended_by(ABOVE_BARS) } else { y };
+        let y = AxisScale::new(&heights, panel.y.range, panel.y.log, true, (bottom, top));
+        let y = if panel.draw == PlotType::Bars && panel.y.range.is_none() {
+            y.extended_by(BAR_HEADROOM_FRACTION)
+        } else {
+            y
+        };
         let widest = y.ticks().iter().map(|(_, label)| style::text_width(label, SMALL_SIZE)).max().unwrap_or(0);
-        let names = if panel.mark.is_empty() { RIGHT_MARGIN_PX } else { MARK_NAMES };
+        let names = if panel.mark.is_empty() { RIGHT_MARGIN_PX } else { MARK_RIGHT_MARGIN_PX };
         let (left, right) = (origin.0 + Y_LABEL_OFFSET_PX + 20 + widest, origin.0 + size.0 - names);
         let x_values: Vec<f64> = numbers.curves.iter().flat_map(x_values).collect();
         let x_log = panel.x.as_ref().is_some_and(|sweep| sweep.log);
         let x = match panel.draw {
-            Draw::Lines => Scale::new(&x_values, None, x_log, false, (left, right)),
-            Draw::Bars => Scale::new(&[], Some([0.0, groups(numbers).len() as f64]), false, true, (left, right)),
+            PlotType::Lines => AxisScale::new(&x_values, None, x_log, false, (left, right)),
+            PlotType::Bars => {
+                AxisScale::new(&[], Some([0.0, bar_x_values(numbers).len() as f64]), false, true, (left, right))
+            }
         };
-        Self { panel, numbers, styles: styles.collect(), x, y, data: (left, top, right, bottom), origin }
+        Self {
+            panel,
+            panel_table: numbers,
+            styles: styles.collect(),
+            x,
+            y,
+            data_area: (left, top, right, bottom),
+            origin,
+        }
     }
 
     pub fn draw(&self, area: &Area<'_>) -> DrawResult {
         self.draw_axes(area)?;
         match self.panel.draw {
-            Draw::Lines => {
-                for (curve, (index, open)) in self.numbers.curves.iter().zip(&self.styles) {
+            PlotType::Lines => {
+                for (curve, (index, open)) in self.panel_table.curves.iter().zip(&self.styles) {
                     self.draw_published(area, &curve.published, *index)?;
                     self.draw_curve(area, &curve.cells, *index, *open)?;
                 }
                 Ok(())
             }
-            Draw::Bars => self.draw_bars(area),
+            PlotType::Bars => self.draw_bars(area),
         }
     }
 
     fn draw_axes(&self, area: &Area<'_>) -> DrawResult {
-        let (left, top, right, bottom) = self.data;
+        let (left, top, right, bottom) = self.data_area;
         let middle = (left + right) / 2;
         draw_text(area, self.panel.title.get_ref(), (middle, self.origin.1 + 10), TEXT_SIZE, TEXT_COLOUR, Anchor::Top)?;
         for (value, label) in self.y.ticks() {
@@ -98,7 +112,7 @@ impl<'a> Frame<'a> {
             Anchor::Upwards,
         )?;
         for (x, label) in self.x_ticks() {
-            if self.panel.draw == Draw::Lines {
+            if self.panel.draw == PlotType::Lines {
                 draw_line(area, vec![(x, bottom), (x, bottom + 5)], TEXT_COLOUR.stroke_width(1))?;
             }
             draw_text(area, &label, (x, bottom + 9), SMALL_SIZE, TEXT_COLOUR, Anchor::Top)?;
@@ -111,7 +125,7 @@ impl<'a> Frame<'a> {
     }
 
     fn draw_marks(&self, area: &Area<'_>) -> DrawResult {
-        let (left, _, right, _) = self.data;
+        let (left, _, right, _) = self.data_area;
         for mark in self.panel.mark.iter().filter(|mark| self.y.is_visible(mark.y)) {
             let y = self.y.pixel(mark.y);
             draw_dashed_line(area, &[(left, y), (right, y)], MARK.stroke_width(1))?;
@@ -122,10 +136,10 @@ impl<'a> Frame<'a> {
 
     fn x_ticks(&self) -> Vec<(i32, String)> {
         match (self.panel.draw, &self.panel.x) {
-            (Draw::Lines, _) => self.x.ticks().into_iter().map(|(x, label)| (self.x.pixel(x), label)).collect(),
-            (Draw::Bars, None) => Vec::new(),
-            (Draw::Bars, Some(_)) => {
-                let middles = groups(self.numbers).into_iter().enumerate();
+            (PlotType::Lines, _) => self.x.ticks().into_iter().map(|(x, label)| (self.x.pixel(x), label)).collect(),
+            (PlotType::Bars, None) => Vec::new(),
+            (PlotType::Bars, Some(_)) => {
+                let middles = bar_x_values(self.panel_table).into_iter().enumerate();
                 middles.map(|(group, x)| (self.x.pixel(group as f64 + 0.5), format_number(x))).collect()
             }
         }
@@ -136,9 +150,9 @@ impl<'a> Frame<'a> {
     }
 
     fn draw_curve(&self, area: &Area<'_>, cells: &[Cell], index: usize, open: bool) -> DrawResult {
-        let colour = colour(index);
+        let colour = series_colour(index);
         let medians: Vec<(f64, f64)> = cells.iter().map(|cell| (cell.x, cell.spread.median)).collect();
-        if cells.len() > MANY_POINTS {
+        if cells.len() > MAX_MARKER_POINTS {
             let upper = cells.iter().map(|cell| (cell.x, cell.spread.high));
             let lower = cells.iter().rev().map(|cell| (cell.x, cell.spread.low));
             let outline = self.pixels(&upper.chain(lower).collect::<Vec<_>>());
@@ -151,7 +165,7 @@ impl<'a> Frame<'a> {
                 draw_line(area, self.pixels(&piece), colour.stroke_width(2))?;
             }
         }
-        if cells.len() > MANY_POINTS {
+        if cells.len() > MAX_MARKER_POINTS {
             return Ok(());
         }
         for cell in cells {
@@ -160,40 +174,40 @@ impl<'a> Frame<'a> {
                 draw_whisker(area, x, self.y.pixel(cell.spread.low), self.y.pixel(cell.spread.high), colour)?;
             }
             if self.y.is_visible(cell.spread.median) {
-                draw_marker(area, (x, self.y.pixel(cell.spread.median)), shape(index), colour, open)?;
+                draw_marker(area, (x, self.y.pixel(cell.spread.median)), series_shape(index), colour, open)?;
             }
         }
         Ok(())
     }
 
     fn draw_published(&self, area: &Area<'_>, published: &[PublishedCell], index: usize) -> DrawResult {
-        let colour = colour(index);
+        let colour = series_colour(index);
         let points: Vec<(f64, f64)> = published.iter().map(|cell| (cell.x, cell.y)).collect();
         for piece in self.y.clip(&points) {
             draw_dashed_line(area, &self.pixels(&piece), colour.stroke_width(1))?;
         }
-        if published.len() > MANY_POINTS {
+        if published.len() > MAX_MARKER_POINTS {
             return Ok(());
         }
         for cell in published.iter().filter(|cell| self.y.is_visible(cell.y)) {
             if let Some((low, high)) = cell.spread {
                 draw_whisker(area, self.x.pixel(cell.x), self.y.pixel(low), self.y.pixel(high), colour)?;
             }
-            draw_marker(area, (self.x.pixel(cell.x), self.y.pixel(cell.y)), shape(index), colour, true)?;
+            draw_marker(area, (self.x.pixel(cell.x), self.y.pixel(cell.y)), series_shape(index), colour, true)?;
         }
         Ok(())
     }
 
     /// Draws in each group a bar per series, and an open bar next to it for the paper's value, if any.
     fn draw_bars(&self, area: &Area<'_>) -> DrawResult {
-        let groups = groups(self.numbers);
-        let published = self.numbers.curves.iter().any(|curve| !curve.published.is_empty());
-        let slots = self.numbers.curves.len() * if published { 2 } else { 1 };
-        let wide = (1.0 - GROUP_GAP) / slots as f64;
+        let groups = bar_x_values(self.panel_table);
+        let published = self.panel_table.curves.iter().any(|curve| !curve.published.is_empty());
+        let slots = self.panel_table.curves.len() * if published { 2 } else { 1 };
+        let wide = (1.0 - GROUP_GAP_FRACTION) / slots as f64;
         let with_values = slots * groups.len() <= MAX_LABELLED_BARS;
         for (group, x) in groups.iter().enumerate() {
-            let mut left = group as f64 + GROUP_GAP / 2.0;
-            for (curve, (index, open)) in self.numbers.curves.iter().zip(&self.styles) {
+            let mut left = group as f64 + GROUP_GAP_FRACTION / 2.0;
+            for (curve, (index, open)) in self.panel_table.curves.iter().zip(&self.styles) {
                 let ours = curve.cells.iter().find(|cell| cell.x == *x);
                 let spread = ours.map(|cell| (cell.spread.low, cell.spread.high));
                 if let Some(cell) = ours {
@@ -226,9 +240,9 @@ impl<'a> Frame<'a> {
         let (base, top) = (self.y.pixel(self.y.low()), self.y.pixel(height));
         let corners = [(from, top), (to, base)];
         if open {
-            area.draw(&Rectangle::new(corners, colour(index).stroke_width(2)))?;
+            area.draw(&Rectangle::new(corners, series_colour(index).stroke_width(2)))?;
         } else {
-            area.draw(&Rectangle::new(corners, colour(index).filled()))?;
+            area.draw(&Rectangle::new(corners, series_colour(index).filled()))?;
         }
         let middle = (from + to) / 2;
         let mut above = top;
@@ -269,7 +283,7 @@ fn x_values(curve: &Curve) -> impl Iterator<Item = f64> + '_ {
 }
 
 /// Returns the x values that have bars, ascending.
-fn groups(numbers: &PanelTable) -> Vec<f64> {
+fn bar_x_values(numbers: &PanelTable) -> Vec<f64> {
     let mut groups: Vec<f64> = numbers.curves.iter().flat_map(x_values).collect();
     groups.sort_by(f64::total_cmp);
     groups.dedup();

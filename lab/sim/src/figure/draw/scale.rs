@@ -2,20 +2,20 @@
 
 /// Range of the values of an axis, and the range of its pixels.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Scale {
+pub struct AxisScale {
     low: f64,
     high: f64,
     is_log: bool,
     /// Pixels of `low` and `high`.
-    pixels: (i32, i32),
+    pixel_range: (i32, i32),
 }
 
 /// Approximate number of ticks on a linear axis.
 const TICK_COUNT: f64 = 6.0;
 /// Number of decades below which a logarithmic axis has ticks between them too.
-const FEW_DECADES: f64 = 2.2;
+const MINOR_TICK_MAX_DECADES: f64 = 2.2;
 
-impl Scale {
+impl AxisScale {
     /// Returns an axis over `values` with a margin; `range` overrides the values. With `from_zero`, a linear axis
     /// starts at 0 unless a value is negative.
     pub fn new(values: &[f64], range: Option<[f64; 2]>, log: bool, from_zero: bool, pixels: (i32, i32)) -> Self {
@@ -32,12 +32,12 @@ impl Scale {
                 (low, greatest + room)
             }
         };
-        Self { low, high, is_log: log, pixels }
+        Self { low, high, is_log: log, pixel_range: pixels }
     }
 
     /// Returns the axis, extended by a fraction of its length.
     pub fn extended_by(self, part: f64) -> Self {
-        Self { high: self.value(1.0 + part), ..self }
+        Self { high: self.from_fraction(1.0 + part), ..self }
     }
 
     /// Returns the lower end.
@@ -45,12 +45,12 @@ impl Scale {
         self.low
     }
 
-    fn position(&self, value: f64) -> f64 {
+    fn to_fraction(&self, value: f64) -> f64 {
         let axis = |value: f64| if self.is_log { value.max(f64::MIN_POSITIVE).ln() } else { value };
         (axis(value) - axis(self.low)) / (axis(self.high) - axis(self.low))
     }
 
-    fn value(&self, position: f64) -> f64 {
+    fn from_fraction(&self, position: f64) -> f64 {
         if self.is_log {
             self.low * (self.high / self.low).powf(position)
         } else {
@@ -60,13 +60,13 @@ impl Scale {
 
     /// Returns the pixel of a value; values outside are at the end of the axis.
     pub fn pixel(&self, value: f64) -> i32 {
-        let (from, to) = self.pixels;
-        from + (f64::from(to - from) * self.position(value).clamp(0.0, 1.0)).round() as i32
+        let (from, to) = self.pixel_range;
+        from + (f64::from(to - from) * self.to_fraction(value).clamp(0.0, 1.0)).round() as i32
     }
 
     pub fn is_visible(&self, value: f64) -> bool {
         const EDGE_TOLERANCE: f64 = 1e-9;
-        value.is_finite() && (-EDGE_TOLERANCE..=1.0 + EDGE_TOLERANCE).contains(&self.position(value))
+        value.is_finite() && (-EDGE_TOLERANCE..=1.0 + EDGE_TOLERANCE).contains(&self.to_fraction(value))
     }
 
     /// Returns values and labels of the ticks.
@@ -87,7 +87,8 @@ impl Scale {
 
     fn log_ticks(&self) -> Vec<f64> {
         let decades = (self.low.log10().floor() as i32)..=(self.high.log10().ceil() as i32);
-        let within: &[f64] = if (self.high / self.low).log10() < FEW_DECADES { &[1.0, 2.0, 5.0] } else { &[1.0] };
+        let within: &[f64] =
+            if (self.high / self.low).log10() < MINOR_TICK_MAX_DECADES { &[1.0, 2.0, 5.0] } else { &[1.0] };
         decades.flat_map(|decade| within.iter().map(move |digit| digit * 10f64.powi(decade))).collect()
     }
 
@@ -97,15 +98,15 @@ impl Scale {
         let mut pieces: Vec<Vec<(f64, f64)>> = Vec::new();
         let mut piece: Vec<(f64, f64)> = Vec::new();
         for (index, &(x, y)) in points.iter().enumerate() {
-            let position = self.position(y);
+            let position = self.to_fraction(y);
             let inside = (0.0..=1.0).contains(&position);
             if let Some(&(before_x, before_y)) = index.checked_sub(1).and_then(|before| points.get(before)) {
-                let before = self.position(before_y);
+                let before = self.to_fraction(before_y);
                 let was_inside = (0.0..=1.0).contains(&before);
                 if inside != was_inside {
                     let edge = if position.max(before) > 1.0 { 1.0 } else { 0.0 };
                     let part = (edge - before) / (position - before);
-                    piece.push((before_x + (x - before_x) * part, self.value(edge)));
+                    piece.push((before_x + (x - before_x) * part, self.from_fraction(edge)));
                     if was_inside {
                         pieces.push(std::mem::take(&mut piece));
                     }
@@ -135,32 +136,32 @@ fn format_tick(value: f64) -> String {
 mod tests {
     use super::*;
 
-    fn labels(scale: &Scale) -> Vec<String> {
+    fn labels(scale: &AxisScale) -> Vec<String> {
         scale.ticks().into_iter().map(|(_, label)| label).collect()
     }
 
     #[test]
     fn ticks_are_round() {
-        let linear = Scale::new(&[0.0, 97.0], None, false, true, (0, 100));
+        let linear = AxisScale::new(&[0.0, 97.0], None, false, true, (0, 100));
         assert_eq!(labels(&linear), ["0", "20", "40", "60", "80", "100"]);
-        let log = Scale::new(&[0.02, 30.0], None, true, true, (0, 100));
+        let log = AxisScale::new(&[0.02, 30.0], None, true, true, (0, 100));
         assert_eq!(labels(&log), ["0.1", "1", "10"]);
-        let short = Scale::new(&[2.0, 64.0], None, true, true, (0, 100));
+        let short = AxisScale::new(&[2.0, 64.0], None, true, true, (0, 100));
         assert_eq!(labels(&short), ["2", "5", "10", "20", "50"]);
-        let large = Scale::new(&[20_000.0, 200_000.0], None, false, false, (0, 100));
+        let large = AxisScale::new(&[20_000.0, 200_000.0], None, false, false, (0, 100));
         assert_eq!(labels(&large), ["50k", "100k", "150k", "200k"]);
     }
 
     #[test]
     fn pixels_run_from_end_to_end() {
-        let scale = Scale::new(&[], Some([1.0, 100.0]), true, true, (200, 0));
+        let scale = AxisScale::new(&[], Some([1.0, 100.0]), true, true, (200, 0));
         assert_eq!([1.0, 10.0, 100.0, 1000.0].map(|value| scale.pixel(value)), [200, 100, 0, 0]);
         assert!(scale.is_visible(100.0) && !scale.is_visible(100.1));
     }
 
     #[test]
     fn lines_are_clipped_at_the_edge() {
-        let scale = Scale::new(&[], Some([0.0, 10.0]), false, true, (100, 0));
+        let scale = AxisScale::new(&[], Some([0.0, 10.0]), false, true, (100, 0));
         let points = [(0.0, 5.0), (1.0, 15.0), (2.0, 15.0), (3.0, 5.0), (4.0, 5.0)];
         assert_eq!(scale.clip(&points), [vec![(0.0, 5.0), (0.5, 10.0)], vec![(2.5, 10.0), (3.0, 5.0), (4.0, 5.0)]]);
         assert_eq!(scale.clip(&[(0.0, 20.0), (1.0, 30.0)]), Vec::<Vec<(f64, f64)>>::new());

@@ -27,37 +27,38 @@ pub const TEXT_SIZE: u32 = 17;
 pub const SMALL_SIZE: u32 = 15;
 
 /// Returns the colour of series `index`.
-pub fn colour(index: usize) -> RGBColor {
+pub fn series_colour(index: usize) -> RGBColor {
     COLOURS[index % COLOURS.len()]
 }
 
 /// Shape of a marker: series also differ by shape, for print without colour.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Shape {
+pub enum MarkerShape {
     /// Round.
     Circle,
     /// Square with horizontal sides.
     Square,
     /// Square on its corner.
     Diamond,
-    Up,
-    Down,
+    TriangleUp,
+    TriangleDown,
 }
 
 /// Returns the shape of series `index`.
-pub fn shape(index: usize) -> Shape {
-    [Shape::Circle, Shape::Square, Shape::Up, Shape::Diamond, Shape::Down][index % 5]
+pub fn series_shape(index: usize) -> MarkerShape {
+    [MarkerShape::Circle, MarkerShape::Square, MarkerShape::TriangleUp, MarkerShape::Diamond, MarkerShape::TriangleDown]
+        [index % 5]
 }
 
-impl Shape {
+impl MarkerShape {
     /// Returns the corners around (0, 0) of a marker about `size` wide; none for a circle.
     pub fn corners(self, size: i32) -> Vec<(i32, i32)> {
         match self {
             Self::Circle => Vec::new(),
             Self::Square => vec![(-size, -size), (size, -size), (size, size), (-size, size)],
             Self::Diamond => vec![(0, -size - 1), (size + 1, 0), (0, size + 1), (-size - 1, 0)],
-            Self::Up => vec![(0, -size - 1), (size + 1, size), (-size - 1, size)],
-            Self::Down => vec![(0, size + 1), (size + 1, -size), (-size - 1, -size)],
+            Self::TriangleUp => vec![(0, -size - 1), (size + 1, size), (-size - 1, size)],
+            Self::TriangleDown => vec![(0, size + 1), (size + 1, -size), (-size - 1, -size)],
         }
     }
 }

@@ -3,14 +3,14 @@
 use coreward_model::fleet::TableDraw;
 use serde::Deserialize;
 
-use super::{ParameterError, Text, parameters, to_integer};
+use super::{ParameterError, ParsedText, parameters, to_integer};
 use crate::figure::axes::{Metric, SweepAxis};
 use crate::figure::job::{Job, ValueQuery};
 use crate::lb::Config;
-use crate::trace::Source;
+use crate::trace::TraceSource;
 
 /// Name of this kind in scenario files.
-pub const KIND: &str = "lb";
+pub const SIMULATION_KIND: &str = "lb";
 
 /// Distribution of cores over the servers' indirection tables.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
@@ -24,11 +24,11 @@ pub enum IndirectionTables {
 
 parameters! {
     /// Parameters of `[lb]`, with the names of `coreward-lab sim lb --help`.
-    pub struct Lb {
+    pub struct LbParameters {
         /// Policy that places connections.
         pub policy: String,
         /// Traffic.
-        pub trace: Text<Source>,
+        pub trace: ParsedText<TraceSource>,
         /// Servers behind the load balancer.
         pub servers: u16,
         pub cores: u16,
@@ -47,14 +47,14 @@ parameters! {
     }
 }
 
-impl Lb {
+impl LbParameters {
     pub fn with_parameter(&self, swept: SweepAxis, value: f64) -> Result<Self, ParameterError> {
         let mut with = self.clone();
         match swept {
             SweepAxis::SpeedPct => with.replay_speed = Some(value / 100.0),
             SweepAxis::RackCandidates => with.rack_candidates = Some(to_integer(swept, value)?),
             SweepAxis::TableDelayMs => with.table_delay_ms = Some(to_integer(swept, value)?),
-            _ => return Err(ParameterError::NotSwept { kind: KIND, swept, detail: "" }),
+            _ => return Err(ParameterError::NotSwept { kind: SIMULATION_KIND, swept, detail: "" }),
         }
         Ok(with)
     }
@@ -68,7 +68,7 @@ impl Lb {
         seeds: u64,
         policies: &[String],
     ) -> Result<Option<(Job, ValueQuery)>, ParameterError> {
-        let missing = |parameter| ParameterError::Missing { kind: KIND, parameter };
+        let missing = |parameter| ParameterError::Missing { kind: SIMULATION_KIND, parameter };
         let policy = self.policy.clone().ok_or(missing("policy"))?;
         let default = Config::default();
         let trace = self.trace.clone().ok_or(missing("trace"))?.0;
@@ -93,7 +93,7 @@ impl Lb {
         config.check().map_err(|error| ParameterError::Rejected(error.to_string()))?;
         let measured = matches!(measure, Metric::ServerVariancePct | Metric::CoreVariancePct | Metric::ServedPct);
         if !measured {
-            return Err(ParameterError::NotMeasured { kind: KIND, measure });
+            return Err(ParameterError::NotMeasured { kind: SIMULATION_KIND, measure });
         }
         Ok(Some((Job::Lb(config), ValueQuery { policy: Some(policy), seed, ..ValueQuery::of(measure) })))
     }

@@ -10,10 +10,10 @@ use std::str::FromStr;
 
 use serde::{Deserialize, Deserializer, de};
 
-pub use lb::Lb;
-pub use path::Path;
-pub use pcc::Pcc;
-pub use rpc::{Rpc, throughput};
+pub use lb::LbParameters;
+pub use path::PathParameters;
+pub use pcc::PccParameters;
+pub use rpc::{RpcParameters, throughput};
 
 use super::axes::{Metric, SweepAxis};
 use crate::names::UnknownName;
@@ -64,9 +64,9 @@ fn variant_name(variant: &impl std::fmt::Debug) -> String {
 
 /// Parameter written as text, as on the command line.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Text<T>(pub T);
+pub struct ParsedText<T>(pub T);
 
-impl<'de, T: FromStr<Err: std::fmt::Display>> Deserialize<'de> for Text<T> {
+impl<'de, T: FromStr<Err: std::fmt::Display>> Deserialize<'de> for ParsedText<T> {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         let text = String::deserialize(deserializer)?;
         text.parse().map(Self).map_err(de::Error::custom)
@@ -75,9 +75,9 @@ impl<'de, T: FromStr<Err: std::fmt::Display>> Deserialize<'de> for Text<T> {
 
 /// Parameter with a few possible words, as on the command line.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
-pub struct Choice<T>(pub T);
+pub struct NamedChoice<T>(pub T);
 
-impl<'de, T: clap::ValueEnum> Deserialize<'de> for Choice<T> {
+impl<'de, T: clap::ValueEnum> Deserialize<'de> for NamedChoice<T> {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         let text = String::deserialize(deserializer)?;
         let words =
@@ -97,7 +97,7 @@ macro_rules! parameters {
 
         impl $name {
             /// Returns these parameters, overridden by those of `over`.
-            pub fn overlaid(&self, over: Option<&Self>) -> Self {
+            pub fn overridden_by(&self, over: Option<&Self>) -> Self {
                 let Some(over) = over else { return self.clone() };
                 Self { $($field: over.$field.clone().or_else(|| self.$field.clone()),)* }
             }

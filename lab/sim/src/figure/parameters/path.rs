@@ -1,27 +1,27 @@
 //! Connections placed by a load balancer, with requests queued at cores.
 
-use super::{ParameterError, Text, parameters, to_integer};
+use super::{ParameterError, ParsedText, parameters, to_integer};
 use crate::figure::axes::{Metric, SweepAxis};
 use crate::figure::job::{Job, ValueQuery};
 use crate::path::{Config, ReportPhase};
-use crate::rpc::{Policy, Service};
+use crate::rpc::{Policy, ServiceTimeDistribution};
 
 /// Name of this kind in scenario files.
-pub const KIND: &str = "path";
+pub const SIMULATION_KIND: &str = "path";
 
 parameters! {
     /// Parameters of `[path]`, with the names of `coreward-lab sim path --help`. Times without a unit are in short
     /// service times.
-    pub struct Path {
+    pub struct PathParameters {
         /// Policy of the load balancer.
         pub policy: String,
         /// Policy inside the servers.
-        pub dispatch: Text<Policy>,
+        pub dispatch: ParsedText<Policy>,
         /// Servers behind the load balancer.
         pub servers: u16,
         pub cores: u16,
         /// Distribution of service times.
-        pub service: Text<Service>,
+        pub service: ParsedText<ServiceTimeDistribution>,
         /// Short service time (us).
         pub unit_us: f64,
         /// One-way latency between NIC and cores.
@@ -42,22 +42,22 @@ parameters! {
     }
 }
 
-impl Path {
+impl PathParameters {
     pub fn with_parameter(&self, swept: SweepAxis, value: f64) -> Result<Self, ParameterError> {
         let mut with = self.clone();
         match swept {
             SweepAxis::Load => with.load = Some(value),
             SweepAxis::Servers => with.servers = Some(to_integer(swept, value)?),
             SweepAxis::Cores => with.cores = Some(to_integer(swept, value)?),
-            SweepAxis::RequestsPerServer => with.load = Some(self.load_of(value)?),
-            _ => return Err(ParameterError::NotSwept { kind: KIND, swept, detail: "" }),
+            SweepAxis::RequestsPerServer => with.load = Some(self.load_from_request_rate(value)?),
+            _ => return Err(ParameterError::NotSwept { kind: SIMULATION_KIND, swept, detail: "" }),
         }
         Ok(with)
     }
 
     /// Returns the load of `requests_per_s` requests per second and server.
-    fn load_of(&self, requests_per_s: f64) -> Result<f64, ParameterError> {
-        let missing = |parameter| ParameterError::Missing { kind: KIND, parameter };
+    fn load_from_request_rate(&self, requests_per_s: f64) -> Result<f64, ParameterError> {
+        let missing = |parameter| ParameterError::Missing { kind: SIMULATION_KIND, parameter };
         let mean = self.service.as_ref().ok_or(missing("service"))?.0.mean();
         let service_us = mean * self.unit_us.ok_or(missing("unit_us"))?;
         Ok(requests_per_s * service_us / 1e6 / f64::from(self.cores.ok_or(missing("cores"))?))
@@ -65,14 +65,14 @@ impl Path {
 
     /// Returns the run for a metric, and the query for its value.
     pub fn job(&self, measure: Metric, seed: u64) -> Result<Option<(Job, ValueQuery)>, ParameterError> {
-        let missing = |parameter| ParameterError::Missing { kind: KIND, parameter };
+        let missing = |parameter| ParameterError::Missing { kind: SIMULATION_KIND, parameter };
         if !matches!(measure, Metric::P99 | Metric::Mean | Metric::ServerVariancePct | Metric::CoreVariancePct) {
-            return Err(ParameterError::NotMeasured { kind: KIND, measure });
+            return Err(ParameterError::NotMeasured { kind: SIMULATION_KIND, measure });
         }
         let default = Config::default();
         let config = Config {
             policies: vec![self.policy.clone().ok_or(missing("policy"))?],
-            dispatch: vec![self.dispatch.clone().ok_or(missing("dispatch"))?.0],
+            dispatch_policies: vec![self.dispatch.clone().ok_or(missing("dispatch"))?.0],
             servers: self.servers.ok_or(missing("servers"))?,
             cores: self.cores.ok_or(missing("cores"))?,
             service: self.service.clone().ok_or(missing("service"))?.0,

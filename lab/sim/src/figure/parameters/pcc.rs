@@ -2,13 +2,13 @@
 
 use serde::Deserialize;
 
-use super::{Choice, ParameterError, Text, parameters, to_integer};
+use super::{NamedChoice, ParameterError, ParsedText, parameters, to_integer};
 use crate::figure::axes::{Metric, SweepAxis};
 use crate::figure::job::{Job, ValueQuery};
 use crate::pcc::{Arrivals, Config, INDEX_BITS_MAX, LoadInfo, Method, TAG_BITS_MAX, Updates};
 
 /// Name of this kind in scenario files.
-pub const KIND: &str = "pcc";
+pub const SIMULATION_KIND: &str = "pcc";
 
 /// Set of defaults of a scenario.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
@@ -23,11 +23,11 @@ pub enum Experiment {
 
 parameters! {
     /// Parameters of `[pcc]`, with the names of `coreward-lab sim pcc --help`.
-    pub struct Pcc {
+    pub struct PccParameters {
         /// Defaults of all other parameters.
         pub experiment: Experiment,
         /// Method by which load balancers find a connection's server.
-        pub method: Text<Method>,
+        pub method: ParsedText<Method>,
         /// Mean number of servers in the pool.
         pub servers: usize,
         /// Mean number of open connections.
@@ -41,35 +41,35 @@ parameters! {
         /// Duration of each run after its warm-up (minutes).
         pub minutes: f64,
         /// Age of the load information that policies have.
-        pub load_info: Choice<LoadInfo>,
+        pub load_info: NamedChoice<LoadInfo>,
     }
 }
 
-impl Pcc {
+impl PccParameters {
     pub fn with_parameter(&self, swept: SweepAxis, value: f64) -> Result<Self, ParameterError> {
         let mut with = self.clone();
         match swept {
             SweepAxis::Servers => with.servers = Some(to_integer(swept, value)?),
             SweepAxis::Connections => with.connections = Some(value),
             SweepAxis::UpdatesPerMinute => with.updates_per_minute = Some(value),
-            SweepAxis::ThresholdPct => with.method = Some(Text(with_threshold(with.method, value)?)),
+            SweepAxis::ThresholdPct => with.method = Some(ParsedText(with_threshold(with.method, value)?)),
             SweepAxis::TagBits | SweepAxis::IndexBits => {
-                with.method = Some(Text(with_bits(with.method, swept, value)?))
+                with.method = Some(ParsedText(with_bits(with.method, swept, value)?))
             }
             SweepAxis::Time => {}
-            _ => return Err(ParameterError::NotSwept { kind: KIND, swept, detail: "" }),
+            _ => return Err(ParameterError::NotSwept { kind: SIMULATION_KIND, swept, detail: "" }),
         }
         Ok(with)
     }
 
     /// Returns the run for a metric, and the query for its value. One run has all seeds.
     pub fn job(&self, measure: Metric, seed: u64, seeds: u64) -> Result<Option<(Job, ValueQuery)>, ParameterError> {
-        let missing = |parameter| ParameterError::Missing { kind: KIND, parameter };
+        let missing = |parameter| ParameterError::Missing { kind: SIMULATION_KIND, parameter };
         if !matches!(
             measure,
             Metric::BrokenPct | Metric::ImbalancePct | Metric::PoolServers | Metric::CompletedPerSecond
         ) {
-            return Err(ParameterError::NotMeasured { kind: KIND, measure });
+            return Err(ParameterError::NotMeasured { kind: SIMULATION_KIND, measure });
         }
         let base = match self.experiment.ok_or(missing("experiment"))? {
             Experiment::CheetahSimulations => Config::default(),
@@ -97,29 +97,35 @@ impl Pcc {
     }
 }
 
-fn with_threshold(method: Option<Text<Method>>, percent: f64) -> Result<Method, ParameterError> {
+fn with_threshold(method: Option<ParsedText<Method>>, percent: f64) -> Result<Method, ParameterError> {
     let swept = SweepAxis::ThresholdPct;
     match method {
-        Some(Text(Method::Beamer { .. })) if percent > 0.0 => Ok(Method::Beamer { threshold: Some(percent / 100.0) }),
-        Some(Text(Method::Beamer { .. })) => Err(ParameterError::Value { swept, value: percent }),
-        _ => Err(ParameterError::NotSwept { kind: KIND, swept, detail: ": the method is not beamer" }),
+        Some(ParsedText(Method::Beamer { .. })) if percent > 0.0 => {
+            Ok(Method::Beamer { threshold: Some(percent / 100.0) })
+        }
+        Some(ParsedText(Method::Beamer { .. })) => Err(ParameterError::Value { swept, value: percent }),
+        _ => Err(ParameterError::NotSwept { kind: SIMULATION_KIND, swept, detail: ": the method is not beamer" }),
     }
 }
 
-fn with_bits(method: Option<Text<Method>>, swept: SweepAxis, value: f64) -> Result<Method, ParameterError> {
+fn with_bits(method: Option<ParsedText<Method>>, swept: SweepAxis, value: f64) -> Result<Method, ParameterError> {
     let bits: u8 = to_integer(swept, value)?;
     let unfit = ParameterError::Value { swept, value };
     let up_to = |most: u8| if bits <= most { Ok(bits) } else { Err(unfit) };
     match (swept, method) {
-        (SweepAxis::TagBits, Some(Text(Method::HistoryTag { renews_tags: fresh, layout, .. }))) => {
+        (SweepAxis::TagBits, Some(ParsedText(Method::HistoryTag { renews_tags: fresh, layout, .. }))) => {
             Ok(Method::HistoryTag { bits: up_to(TAG_BITS_MAX)?, renews_tags: fresh, layout })
         }
-        (SweepAxis::TagBits, Some(Text(Method::HashIndex { bits, layout, .. }))) => {
+        (SweepAxis::TagBits, Some(ParsedText(Method::HashIndex { bits, layout, .. }))) => {
             Ok(Method::HashIndex { bits, tag_bits: up_to(TAG_BITS_MAX)?, layout })
         }
-        (SweepAxis::IndexBits, Some(Text(Method::HashIndex { tag_bits, layout, .. }))) => {
+        (SweepAxis::IndexBits, Some(ParsedText(Method::HashIndex { tag_bits, layout, .. }))) => {
             Ok(Method::HashIndex { bits: up_to(INDEX_BITS_MAX)?, tag_bits, layout })
         }
-        _ => Err(ParameterError::NotSwept { kind: KIND, swept, detail: ": the method's cookie has no such bits" }),
+        _ => Err(ParameterError::NotSwept {
+            kind: SIMULATION_KIND,
+            swept,
+            detail: ": the method's cookie has no such bits",
+        }),
     }
 }

@@ -2,23 +2,23 @@
 
 use std::num::NonZeroU32;
 
-use super::{Choice, ParameterError, Text, parameters, to_integer};
+use super::{NamedChoice, ParameterError, ParsedText, parameters, to_integer};
 use crate::figure::axes::{Metric, SweepAxis};
 use crate::figure::job::{Job, ValueQuery};
-use crate::rpc::{self, Config, JbsrqOptions, PeakConfig, Policy, Service};
+use crate::rpc::{self, Config, JbsrqOptions, PeakConfig, Policy, ServiceTimeDistribution};
 use coreward_model::dispatch::Lambda;
 
 /// Name of this kind in scenario files.
-pub const KIND: &str = "rpc";
+pub const SIMULATION_KIND: &str = "rpc";
 
 parameters! {
     /// Parameters of `[rpc]`, with the names of `coreward-lab sim rpc --help`. Times are in short service times.
-    pub struct Rpc {
+    pub struct RpcParameters {
         /// Policy that assigns requests to cores.
-        pub policy: Text<Policy>,
+        pub policy: ParsedText<Policy>,
         pub cores: u16,
         /// Distribution of service times.
-        pub service: Text<Service>,
+        pub service: ParsedText<ServiceTimeDistribution>,
         /// One-way latency between NIC and cores.
         pub latency: f64,
         /// Offered load as a fraction of the cores' capacity.
@@ -35,15 +35,15 @@ parameters! {
         /// Bound on p99, for peak loads.
         pub slo: f64,
         /// Requests whose p99 the SLO bounds: `short` (default) or `all`.
-        pub slo_of: Choice<rpc::SloMetric>,
+        pub slo_of: NamedChoice<rpc::SloMetric>,
         /// Service time in whose multiples the SLO is given: `short` (default) or `mean`.
-        pub slo_unit: Choice<rpc::SloUnit>,
+        pub slo_unit: NamedChoice<rpc::SloUnit>,
         /// Number of bisections of a search for a peak load.
         pub steps: u32,
     }
 }
 
-impl Rpc {
+impl RpcParameters {
     pub fn with_parameter(&self, swept: SweepAxis, value: f64) -> Result<Self, ParameterError> {
         let mut with = self.clone();
         match swept {
@@ -51,10 +51,10 @@ impl Rpc {
             SweepAxis::Slo => with.slo = Some(value),
             SweepAxis::Cores => with.cores = Some(to_integer(swept, value)?),
             SweepAxis::Latency => with.latency = Some(value),
-            SweepAxis::LongFactor => with.service = Some(Text(with_long_factor(with.service, value)?)),
-            SweepAxis::Lambda => with.policy = Some(Text(with_lambda(with.policy, value)?)),
+            SweepAxis::LongFactor => with.service = Some(ParsedText(with_long_factor(with.service, value)?)),
+            SweepAxis::Lambda => with.policy = Some(ParsedText(with_lambda(with.policy, value)?)),
             SweepAxis::Time => {}
-            _ => return Err(ParameterError::NotSwept { kind: KIND, swept, detail: "" }),
+            _ => return Err(ParameterError::NotSwept { kind: SIMULATION_KIND, swept, detail: "" }),
         }
         Ok(with)
     }
@@ -62,7 +62,7 @@ impl Rpc {
     /// Returns the run for a metric, and the query for its value. `None` if the offered load exceeds the policy's
     /// capacity: latency is unbounded there, so the point is not drawn.
     pub fn job(&self, measure: Metric, seed: u64) -> Result<Option<(Job, ValueQuery)>, ParameterError> {
-        let missing = |parameter| ParameterError::Missing { kind: KIND, parameter };
+        let missing = |parameter| ParameterError::Missing { kind: SIMULATION_KIND, parameter };
         let peak = matches!(measure, Metric::PeakLoad | Metric::PeakThroughput);
         let config = Config {
             policy: self.policy.clone().ok_or(missing("policy"))?.0,
@@ -74,7 +74,7 @@ impl Rpc {
             seed,
             connections: self.connections,
             skew: 0.0,
-            queue: None,
+            queue_limit: None,
             window: self.window,
         };
         let job = match measure {
@@ -103,9 +103,9 @@ impl Rpc {
                 }
                 Job::Rpc(config)
             }
-            _ => return Err(ParameterError::NotMeasured { kind: KIND, measure }),
+            _ => return Err(ParameterError::NotMeasured { kind: SIMULATION_KIND, measure }),
         };
-        Ok(Some((job, ValueQuery { at_most: self.dispatcher_limit, seed, ..ValueQuery::of(measure) })))
+        Ok(Some((job, ValueQuery { throughput_limit: self.dispatcher_limit, seed, ..ValueQuery::of(measure) })))
     }
 }
 
@@ -114,25 +114,32 @@ pub fn throughput(config: &Config, load: f64) -> f64 {
     load * f64::from(config.cores) / config.service.mean()
 }
 
-fn with_long_factor(service: Option<Text<Service>>, factor: f64) -> Result<Service, ParameterError> {
+fn with_long_factor(
+    service: Option<ParsedText<ServiceTimeDistribution>>,
+    factor: f64,
+) -> Result<ServiceTimeDistribution, ParameterError> {
     let swept = SweepAxis::LongFactor;
     match service {
-        Some(Text(Service::Classes(mut classes))) if factor >= 1.0 => {
+        Some(ParsedText(ServiceTimeDistribution::Classes(mut classes))) if factor >= 1.0 => {
             classes[0].factor = factor;
-            Ok(Service::Classes(classes))
+            Ok(ServiceTimeDistribution::Classes(classes))
         }
-        Some(Text(Service::Classes(_))) => Err(ParameterError::Value { swept, value: factor }),
-        _ => Err(ParameterError::NotSwept { kind: KIND, swept, detail: ": the service times have no long class" }),
+        Some(ParsedText(ServiceTimeDistribution::Classes(_))) => Err(ParameterError::Value { swept, value: factor }),
+        _ => Err(ParameterError::NotSwept {
+            kind: SIMULATION_KIND,
+            swept,
+            detail: ": the service times have no long class",
+        }),
     }
 }
 
-fn with_lambda(policy: Option<Text<Policy>>, lambda: f64) -> Result<Policy, ParameterError> {
+fn with_lambda(policy: Option<ParsedText<Policy>>, lambda: f64) -> Result<Policy, ParameterError> {
     let swept = SweepAxis::Lambda;
     match policy {
-        Some(Text(Policy::RankedQueue(options))) => {
+        Some(ParsedText(Policy::RankedQueue(options))) => {
             let lambda = Lambda::new(lambda).map_err(|_| ParameterError::Value { swept, value: lambda })?;
             Ok(Policy::RankedQueue(JbsrqOptions { lambda, ..options }))
         }
-        _ => Err(ParameterError::NotSwept { kind: KIND, swept, detail: ": the policy is not jbsrq" }),
+        _ => Err(ParameterError::NotSwept { kind: SIMULATION_KIND, swept, detail: ": the policy is not jbsrq" }),
     }
 }

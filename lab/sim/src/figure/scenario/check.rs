@@ -4,9 +4,9 @@ use std::ops::Range;
 
 use coreward_config::{Diagnostic, Source, Spanned};
 
-use super::{Draw, Panel, Scenario, SweepAxis};
+use super::{Panel, PlotType, Scenario, SweepAxis};
 use crate::figure::claim::{Assertion, Quantity, Ratio};
-use crate::figure::point::same_point;
+use crate::figure::point::is_same_point;
 use crate::names::UnknownName;
 
 const MAX_SEEDS: u64 = 1_000;
@@ -16,7 +16,7 @@ type CheckError = (Range<usize>, String);
 /// Checks a scenario. An error names the invalid value and its position.
 pub fn check(scenario: &Scenario, source: &Source) -> Result<(), Diagnostic> {
     let checks = [check_seeds, check_kinds, check_names, check_axes, check_published, check_claims, check_runs];
-    checks.iter().try_for_each(|check| check(scenario)).map_err(|(span, message)| source.error(span, &message))
+    checks.iter().try_for_each(|check| check(scenario)).map_err(|(span, message)| source.diagnostic_at(span, &message))
 }
 
 fn check_seeds(scenario: &Scenario) -> Result<(), CheckError> {
@@ -107,7 +107,7 @@ fn check_axes(scenario: &Scenario) -> Result<(), CheckError> {
             return wrong("y.range: expected [low, high], above 0 where the axis is logarithmic");
         }
         let Some(sweep) = &panel.x else {
-            if panel.draw == Draw::Lines {
+            if panel.draw == PlotType::Lines {
                 return wrong("has no x: expected x, or draw = \"bars\"");
             }
             continue;
@@ -210,7 +210,7 @@ fn check_point(
     }
     let Some(at) = at else { return Ok(()) };
     for sweep in panels.iter().filter_map(|panel| panel.x.as_ref()) {
-        let simulated = |value: &f64| same_point(value * sweep.scale, *at.get_ref());
+        let simulated = |value: &f64| is_same_point(value * sweep.scale, *at.get_ref());
         if *sweep.parameter.get_ref() != SweepAxis::Time && !sweep.values.iter().any(simulated) {
             return Err((at.span(), format!("nothing is simulated at {}: expected one of x.values", at.get_ref())));
         }
@@ -221,7 +221,7 @@ fn check_point(
 fn check_runs(scenario: &Scenario) -> Result<(), CheckError> {
     let failed = match scenario.expand() {
         Ok(_) if scenario.live.is_some() => return Ok(()),
-        Ok(plan) if plan.places.is_empty() => {
+        Ok(plan) if plan.plot_points.is_empty() => {
             return Err((0..0, "nothing is simulated: every point is above what its policy can carry".to_owned()));
         }
         Ok(_) => return Ok(()),

@@ -1,6 +1,6 @@
 use super::*;
 
-const RIGHT: &str = r#"
+const VALID_SCENARIO: &str = r#"
 title = "t"
 paper = "p"
 figure = "f"
@@ -31,15 +31,15 @@ at_most = 10
 "#;
 
 fn error(from: &str, to: &str) -> String {
-    assert!(RIGHT.contains(from), "{from:?} is not in the scenario");
-    Scenario::parse("s.toml", &RIGHT.replace(from, to)).unwrap_err().to_string()
+    assert!(VALID_SCENARIO.contains(from), "{from:?} is not in the scenario");
+    Scenario::parse("s.toml", &VALID_SCENARIO.replace(from, to)).unwrap_err().to_string()
 }
 
 #[test]
 fn valid_scenario_is_parsed_and_expanded() {
-    let scenario = Scenario::parse("s.toml", RIGHT).unwrap();
+    let scenario = Scenario::parse("s.toml", VALID_SCENARIO).unwrap();
     let plan = scenario.expand().unwrap();
-    assert_eq!((plan.jobs.len(), plan.places.len()), (2, 2));
+    assert_eq!((plan.jobs.len(), plan.plot_points.len()), (2, 2));
 }
 
 #[test]
@@ -47,17 +47,17 @@ fn run_shared_by_two_panels_is_simulated_once() {
     let panel = "[[panel]]\ntitle = \"mean\"\nmeasure = \"mean\"\nx = \
                  { parameter = \"load\", label = \"load\", values = [0.5] }\n\
                  y = { label = \"mean\" }\n[[claim]]\nstatement = \"c\"\nvalue = { panel = \"over load\",";
-    let text = RIGHT.replace("[[claim]]\nstatement = \"c\"\nvalue = {", panel);
+    let text = VALID_SCENARIO.replace("[[claim]]\nstatement = \"c\"\nvalue = {", panel);
     let plan = Scenario::parse("s.toml", &text).unwrap().expand().unwrap();
-    assert_eq!((plan.jobs.len(), plan.places.len()), (2, 3));
+    assert_eq!((plan.jobs.len(), plan.plot_points.len()), (2, 3));
 }
 
 #[test]
 fn points_above_what_a_policy_carries_are_left_out() {
-    let text = RIGHT.replace("\"jsq\"", "\"cfcfs\"").replace("latency = 0", "latency = 0.25");
+    let text = VALID_SCENARIO.replace("\"jsq\"", "\"cfcfs\"").replace("latency = 0", "latency = 0.25");
     // A core is idle for two crossings per request, so the highest load is 1 / 1.5.
     let plan = Scenario::parse("s.toml", &text).unwrap().expand().unwrap();
-    assert_eq!(plan.places.iter().map(|place| place.x).collect::<Vec<_>>(), [0.5]);
+    assert_eq!(plan.plot_points.iter().map(|place| place.x).collect::<Vec<_>>(), [0.5]);
 }
 
 #[test]
@@ -101,8 +101,9 @@ fn errors_name_the_place_and_what_was_expected() {
 fn published_points_are_pairs_or_have_a_spread() {
     let published =
         "[[published]]\nseries = \"JSQ\"\nsource = \"x\"\npoints = [[0.5, 1.0], [0.8, 2.0, 1.5, 2.5]]\n[[claim]]";
-    let scenario = Scenario::parse("s.toml", &RIGHT.replace("[[claim]]", published)).unwrap();
+    let scenario = Scenario::parse("s.toml", &VALID_SCENARIO.replace("[[claim]]", published)).unwrap();
     assert_eq!(scenario.published[0].points[1].spread, Some((1.5, 2.5)));
-    let wrong = Scenario::parse("s.toml", &RIGHT.replace("[[claim]]", &published.replace("[0.5, 1.0]", "[0.5]")));
+    let wrong =
+        Scenario::parse("s.toml", &VALID_SCENARIO.replace("[[claim]]", &published.replace("[0.5, 1.0]", "[0.5]")));
     assert!(wrong.unwrap_err().to_string().contains("expected [x, y] or [x, y, low, high]"));
 }

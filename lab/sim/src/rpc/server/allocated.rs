@@ -3,7 +3,8 @@
 use std::num::NonZeroU64;
 
 use coreward_model::dispatch::{
-    AssignmentChange, CoreAllocation, Epoch, JoinBoundedShortestRankedQueue, LoadHint, LoadMonitor, ScaleDown, ScaleUp,
+    AssignmentChange, CoreAllocation, Epoch, JoinBoundedShortestRankedQueue, LoadHint, LoadMonitor, ScaleDownCondition,
+    ScaleUpCondition,
 };
 
 use super::delay::DelayLine;
@@ -47,8 +48,8 @@ impl RingLeaderServer {
         }
         let epoch = Epoch::new(NonZeroU64::new(interval).unwrap_or(NonZeroU64::MIN));
         let mut monitor = LoadMonitor::default();
-        monitor.enable_scale_up(0, ScaleUp { epoch });
-        monitor.enable_scale_down(0, ScaleDown { epoch, threshold: 0, calm_epochs: CALM_EPOCHS });
+        monitor.enable_scale_up(0, ScaleUpCondition { epoch });
+        monitor.enable_scale_down(0, ScaleDownCondition { epoch, threshold: 0, calm_epochs: CALM_EPOCHS });
         Self {
             server,
             allocation,
@@ -71,7 +72,7 @@ impl RingLeaderServer {
         } else if self.hints.next_arrival() == now {
             let Some((_, (service, hint))) = self.hints.receive() else { return };
             let nic = &self.server.dispatcher;
-            let other_waits = nic.waiting(1 - service) > 0;
+            let other_waits = nic.waiting_count(1 - service) > 0;
             let changes = self
                 .allocation
                 .apply_hint(service, hint, other_waits, |service, core| nic.ranks().outstanding(service, core));

@@ -9,21 +9,21 @@ use crate::rpc::ticks::Tick;
 /// can do that: it would have to know service times and arrivals at the cores in advance. Such a queue assigns each
 /// request to the core that becomes free first (Kiefer and Wolfowitz, 1955).
 #[derive(Debug)]
-pub struct IdealGroups {
+pub struct GroupedFcfsDispatcher {
     latency: Tick,
     cores_each: u16,
     /// Times from which each core is free, by group.
     idle_from: Vec<LeastTree<Tick>>,
 }
 
-impl IdealGroups {
+impl GroupedFcfsDispatcher {
     /// `latency`: one-way latency between NIC and cores.
     pub fn new(groups: u16, cores_each: u16, latency: Tick) -> Self {
         Self { latency, cores_each, idle_from: vec![LeastTree::new(cores_each, 0); usize::from(groups)] }
     }
 }
 
-impl Dispatcher for IdealGroups {
+impl Dispatcher for GroupedFcfsDispatcher {
     #[inline]
     fn place(&mut self, now: u64, header: &DispatchHeader) -> Option<u16> {
         let group = (u64::from(header.flow_hash) * self.idle_from.len() as u64) >> 32;

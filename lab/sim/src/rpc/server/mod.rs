@@ -18,13 +18,13 @@ use std::collections::VecDeque;
 
 pub use allocated::RingLeaderServer;
 use coreward_model::dispatch::{DispatchHeader, Dispatcher};
-pub use dfcfs::IdealGroups;
+pub use dfcfs::GroupedFcfsDispatcher;
 pub use fifo::FifoCores;
 pub use priority::PriorityCores;
 pub use queued::DisciplineCores;
 pub use rebalance::RebalancedServer;
 pub use sharing::ProcessorSharing;
-pub use spec::{ServerSpec, WithServer};
+pub use spec::{ServerSpec, ServerVisitor};
 pub use stealing::StealingCores;
 
 use super::ticks::Tick;
@@ -40,7 +40,7 @@ pub struct Request {
     pub flow_hash: u32,
     /// Connection, if the policy uses it.
     pub connection: u32,
-    /// Class of service time, as in [`super::Service::class_times`].
+    /// Class of service time, as in [`super::ServiceTimeDistribution::class_times`].
     pub class: u8,
     /// Service by priority; 0 is served first.
     pub service: u8,

@@ -19,19 +19,19 @@ pub struct RebalancedServer {
     interval: Tick,
     next_regroup: Tick,
     /// Work that arrived so far, by bucket.
-    work: Vec<u64>,
+    bucket_work: Vec<u64>,
 }
 
 impl RebalancedServer {
     /// Creates a server that regroups every `interval` ticks.
     pub fn new(server: NicServer<BucketHash, FifoCores>, interval: Tick) -> Self {
         let buckets = server.dispatcher.table().entry_count();
-        Self { server, interval, next_regroup: interval, work: vec![0; buckets] }
+        Self { server, interval, next_regroup: interval, bucket_work: vec![0; buckets] }
     }
 
     fn regroup(&mut self, now: Tick) {
         let ahead = |work: &u64| (u128::from(*work) * u128::from(self.interval) / u128::from(now)) as u64;
-        let loads: Vec<u64> = self.work.iter().map(ahead).collect();
+        let loads: Vec<u64> = self.bucket_work.iter().map(ahead).collect();
         let backlog: Vec<u64> = self.server.cores.backlog(now).collect();
         let table =
             IndirectionTable::new(&assign_buckets_to_cores(&loads, &backlog)).expect("as long as the table was");
@@ -56,8 +56,8 @@ impl<S: Sink> Server<S> for RebalancedServer {
             self.regroup(last);
             self.next_regroup = last + self.interval;
         }
-        let bucket = request.flow_hash as usize & (self.work.len() - 1);
-        self.work[bucket] += request.work;
+        let bucket = request.flow_hash as usize & (self.bucket_work.len() - 1);
+        self.bucket_work[bucket] += request.work;
         Server::<S>::offer(&mut self.server, request);
     }
 

@@ -71,17 +71,17 @@ impl ProcessorSharing {
     }
 
     fn advance_to(&mut self, now: Tick) {
-        self.busy_time += self.busy_between(now);
+        self.busy_time += self.busy_time_until(now);
         self.virtual_now += u128::from(now - self.updated_at) * self.rate;
         self.updated_at = now;
     }
 
-    fn busy_between(&self, now: Tick) -> Tick {
+    fn busy_time_until(&self, now: Tick) -> Tick {
         (now - self.updated_at) * self.cores.min(self.jobs.len() as u64)
     }
 
     /// Updates the rate after a change of the number of jobs.
-    fn set_rate(&mut self) {
+    fn update_rate(&mut self) {
         let jobs = self.jobs.len() as u128;
         self.rate = if jobs <= u128::from(self.cores) {
             FIXED_POINT_ONE
@@ -119,12 +119,12 @@ impl Cores for ProcessorSharing {
             self.jobs.push(Reverse(Job { virtual_end, arrival_number: self.arrival_number, request }));
             self.arrival_number += 1;
         }
-        self.set_rate();
+        self.update_rate();
         None
     }
 
     fn busy_times(&self, now: Tick) -> Vec<Tick> {
         // All cores share all work equally.
-        vec![(self.busy_time + self.busy_between(now)) / self.cores; self.cores as usize]
+        vec![(self.busy_time + self.busy_time_until(now)) / self.cores; self.cores as usize]
     }
 }

@@ -3,15 +3,15 @@
 use std::num::NonZeroU16;
 
 use coreward_model::dispatch::{
-    Assignment, BucketHash, ClassBoundedShortestQueue, CoreAllocation, Dispatcher, FeoConfig,
+    BucketHash, ClassBoundedShortestQueue, CoreAllocation, CoreAssignment, Dispatcher, FeoConfig,
     JoinBoundedShortestRankedQueue, JoinLightestQueue, JoinShortestQueue, RandomCore, RankArrays, RankedService,
     RoundRobinCore,
 };
 use coreward_model::rss::IndirectionTable;
 
 use super::{
-    Cores, DisciplineCores, FifoCores, IdealGroups, NicServer, PriorityCores, ProcessorSharing, RebalancedServer,
-    RingLeaderServer, Server, Sink, StealingCores,
+    Cores, DisciplineCores, FifoCores, GroupedFcfsDispatcher, NicServer, PriorityCores, ProcessorSharing,
+    RebalancedServer, RingLeaderServer, Server, Sink, StealingCores,
 };
 use crate::rpc::ticks::{Tick, to_ticks};
 use crate::rpc::{JbsrqOptions, Policy};
@@ -30,7 +30,7 @@ pub struct ServerSpec<'a> {
 }
 
 /// Generic visitor of a server: each server type gets specialized code without dynamic calls.
-pub trait WithServer<S: Sink> {
+pub trait ServerVisitor<S: Sink> {
     type Output;
 
     /// Uses the server.
@@ -39,7 +39,7 @@ pub trait WithServer<S: Sink> {
 
 impl ServerSpec<'_> {
     /// Builds the server and passes it to `visitor`.
-    pub fn build<S: Sink, V: WithServer<S>>(&self, visitor: V) -> V::Output {
+    pub fn build<S: Sink, V: ServerVisitor<S>>(&self, visitor: V) -> V::Output {
         let Self { cores, latency, .. } = *self;
         let fifo = || FifoCores::new(cores, latency);
         match self.policy {
@@ -69,7 +69,7 @@ impl ServerSpec<'_> {
                 visit_nic_server(visitor, RoundRobinCore::new(1), ProcessorSharing::new(cores, latency))
             }
             Policy::GroupedFcfs { groups, cores_each } => {
-                visit_nic_server(visitor, IdealGroups::new(groups.get(), cores_each.get(), latency), fifo())
+                visit_nic_server(visitor, GroupedFcfsDispatcher::new(groups.get(), cores_each.get(), latency), fifo())
             }
         }
     }
@@ -78,7 +78,7 @@ impl ServerSpec<'_> {
         BucketHash::new(self.indirection_table.clone())
     }
 
-    fn build_ranked<S: Sink, V: WithServer<S>>(&self, visitor: V, options: &JbsrqOptions) -> V::Output {
+    fn build_ranked<S: Sink, V: ServerVisitor<S>>(&self, visitor: V, options: &JbsrqOptions) -> V::Output {
         let Self { cores, latency, classes, .. } = *self;
         let services = options.priorities.service_count(classes);
         let behind = PriorityCores::new(cores, services, to_ticks(options.quantum), to_ticks(options.switch_cost));
@@ -88,7 +88,7 @@ impl ServerSpec<'_> {
         let ranks = RankArrays::new(cores, &ranked, rank, depth);
         let dispatcher = JoinBoundedShortestRankedQueue::with_ranks(ranks, &feo).expect("1 to 64 services");
         let server = NicServer::new(dispatcher, DisciplineCores::new(cores, latency, behind), services);
-        if options.assignment == Assignment::CompleteShare {
+        if options.assignment == CoreAssignment::CompleteShare {
             return visitor.visit(server);
         }
         let allocation = CoreAllocation::new(options.assignment, cores, options.reserved);
@@ -96,7 +96,7 @@ impl ServerSpec<'_> {
     }
 }
 
-fn visit_nic_server<S: Sink, V: WithServer<S>, D, C>(visitor: V, dispatcher: D, cores: C) -> V::Output
+fn visit_nic_server<S: Sink, V: ServerVisitor<S>, D, C>(visitor: V, dispatcher: D, cores: C) -> V::Output
 where
     D: Dispatcher + 'static,
     C: Cores + 'static,

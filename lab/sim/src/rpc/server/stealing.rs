@@ -44,7 +44,7 @@ impl StealingCores {
     fn take_first(&mut self, core: u16) -> Option<Request> {
         let queue = &mut self.cores[usize::from(core)].queue;
         let first = queue.pop_front()?;
-        self.policy.set_queued(core, queue.len() as u32);
+        self.policy.set_queue_length(core, queue.len() as u32);
         Some(first)
     }
 
@@ -64,7 +64,7 @@ impl Discipline for StealingCores {
             return self.serve(now, core, request, 0, timers);
         }
         entry.queue.push_back(request);
-        self.policy.set_queued(core, entry.queue.len() as u32);
+        self.policy.set_queue_length(core, entry.queue.len() as u32);
         self.steal(now, timers);
     }
 

@@ -2,7 +2,7 @@
 
 /// Largest step back of time stamps (ns); such packets get the time of their predecessor. Several queues of a NIC are
 /// read in turn, so captures are slightly out of order.
-pub const TOLERATED_NS: u64 = 10_000_000;
+pub const REORDER_TOLERANCE_NS: u64 = 10_000_000;
 
 #[derive(Debug, thiserror::Error)]
 pub enum CaptureError {
@@ -11,7 +11,7 @@ pub enum CaptureError {
         "begins with {mark:02x?}: expected a capture (pcap or pcapng, perhaps compressed by gzip, xz or zstd) or an \
          arrival log of the demo"
     )]
-    Foreign { mark: Vec<u8> },
+    UnknownFormat { mark: Vec<u8> },
     /// The file ends within a record.
     #[error("cut off in packet {number}: {read} packets were read before, up to {last_s:.6} s after the first")]
     Truncated {
@@ -70,7 +70,7 @@ pub enum CaptureError {
         "packet {number} is of {time_s:.9} s, {:.3} ms before packet {before} of {before_s:.9} s: expected time stamps \
          in \
          order, or at most {tolerated} ms back (reordercap sorts a capture)", (before_s - time_s) * 1e3,
-        before = number - 1, tolerated = TOLERATED_NS / 1_000_000
+        before = number - 1, tolerated = REORDER_TOLERANCE_NS / 1_000_000
     )]
     Unsorted {
         /// Number of the packet, from 1.

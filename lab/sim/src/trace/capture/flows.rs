@@ -12,8 +12,8 @@ use coreward_model::FourTuple;
 use foldhash::fast::FixedState;
 
 use super::headers::{FLAG_ENDS_CONNECTION, FLAG_IPV6, FLAG_OPENS_CONNECTION};
-use super::records::{Record, Records};
-use crate::trace::{Batch, Event, FirstPacket, Packet};
+use super::records::{Record, RecordBatch};
+use crate::trace::{Batch, FirstPacket, FlowEvent, Packet};
 
 /// Time in which a TCP flow may still send after its FIN or RST (ns).
 const LINGER_NS: u64 = 2_000_000_000;
@@ -24,7 +24,7 @@ type KeyV4 = u128;
 type KeyV6 = ([u8; 32], u64);
 
 #[derive(Debug, Clone, Copy)]
-enum Key {
+enum FlowKey {
     V4(KeyV4),
     V6(KeyV6),
     /// The flow number is free.
@@ -38,19 +38,19 @@ struct Flow {
     is_closing: bool,
 }
 
-pub struct FlowTable {
+pub struct FlowTracker {
     // Keys come from a file, not from an attacker: a fixed seed makes runs reproducible.
     by_v4: HashMap<KeyV4, u32, FixedState>,
     by_v6: HashMap<KeyV6, u32, FixedState>,
     flows: Vec<Flow>,
     /// Separate from `flows`, which every packet accesses.
-    keys: Vec<Key>,
+    keys: Vec<FlowKey>,
     free_numbers: Vec<u32>,
     idle_timeout_ns: u64,
     next_sweep_ns: u64,
 }
 
-impl FlowTable {
+impl FlowTracker {
     pub fn new(idle_timeout_ns: u64) -> Self {
         Self {
             by_v4: HashMap::with_hasher(FixedState::default()),
@@ -64,7 +64,7 @@ impl FlowTable {
     }
 
     /// Appends the packets with their flow numbers.
-    pub fn assign(&mut self, records: &Records, batch: &mut Batch) {
+    pub fn assign_flows(&mut self, records: &RecordBatch, batch: &mut Batch) {
         for record in &records.packets {
             if record.time_ns >= self.next_sweep_ns {
                 self.sweep(record.time_ns, &mut batch.packets);
@@ -84,7 +84,7 @@ impl FlowTable {
         match self.by_v4.get(&key) {
             Some(number) => (*number, false),
             None => {
-                let number = self.allocate_number(Key::V4(key));
+                let number = self.allocate_number(FlowKey::V4(key));
                 self.by_v4.insert(key, number);
                 (number, true)
             }
@@ -95,14 +95,14 @@ impl FlowTable {
         match self.by_v6.get(&key) {
             Some(number) => (*number, false),
             None => {
-                let number = self.allocate_number(Key::V6(key));
+                let number = self.allocate_number(FlowKey::V6(key));
                 self.by_v6.insert(key, number);
                 (number, true)
             }
         }
     }
 
-    fn allocate_number(&mut self, key: Key) -> u32 {
+    fn allocate_number(&mut self, key: FlowKey) -> u32 {
         let new = Flow { last_ns: 0, is_closing: false };
         match self.free_numbers.pop() {
             Some(number) => {
@@ -123,7 +123,12 @@ impl FlowTable {
         if record.flags != 0 && !is_new {
             let replaced = flow.is_closing && record.flags & FLAG_OPENS_CONNECTION != 0;
             if replaced {
-                batch.packets.push(Packet { time_ns: record.time_ns, flow: number, bytes: 0, event: Event::EXPIRES });
+                batch.packets.push(Packet {
+                    time_ns: record.time_ns,
+                    flow: number,
+                    bytes: 0,
+                    event: FlowEvent::EXPIRES,
+                });
                 flow.is_closing = false;
                 is_new = true;
             }
@@ -131,10 +136,10 @@ impl FlowTable {
         flow.last_ns = record.time_ns;
         flow.is_closing |= record.flags & FLAG_ENDS_CONNECTION != 0;
         let event = if is_new {
-            batch.openings.push(FirstPacket { tuple: tuple(&self.keys[number as usize]), rate: None });
-            Event::OPENS
+            batch.openings.push(FirstPacket { tuple: tuple(&self.keys[number as usize]), rate_pps: None });
+            FlowEvent::OPENS
         } else {
-            Event::NONE
+            FlowEvent::NONE
         };
         batch.packets.push(Packet { time_ns: record.time_ns, flow: number, bytes: record.bytes, event });
     }
@@ -147,13 +152,13 @@ impl FlowTable {
             if now_ns - flow.last_ns < timeout_ns {
                 continue;
             }
-            match std::mem::replace(&mut self.keys[number as usize], Key::None) {
-                Key::V4(key) => self.by_v4.remove(&key),
-                Key::V6(key) => self.by_v6.remove(&key),
-                Key::None => continue,
+            match std::mem::replace(&mut self.keys[number as usize], FlowKey::None) {
+                FlowKey::V4(key) => self.by_v4.remove(&key),
+                FlowKey::V6(key) => self.by_v6.remove(&key),
+                FlowKey::None => continue,
             };
             self.free_numbers.push(number);
-            events.push(Packet { time_ns: now_ns, flow: number, bytes: 0, event: Event::EXPIRES });
+            events.push(Packet { time_ns: now_ns, flow: number, bytes: 0, event: FlowEvent::EXPIRES });
         }
         // Often enough to free ended flows soon, and seldom enough that a scan costs nothing per packet.
         self.next_sweep_ns = now_ns + (LINGER_NS.min(self.idle_timeout_ns) / 4).max(1);
@@ -161,19 +166,19 @@ impl FlowTable {
 }
 
 /// Returns the tuple of the flow's sender as a client.
-fn tuple(key: &Key) -> FourTuple {
+fn tuple(key: &FlowKey) -> FourTuple {
     let both_ports = |ports: u64| ((ports >> 24) as u16, (ports >> 8) as u16);
     match key {
-        Key::V4(key) => {
+        FlowKey::V4(key) => {
             let (source, destination) = both_ports(*key as u64);
             let address = |shift: u32| Ipv4Addr::from_bits((key >> shift) as u32);
             FourTuple::ipv4((address(96), source), (address(64), destination))
         }
-        Key::V6((addresses, ports)) => {
+        FlowKey::V6((addresses, ports)) => {
             let (source, destination) = both_ports(*ports);
             let address = |at: usize| Ipv6Addr::from(<[u8; 16]>::try_from(&addresses[at..at + 16]).expect("16 bytes"));
             FourTuple::ipv6((address(0), source), (address(16), destination))
         }
-        Key::None => unreachable!("a flow that has just begun has a key"),
+        FlowKey::None => unreachable!("a flow that has just begun has a key"),
     }
 }

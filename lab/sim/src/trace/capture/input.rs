@@ -70,7 +70,7 @@ pub fn open(path: &Path) -> Result<Input, TraceError> {
     }
     match found {
         FileFormat::Pcap | FileFormat::Pcapng | FileFormat::ArrivalLog => Ok(Input { reader, format: found }),
-        _ => Err(TraceError::Capture { path: shown(), error: CaptureError::Foreign { mark } }),
+        _ => Err(TraceError::Capture { path: shown(), error: CaptureError::UnknownFormat { mark } }),
     }
 }
 

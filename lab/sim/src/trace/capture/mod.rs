@@ -22,8 +22,8 @@ use std::path::Path;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::thread::JoinHandle;
 
-use self::flows::FlowTable;
-use self::records::{Records, StopReason};
+use self::flows::FlowTracker;
+use self::records::{RecordBatch, StopReason};
 use super::{Batch, SkipCounts, Trace, TraceError};
 
 use self::input::Input;
@@ -49,10 +49,10 @@ impl Default for ReadOptions {
 
 /// Trace of a capture.
 pub struct CaptureTrace {
-    filled: Receiver<Records>,
-    empty: SyncSender<Records>,
+    filled: Receiver<RecordBatch>,
+    empty: SyncSender<RecordBatch>,
     reader: Option<JoinHandle<Result<(), TraceError>>>,
-    flows: FlowTable,
+    flows: FlowTracker,
     skipped: SkipCounts,
     reordered: u64,
 }
@@ -64,10 +64,10 @@ impl CaptureTrace {
         let (fill, filled) = sync_channel(BATCH_COUNT);
         let (empty, emptied) = sync_channel(BATCH_COUNT);
         for _ in 0..BATCH_COUNT {
-            empty.send(Records::default()).expect("the receiver is here");
+            empty.send(RecordBatch::default()).expect("the receiver is here");
         }
         let read = move || {
-            let mut out = records::Recorder::new(fill, emptied);
+            let mut out = records::FrameParser::new(fill, emptied);
             let result = match input.format {
                 FileFormat::Pcap => pcap::read(input.reader, &mut out),
                 _ => pcapng::read(input.reader, &mut out),
@@ -78,7 +78,7 @@ impl CaptureTrace {
             }
         };
         let reader = Some(std::thread::spawn(read));
-        let (flows, skipped) = (FlowTable::new(options.idle_timeout_ns), SkipCounts::new());
+        let (flows, skipped) = (FlowTracker::new(options.idle_timeout_ns), SkipCounts::new());
         Self { filled, empty, reader, flows, skipped, reordered: 0 }
     }
 }
@@ -92,7 +92,7 @@ impl Trace for CaptureTrace {
                 let reader = self.reader.take().map(|reader| reader.join().expect("the reader does not panic"));
                 return reader.unwrap_or(Ok(()));
             };
-            self.flows.assign(&records, batch);
+            self.flows.assign_flows(&records, batch);
             for (reason, packets) in records.skipped() {
                 *self.skipped.entry(reason).or_default() += packets;
             }

@@ -8,14 +8,14 @@ use std::io::{ErrorKind, Read};
 use super::error::CaptureError;
 use super::headers::LinkType;
 use super::input::Reader;
-use super::records::{Frame, Recorder, StopReason};
+use super::records::{Frame, FrameParser, StopReason};
 
 /// Bytes per read: they fit a core's second-level cache together with the parsed records.
 const CHUNK_BYTES: usize = 512 * 1024;
 const FILE_HEADER_BYTES: usize = 24;
 const RECORD_HEADER_BYTES: usize = 16;
 /// Largest record, as in libpcap (MAXIMUM_SNAPLEN).
-const MAX_BYTES: u32 = 262_144;
+const MAX_RECORD_BYTES: u32 = 262_144;
 
 /// Encoding of a file's numbers.
 #[derive(Clone, Copy)]
@@ -33,12 +33,12 @@ impl Encoding {
 }
 
 /// Reads a whole file. An error names the fault and its position.
-pub fn read(mut reader: Reader, out: &mut Recorder) -> Result<(), StopReason> {
+pub fn read(mut reader: Reader, out: &mut FrameParser) -> Result<(), StopReason> {
     let mut header = [0; FILE_HEADER_BYTES];
     read_all(&mut reader, &mut header, out)?;
     let (encoding, link) = parse_file_header(&header)?;
     // An incomplete record at the end of a chunk moves to the start of the next one.
-    let mut buffer = vec![0; CHUNK_BYTES + RECORD_HEADER_BYTES + MAX_BYTES as usize];
+    let mut buffer = vec![0; CHUNK_BYTES + RECORD_HEADER_BYTES + MAX_RECORD_BYTES as usize];
     let mut kept = 0;
     loop {
         let read = read_some(&mut reader, &mut buffer[kept..kept + CHUNK_BYTES], out)?;
@@ -66,14 +66,14 @@ fn parse_file_header(header: &[u8; FILE_HEADER_BYTES]) -> Result<(Encoding, Link
 }
 
 /// Parses all complete records, and returns their length (bytes).
-fn read_records(bytes: &[u8], encoding: Encoding, link: LinkType, out: &mut Recorder) -> Result<usize, StopReason> {
+fn read_records(bytes: &[u8], encoding: Encoding, link: LinkType, out: &mut FrameParser) -> Result<usize, StopReason> {
     let mut used = 0;
     while let Some(header) = bytes[used..].first_chunk::<RECORD_HEADER_BYTES>() {
         let number = |at: usize| encoding.parse_u32([header[at], header[at + 1], header[at + 2], header[at + 3]]);
         let captured = number(8);
-        if captured > MAX_BYTES {
+        if captured > MAX_RECORD_BYTES {
             let (number, bytes) = (out.packet_count() + 1, u64::from(captured));
-            return Err(CaptureError::Damaged { number, bytes, max_bytes: MAX_BYTES }.into());
+            return Err(CaptureError::Damaged { number, bytes, max_bytes: MAX_RECORD_BYTES }.into());
         }
         let start = used + RECORD_HEADER_BYTES;
         let Some(data) = bytes.get(start..start + captured as usize) else { break };
@@ -84,7 +84,7 @@ fn read_records(bytes: &[u8], encoding: Encoding, link: LinkType, out: &mut Reco
     Ok(used)
 }
 
-fn read_some(reader: &mut Reader, buffer: &mut [u8], out: &Recorder) -> Result<usize, StopReason> {
+fn read_some(reader: &mut Reader, buffer: &mut [u8], out: &FrameParser) -> Result<usize, StopReason> {
     loop {
         match reader.read(buffer) {
             Ok(read) => return Ok(read),
@@ -96,7 +96,7 @@ fn read_some(reader: &mut Reader, buffer: &mut [u8], out: &Recorder) -> Result<u
     }
 }
 
-fn read_all(reader: &mut Reader, buffer: &mut [u8], out: &Recorder) -> Result<(), StopReason> {
+fn read_all(reader: &mut Reader, buffer: &mut [u8], out: &FrameParser) -> Result<(), StopReason> {
     let mut filled = 0;
     while filled < buffer.len() {
         match read_some(reader, &mut buffer[filled..], out)? {

@@ -8,11 +8,11 @@ use pcap_parser::{Block, PcapBlockOwned, PcapError, PcapNGReader};
 use super::error::CaptureError;
 use super::headers::{LinkType, SkipReason};
 use super::input::Reader;
-use super::records::{Frame, Recorder, StopReason};
+use super::records::{Frame, FrameParser, StopReason};
 
 /// Size of the library's initial buffer, and limit of a block (bytes).
 const BUFFER_BYTES: usize = 1 << 20;
-const MAX_BYTES: usize = 1 << 25;
+const MAX_BLOCK_BYTES: usize = 1 << 25;
 
 /// Reader that fills whole buffers: the library needs a file's first block in its first read. A truncated compressed
 /// file ends like any other file.
@@ -57,7 +57,7 @@ impl Interface {
 }
 
 /// Reads a whole file. An error names the fault and its position.
-pub fn read(reader: Reader, out: &mut Recorder) -> Result<(), StopReason> {
+pub fn read(reader: Reader, out: &mut FrameParser) -> Result<(), StopReason> {
     let mut file = match PcapNGReader::new(BUFFER_BYTES, FullReads(reader)) {
         Ok(file) => file,
         Err(error) => return Err(stop_reason(&error, out)),
@@ -72,7 +72,7 @@ pub fn read(reader: Reader, out: &mut Recorder) -> Result<(), StopReason> {
             Ok((bytes, _)) => Ok(bytes),
             Err(PcapError::Eof) => return Ok(()),
             Err(PcapError::Incomplete(_)) => Err(()),
-            Err(PcapError::BufferTooSmall) if capacity < MAX_BYTES => {
+            Err(PcapError::BufferTooSmall) if capacity < MAX_BLOCK_BYTES => {
                 capacity *= 2;
                 Err(())
             }
@@ -85,7 +85,7 @@ pub fn read(reader: Reader, out: &mut Recorder) -> Result<(), StopReason> {
     }
 }
 
-fn refill(file: &mut PcapNGReader<FullReads>, capacity: usize, out: &Recorder) -> Result<(), StopReason> {
+fn refill(file: &mut PcapNGReader<FullReads>, capacity: usize, out: &FrameParser) -> Result<(), StopReason> {
     if file.reader_exhausted() {
         return Err(out.truncation_error().into());
     }
@@ -93,12 +93,12 @@ fn refill(file: &mut PcapNGReader<FullReads>, capacity: usize, out: &Recorder) -
     file.refill().map_err(|error| stop_reason(&error, out))
 }
 
-fn stop_reason(error: &PcapError<&[u8]>, out: &Recorder) -> StopReason {
+fn stop_reason(error: &PcapError<&[u8]>, out: &FrameParser) -> StopReason {
     match error {
         PcapError::UnexpectedEof | PcapError::Incomplete(_) => out.truncation_error().into(),
         PcapError::BufferTooSmall => {
-            let (number, bytes) = (out.packet_count() + 1, MAX_BYTES as u64 + 1);
-            CaptureError::Damaged { number, bytes, max_bytes: MAX_BYTES as u32 }.into()
+            let (number, bytes) = (out.packet_count() + 1, MAX_BLOCK_BYTES as u64 + 1);
+            CaptureError::Damaged { number, bytes, max_bytes: MAX_BLOCK_BYTES as u32 }.into()
         }
         PcapError::ReadError => {
             let error =
@@ -112,7 +112,7 @@ fn stop_reason(error: &PcapError<&[u8]>, out: &Recorder) -> StopReason {
     }
 }
 
-fn record_block(block: &Block<'_>, interfaces: &mut Vec<Interface>, out: &mut Recorder) -> Result<(), StopReason> {
+fn record_block(block: &Block<'_>, interfaces: &mut Vec<Interface>, out: &mut FrameParser) -> Result<(), StopReason> {
     match block {
         Block::SectionHeader(_) => interfaces.clear(),
         Block::InterfaceDescription(interface) => interfaces.push(Interface {

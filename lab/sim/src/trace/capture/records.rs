@@ -2,7 +2,7 @@
 
 use std::sync::mpsc::{Receiver, SyncSender};
 
-use super::error::{CaptureError, TOLERATED_NS};
+use super::error::{CaptureError, REORDER_TOLERANCE_NS};
 use super::headers::{self, Addresses, FLAG_IPV6, LinkType, ParsedHeaders, SkipReason};
 
 const BATCH_PACKETS: usize = 32_768;
@@ -30,7 +30,7 @@ impl From<CaptureError> for StopReason {
 pub struct Record {
     /// Time after the first packet of the file (ns).
     pub time_ns: u64,
-    /// IPv4: source and destination; IPv6: position in [`Records::ipv6`].
+    /// IPv4: source and destination; IPv6: position in [`RecordBatch::ipv6`].
     pub addresses: u64,
     /// Source and destination port.
     pub ports: u32,
@@ -44,7 +44,7 @@ pub struct Record {
 
 /// Batch of packets, with the numbers of skipped ones.
 #[derive(Debug, Default)]
-pub struct Records {
+pub struct RecordBatch {
     /// Parsed packets.
     pub packets: Vec<Record>,
     /// Source and destination of IPv6 packets.
@@ -55,7 +55,7 @@ pub struct Records {
     pub reordered: u64,
 }
 
-impl Records {
+impl RecordBatch {
     /// Returns the numbers of skipped packets by reason.
     pub fn skipped(&self) -> impl Iterator<Item = (&'static str, u64)> {
         SkipReason::ALL
@@ -82,10 +82,10 @@ pub struct Frame<'a> {
 }
 
 /// Parser of frames, which sends batches of records.
-pub struct Recorder {
-    filled: SyncSender<Records>,
-    emptied: Receiver<Records>,
-    records: Records,
+pub struct FrameParser {
+    filled: SyncSender<RecordBatch>,
+    emptied: Receiver<RecordBatch>,
+    records: RecordBatch,
     first_ns: Option<u64>,
     latest_ns: u64,
     /// Number of packets of the file so far.
@@ -95,12 +95,12 @@ pub struct Recorder {
     first_cut_off: Option<CaptureError>,
 }
 
-impl Recorder {
-    pub fn new(filled: SyncSender<Records>, emptied: Receiver<Records>) -> Self {
+impl FrameParser {
+    pub fn new(filled: SyncSender<RecordBatch>, emptied: Receiver<RecordBatch>) -> Self {
         Self {
             filled,
             emptied,
-            records: Records::default(),
+            records: RecordBatch::default(),
             first_ns: None,
             latest_ns: 0,
             packet_count: 0,
@@ -143,7 +143,7 @@ impl Recorder {
     fn ordered_time_ns(&mut self, time_ns: u64) -> Result<u64, StopReason> {
         let first_ns = *self.first_ns.get_or_insert(time_ns);
         if time_ns < self.latest_ns {
-            if self.latest_ns - time_ns > TOLERATED_NS {
+            if self.latest_ns - time_ns > REORDER_TOLERANCE_NS {
                 let (time_s, before_s) = (time_ns as f64 / 1e9, self.latest_ns as f64 / 1e9);
                 return Err(CaptureError::Unsorted { number: self.packet_count, time_s, before_s }.into());
             }

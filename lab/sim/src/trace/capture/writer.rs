@@ -6,7 +6,7 @@ use std::net::{IpAddr, SocketAddr};
 
 use coreward_model::FourTuple;
 
-use crate::trace::{Batch, Event, Trace};
+use crate::trace::{Batch, FlowEvent, Trace};
 
 /// Length of Ethernet, IPv4 and TCP headers without options (bytes).
 const HEADERS_BYTES: usize = 54;
@@ -54,7 +54,7 @@ pub fn write(trace: &mut dyn Trace, snap_length: usize, mut out: impl Write) -> 
     }
 }
 
-fn tcp_flags(event: Event) -> u8 {
+fn tcp_flags(event: FlowEvent) -> u8 {
     let ack = 0x10;
     match (event.opens(), event.closes()) {
         (true, false) => 0x02,
