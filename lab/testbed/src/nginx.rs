@@ -59,7 +59,7 @@ impl Testbed {
 
     fn nginx_configuration(&self, number: u16, directory: &std::path::Path, workers: u16) -> String {
         let directory = directory.display();
-        let addresses = self.vips().chain([server_address(number).into()]);
+        let addresses = self.vips().chain([self.options().family.address(server_address(number))]);
         let listen = addresses.map(|address| SocketAddr::new(address, SERVICE_ADDRESS.port()));
         let listen: String = listen.map(|address| format!("        listen {address} reuseport;\n")).collect();
         let temporary: String = ["client_body", "proxy", "fastcgi", "uwsgi", "scgi"]

@@ -149,7 +149,7 @@ impl DocumentGenerator {
             2 => text.replacen("policy = \"", "policy = \"no-such-", 1),
             // A second server of the same name.
             3 => format!("{text}\n[[server]]\nname = \"s1\"\naddress = \"10.1.9.9\"\n\n[[server]]\nname = \"s1\"\n"),
-            _ => text.replacen("10.200.0.1", "10.200.0.300", 1),
+            _ => text.replacen(":80\"", ":80000\"", 1),
         }
     }
 
@@ -175,12 +175,13 @@ mod tests {
     use coreward_fleet::config::FleetConfig;
 
     use super::*;
+    use crate::addresses::AddressFamily;
 
-    fn documents(seed: u64) -> DocumentGenerator {
-        let services = vec![("web".to_owned(), SocketAddr::new([10, 200, 0, 1].into(), 80), "")];
+    fn documents(seed: u64, family: AddressFamily) -> DocumentGenerator {
+        let services = vec![("web".to_owned(), SocketAddr::new(family.vip(0), 80), "")];
         DocumentGenerator::new(
             seed,
-            NetworkOptions::default(),
+            NetworkOptions { family, ..NetworkOptions::default() },
             &[1, 2, 3, 4],
             services,
             (1..=4).map(|number| (number, vec![1, 2])).collect(),
@@ -190,17 +191,19 @@ mod tests {
     #[test]
     fn only_intended_documents_are_invalid() {
         let parse = |text: String| FleetConfig::parse(&Source::from_text("fleet.toml", &text));
-        let mut documents = documents(1);
-        for _ in 0..300 {
-            documents.apply_random_change(&BTreeSet::new());
-            parse(documents.text()).unwrap();
-            parse(documents.invalid_document()).unwrap_err();
+        for family in [AddressFamily::Ipv4, AddressFamily::Ipv6] {
+            let mut documents = documents(1, family);
+            for _ in 0..300 {
+                documents.apply_random_change(&BTreeSet::new());
+                parse(documents.text()).unwrap();
+                parse(documents.invalid_document()).unwrap_err();
+            }
         }
     }
 
     #[test]
     fn enough_servers_stay_eligible_under_any_drains() {
-        let (mut documents, mut drained) = (documents(2), BTreeSet::new());
+        let (mut documents, mut drained) = (documents(2, AddressFamily::Ipv4), BTreeSet::new());
         for turn in 0..1_000 {
             documents.apply_random_change(&drained);
             match turn % 7 {
