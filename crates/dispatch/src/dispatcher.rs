@@ -49,8 +49,8 @@ impl Dispatcher {
         Ok(Self { config_sender: Some(sender), state: seen, thread: Some(thread) })
     }
 
-    /// Replaces the services. Removed ones return to the kernel's choice, the others continue without a gap; one whose
-    /// program is refused stays as it was. Fails when something was refused.
+    /// Replaces the services. For sockets of removed services the kernel selects again; the others continue without a
+    /// gap. A service whose program the kernel rejects stays as it was. Fails when a program was rejected.
     pub fn replace_config(&self, config: Config) -> anyhow::Result<()> {
         let (sender, outcome) = channel();
         let gone = || anyhow!("the thread that maintains the services has ended: expected a restart");

@@ -2,12 +2,11 @@
 //! and back.
 //!
 //! * [`BaselineKind::Director`]: IPVS with direct routing where the kernel has it (as LVS and keepalived use it).
-//! Elsewhere
-//!   nftables does the same to packets: a SYN picks a server and an entry of a table, later packets follow the entry to
-//!   the server's MAC address, answers go straight to the client, and what has no entry is refused by the host, which
-//!   holds the VIP.
+//!   Elsewhere nftables does the same to packets: a SYN picks a server and an entry of a table, later packets follow
+//!   the entry to the server's MAC address, and answers go straight to the client. The host, which holds the VIP,
+//!   refuses packets without an entry.
 //! * [`BaselineKind::Proxy`]: HAProxy. It ends clients' connections itself and opens its own to the servers' own
-//! addresses.
+//!   addresses.
 
 use std::fmt::Write as _;
 use std::fs;

@@ -44,7 +44,7 @@ pub struct ServerLoads {
 pub struct LoadBalancerCounts {
     /// Name of the load balancer.
     pub name: String,
-    /// Packets by outcome (enum lb_counter; absolute).
+    /// Packets so far by outcome; keys are the names of enum lb_counter.
     pub counters: BTreeMap<String, u64>,
 }
 

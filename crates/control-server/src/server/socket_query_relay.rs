@@ -79,7 +79,7 @@ impl SocketQueryRelay {
                 event = "answer-unexpected",
                 agent_session = agent,
                 query = answer.number,
-                "an agent has answered a query that is unknown or expired: the controller drops the answer"
+                "an agent has answered a socket query that is unknown or expired: the controller drops the answer"
             );
         }
         was_asked

@@ -229,7 +229,7 @@ async fn revoked_certificate_is_rejected() {
     assert!(error.contains("revoked"), "{error}");
 }
 
-/// Without `[tls]` a token would pass the network in clear.
+/// Without `[tls]` a token would cross the network in cleartext.
 #[tokio::test]
 async fn api_beyond_its_host_requires_tls() {
     let home = TestDirectory::new(&["s1"], SERVICE);

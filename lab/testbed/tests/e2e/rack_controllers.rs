@@ -109,7 +109,7 @@ impl TestEnv {
         Self { fleet, loads, _nginx: nginx, _streams: streams, testbed }
     }
 
-    /// Asserts that the only idle server gets all new connections.
+    /// Makes one server the only idle one, and asserts that it gets all new connections.
     fn assert_all_reach(&self, server: u16) {
         self.loads.set_idle(server);
         let all = || open_keepalive_connections(&self.testbed, 8).iter().all(|(_, answerer)| answerer.server == server);

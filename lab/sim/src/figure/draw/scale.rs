@@ -37,7 +37,7 @@ impl AxisScale {
 
     /// Returns the axis, extended by a fraction of its length.
     pub fn extended_by(self, part: f64) -> Self {
-        Self { high: self.from_fraction(1.0 + part), ..self }
+        Self { high: self.value_at(1.0 + part), ..self }
     }
 
     /// Returns the lower end.
@@ -45,12 +45,12 @@ impl AxisScale {
         self.low
     }
 
-    fn to_fraction(&self, value: f64) -> f64 {
+    fn fraction_of(&self, value: f64) -> f64 {
         let axis = |value: f64| if self.is_log { value.max(f64::MIN_POSITIVE).ln() } else { value };
         (axis(value) - axis(self.low)) / (axis(self.high) - axis(self.low))
     }
 
-    fn from_fraction(&self, position: f64) -> f64 {
+    fn value_at(&self, position: f64) -> f64 {
         if self.is_log {
             self.low * (self.high / self.low).powf(position)
         } else {
@@ -61,12 +61,12 @@ impl AxisScale {
     /// Returns the pixel of a value; values outside are at the end of the axis.
     pub fn pixel(&self, value: f64) -> i32 {
         let (from, to) = self.pixel_range;
-        from + (f64::from(to - from) * self.to_fraction(value).clamp(0.0, 1.0)).round() as i32
+        from + (f64::from(to - from) * self.fraction_of(value).clamp(0.0, 1.0)).round() as i32
     }
 
     pub fn is_visible(&self, value: f64) -> bool {
         const EDGE_TOLERANCE: f64 = 1e-9;
-        value.is_finite() && (-EDGE_TOLERANCE..=1.0 + EDGE_TOLERANCE).contains(&self.to_fraction(value))
+        value.is_finite() && (-EDGE_TOLERANCE..=1.0 + EDGE_TOLERANCE).contains(&self.fraction_of(value))
     }
 
     /// Returns values and labels of the ticks.
@@ -98,15 +98,15 @@ impl AxisScale {
         let mut pieces: Vec<Vec<(f64, f64)>> = Vec::new();
         let mut piece: Vec<(f64, f64)> = Vec::new();
         for (index, &(x, y)) in points.iter().enumerate() {
-            let position = self.to_fraction(y);
+            let position = self.fraction_of(y);
             let inside = (0.0..=1.0).contains(&position);
             if let Some(&(before_x, before_y)) = index.checked_sub(1).and_then(|before| points.get(before)) {
-                let before = self.to_fraction(before_y);
+                let before = self.fraction_of(before_y);
                 let was_inside = (0.0..=1.0).contains(&before);
                 if inside != was_inside {
                     let edge = if position.max(before) > 1.0 { 1.0 } else { 0.0 };
                     let part = (edge - before) / (position - before);
-                    piece.push((before_x + (x - before_x) * part, self.from_fraction(edge)));
+                    piece.push((before_x + (x - before_x) * part, self.value_at(edge)));
                     if was_inside {
                         pieces.push(std::mem::take(&mut piece));
                     }
