@@ -107,7 +107,7 @@ impl Agent {
     pub fn start(config: Config) -> anyhow::Result<Self> {
         let interface_index = interface_index(&config.interface)?;
         let nic = vlan_device::nic(&config.interface);
-        let memory = SettingsStore::open(&config.pin_directory)?;
+        let saved_settings = SettingsStore::open(&config.pin_directory)?;
         let programs = ServerPrograms::attach(ServerOptions {
             interface_index,
             pin_directory: config.pin_directory.clone(),
@@ -122,7 +122,7 @@ impl Agent {
             "the agent has {verb} its BPF programs"
         );
         let dispatcher = config.dispatch.as_ref().map(Dispatcher::start).transpose()?;
-        let load: Box<dyn LoadSource> = match &config.load {
+        let load_source: Box<dyn LoadSource> = match &config.load {
             config::Load::Cpu {} => Box::new(CpuLoadSource::start()?),
             config::Load::Published { path } => Box::new(PublishedLoad::new(path.clone())),
         };
@@ -135,12 +135,12 @@ impl Agent {
             rss: RssManager::new(rss_device(&config, &nic)),
             nic,
             config,
-            saved_settings: memory,
+            saved_settings,
             programs,
             syn_verifier: RssVerifier::default(),
             established_verifier: RssVerifier::default(),
             input_search: TransformSearch::default(),
-            load_source: load,
+            load_source,
             cpu_of_queue: vec![],
             configuration: None,
             refused_updates: Vec::new(),

@@ -60,12 +60,12 @@ impl ConnectionCounter {
         let (names, addresses): (Vec<String>, Vec<SocketAddr>) =
             of_tcp.map(|service| (service.name.clone(), service.address.socket)).unzip();
         let count = move || {
-            let services = names.into_iter().zip(connection_counts(&addresses)?).collect();
+            let counts_by_service = names.into_iter().zip(connection_counts(&addresses)?).collect();
             Ok(CountResult {
                 started_at: began,
                 duration: began.elapsed(),
                 configuration_generation,
-                counts_by_service: services,
+                counts_by_service,
             })
         };
         match std::thread::Builder::new().name("counting".to_owned()).spawn(count) {

@@ -27,13 +27,13 @@ impl RssConflicts {
         let queues = sysfs::device_directory(interface).map(|directory| directory.join("queues"));
         let set = |attribute| queues.as_deref().map_or_else(Vec::new, |queues| queues_with(queues, attribute));
         let flows = fs::read_to_string("/proc/sys/net/core/rps_sock_flow_entries").unwrap_or_default();
-        let (takes_flow_rules, flow_rules) = ntuple_and_rule_count(interface);
+        let (takes_flow_rules, flow_rule_count) = ntuple_and_rule_count(interface);
         Self {
             rps_queues: set("rps_cpus"),
             rfs_queues: set("rps_flow_cnt"),
             rps_sock_flow_entries: flows.trim().parse().unwrap_or(0),
             takes_flow_rules,
-            flow_rule_count: flow_rules,
+            flow_rule_count,
             is_irqbalance_running: is_process_running("irqbalance"),
         }
     }

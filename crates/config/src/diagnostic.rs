@@ -133,9 +133,9 @@ impl Diagnostics {
     /// Returns mistakes at locations of a file that has no others. Messages have the form that
     /// [`Source::diagnostic_at`] expects.
     pub fn at(source: &Source, mut wrong: Vec<(Span, String)>) -> Self {
-        let more = wrong.len().saturating_sub(MAX_SHOWN_DIAGNOSTICS);
+        let omitted_count = wrong.len().saturating_sub(MAX_SHOWN_DIAGNOSTICS);
         wrong.truncate(MAX_SHOWN_DIAGNOSTICS);
-        Self { list: source.diagnostics_at(&wrong), omitted_count: more }
+        Self { list: source.diagnostics_at(&wrong), omitted_count }
     }
 }
 

@@ -44,12 +44,12 @@ impl<'a> Reader<'a> {
         source: &'a Source,
         check: impl FnOnce(T, &mut Reader<'_>) -> Option<U>,
     ) -> Result<U, Diagnostics> {
-        let Parsed { table, errors, omitted_count: more } = source.parse_toml();
+        let Parsed { table, errors, omitted_count } = source.parse_toml();
         let mut reader = Self {
             source,
             keys: Vec::new(),
             pending_diagnostics: Vec::new(),
-            omitted_count: more,
+            omitted_count,
             syntax: SyntaxErrors::default(),
         };
         for error in &errors {

@@ -79,8 +79,8 @@ impl Controller {
     pub fn viewed_server(&self, view: &ServiceView, id: ServerId, server: &FleetServer, now: Now) -> ViewedServer {
         let service = self.positions.get(&view.service.index).map(|position| &self.services[*position]);
         let service = service.filter(|service| service.fleet().members.contains_key(&id));
-        let input = service.map(|service| self.pool_server(service, id, now));
-        ViewedServer { id, name: server.name.clone(), vlan: server.vlan, pool_server: input }
+        let pool_server = service.map(|service| self.pool_server(service, id, now));
+        ViewedServer { id, name: server.name.clone(), vlan: server.vlan, pool_server }
     }
 
     /// Returns the explanation, with all servers read at once.
@@ -107,9 +107,9 @@ impl Controller {
 impl ServiceView {
     pub fn with_servers(mut self, servers: Vec<ViewedServer>) -> Self {
         let mut members = Vec::with_capacity(servers.len());
-        for ViewedServer { id, name, vlan, pool_server: input } in servers {
+        for ViewedServer { id, name, vlan, pool_server } in servers {
             self.names.insert(id, (name, vlan));
-            members.extend(input);
+            members.extend(pool_server);
         }
         self.pool = self.pool.replace_servers(members);
         self
@@ -138,8 +138,8 @@ type PacketVerdict = (Option<ServerId>, String);
 impl ConnectionCase<'_> {
     fn choose(&self, packet: ExplainedPacket) -> PacketVerdict {
         match (packet, self.view.table.as_deref()) {
-            (ExplainedPacket::Established { tsecr: cookie, is_reset: reset }, table) => {
-                self.established_verdict(table, cookie, reset)
+            (ExplainedPacket::Established { tsecr, is_reset }, table) => {
+                self.established_verdict(table, tsecr, is_reset)
             }
             (ExplainedPacket::NewConnection, Some(table)) => self.verdict(table),
             (ExplainedPacket::NewConnection, None) => (None, "no table has been made yet".to_owned()),

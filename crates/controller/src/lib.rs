@@ -129,13 +129,13 @@ pub struct ServiceIndexes {
 impl ServiceIndexes {
     pub fn of(fleet: &Fleet) -> Self {
         let positions = fleet.services.iter().enumerate().map(|(position, service)| (service.index, position));
-        let mut services_of: HashMap<ServerId, Vec<usize>> = HashMap::new();
+        let mut positions_by_server: HashMap<ServerId, Vec<usize>> = HashMap::new();
         for (position, service) in fleet.services.iter().enumerate() {
             for id in service.members.keys() {
-                services_of.entry(*id).or_default().push(position);
+                positions_by_server.entry(*id).or_default().push(position);
             }
         }
-        Self { positions: positions.collect(), positions_by_server: services_of, services: fleet.services.clone() }
+        Self { positions: positions.collect(), positions_by_server, services: fleet.services.clone() }
     }
 }
 
@@ -208,7 +208,7 @@ impl Controller {
         let old = std::mem::take(&mut self.services);
         let mut by_index: HashMap<ServiceIndex, Service> =
             old.into_iter().map(|service| (service.fleet().index, service)).collect();
-        let ServiceIndexes { positions, positions_by_server: services_of, services } = indexed;
+        let ServiceIndexes { positions, positions_by_server, services } = indexed;
         let mut replaced = Vec::new();
         self.services = services
             .into_iter()
@@ -227,12 +227,12 @@ impl Controller {
             .collect();
         let fleet = std::mem::replace(&mut self.fleet, fleet);
         self.positions = positions;
-        let services_of = std::mem::replace(&mut self.positions_by_server, services_of);
+        let positions_by_server = std::mem::replace(&mut self.positions_by_server, positions_by_server);
         self.on_services_changed();
         RetiredConfiguration {
             _fleet: fleet,
             _services: by_index,
-            _positions_by_server: services_of,
+            _positions_by_server: positions_by_server,
             _replaced: replaced,
         }
     }
@@ -268,9 +268,9 @@ impl Controller {
             return Err(Rejection::TooManyRegistrations(server.to_owned()));
         }
         if let Some(live) = &agent.session {
-            let silence = now.monotonic.saturating_sub(live.last_message_at);
-            if silence <= live.time_to_live {
-                return Err(Rejection::DuplicateSession { server: server.to_owned(), since_last_message: silence });
+            let since_last_message = now.monotonic.saturating_sub(live.last_message_at);
+            if since_last_message <= live.time_to_live {
+                return Err(Rejection::DuplicateSession { server: server.to_owned(), since_last_message });
             }
         }
         self.last_session += 1;

@@ -107,9 +107,9 @@ impl LoadBalancers {
             return Err(Rejection::TooManyRegistrations(name.to_owned()));
         }
         if let Some(live) = &balancer.session {
-            let silence = now.monotonic.saturating_sub(live.last_message_at);
-            if silence <= LOAD_BALANCER_TIMEOUT {
-                return Err(Rejection::DuplicateLoadBalancer { name: name.to_owned(), since_last_message: silence });
+            let since_last_message = now.monotonic.saturating_sub(live.last_message_at);
+            if since_last_message <= LOAD_BALANCER_TIMEOUT {
+                return Err(Rejection::DuplicateLoadBalancer { name: name.to_owned(), since_last_message });
             }
         }
         self.last_session += 1;

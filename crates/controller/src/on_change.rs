@@ -197,9 +197,9 @@ impl Controller {
         loop {
             let position = *self.positions.get(&self.due_services.pop_front()?)?;
             if let Some(trigger) = self.services[position].due_trigger {
-                let new = self.make_table(position, now);
-                self.table_acks.record_build(new.service, new.table.generation, trigger);
-                return Some(DueTable { new_table: new, trigger });
+                let new_table = self.make_table(position, now);
+                self.table_acks.record_build(new_table.service, new_table.table.generation, trigger);
+                return Some(DueTable { new_table, trigger });
             }
         }
     }

@@ -200,9 +200,9 @@ impl Controller {
         self.count(known)?;
         let racks = &mut self.racks;
         if let Some(live) = racks.by_name.get(name).filter(|rack| rack.session.is_some()) {
-            let silence = now.monotonic.saturating_sub(live.last_message_at);
-            if silence <= LOAD_BALANCER_TIMEOUT {
-                let refused = Rejection::DuplicateRack { name: name.to_owned(), since_last_message: silence };
+            let since_last_message = now.monotonic.saturating_sub(live.last_message_at);
+            if since_last_message <= LOAD_BALANCER_TIMEOUT {
+                let refused = Rejection::DuplicateRack { name: name.to_owned(), since_last_message };
                 return self.count(Err(refused));
             }
         }
@@ -278,10 +278,10 @@ impl Controller {
     }
 
     pub fn rack_config_version(&self, session: u64) -> RackConfigVersion {
-        let own = self.racks.connected(session).map_or(0, |(_, rack)| rack.changes);
+        let own_version = self.racks.connected(session).map_or(0, |(_, rack)| rack.changes);
         RackConfigVersion {
             all_racks_version: self.racks.changes,
-            own_version: own,
+            own_version,
             detail_interval: self.racks.detail_interval(),
         }
     }
@@ -291,9 +291,9 @@ impl Controller {
     pub fn rack_configuration(&self, session: u64, now: Now) -> Result<Option<RackConfiguration>, Rejection> {
         let Some((name, rack)) = self.racks.connected(session) else { return Ok(None) };
         self.check_rack(name)?;
-        let server = |(stream, id): (u64, ServerId)| {
+        let server = |(stream_number, id): (u64, ServerId)| {
             let server = &self.fleet.servers[&id];
-            RackServer { stream_number: stream, id, weight: server.weight, capacity: server.capacity }
+            RackServer { stream_number, id, weight: server.weight, capacity: server.capacity }
         };
         let servers: Vec<RackServer> = self.agent_streams(rack).map(server).collect();
         let services = self.services.iter().map(|service| self.rack_service(service, &servers, now));

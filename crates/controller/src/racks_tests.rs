@@ -51,8 +51,14 @@ impl Harness {
     }
 
     /// Connects the server's first agent behind the rack; each has a stream of its own.
-    fn connect_agent_via(&mut self, rack: u64, name: &str, server: &str, stream: u64) -> Result<Session, Rejection> {
-        let behind = RackRelay { rack_session: rack, name: name.into(), stream };
+    fn connect_agent_via(
+        &mut self,
+        rack_session: u64,
+        name: &str,
+        server: &str,
+        stream: u64,
+    ) -> Result<Session, Rejection> {
+        let behind = RackRelay { rack_session, name: name.into(), stream };
         self.controller.connect_via_rack(server, "test", Some(behind), at(0))
     }
 

@@ -547,7 +547,7 @@ fn established_packets_are_explained_by_their_cookie() {
     let reason = harness.explain_packet(7, established(entry), at(0)).reason;
     assert!(reason.contains("an entry of a connection table, which this service does not have"), "{reason}");
 
-    let bare = |reset| ExplainedPacket::Established { tsecr: None, is_reset: reset };
+    let bare = |is_reset| ExplainedPacket::Established { tsecr: None, is_reset };
     let reply = harness.explain_packet(7, bare(false), at(0));
     assert_eq!(reply.chosen_server.as_deref(), Some("s0"), "the only one that takes connections has all buckets");
     assert!(reply.reason.starts_with("without a cookie it follows the load balancer's flow table, or"));

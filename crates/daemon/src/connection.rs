@@ -52,12 +52,12 @@ pub struct ControllerConnection {
 }
 
 impl ControllerConnection {
-    /// Prepares the connection. With `tls` the peer must have a role of `expected`; without `tls` the peer is not
+    /// Prepares the connection. With `tls` the peer must have a role of `expected_roles`; without `tls` the peer is not
     /// verified. Watches the certificates on the current runtime.
     pub fn new(
         controllers: Controllers,
         tls: Option<&CredentialFiles>,
-        expected: &'static [Role],
+        expected_roles: &'static [Role],
     ) -> anyhow::Result<Self> {
         let tls = table::load(tls)?;
         match &tls {
@@ -70,13 +70,7 @@ impl ControllerConnection {
             ),
         }
         let turns = AttemptOrder::new(controllers.addresses().len());
-        Ok(Self {
-            attempt_order: turns,
-            newest_term: TermTracker::default(),
-            tls,
-            expected_roles: expected,
-            controllers,
-        })
+        Ok(Self { attempt_order: turns, newest_term: TermTracker::default(), tls, expected_roles, controllers })
     }
 
     /// Returns warnings for the operator: certificates that expire soon.
@@ -221,9 +215,9 @@ struct AttemptOrder {
 }
 
 impl AttemptOrder {
-    fn new(count: usize) -> Self {
+    fn new(controller_count: usize) -> Self {
         Self {
-            controller_count: count,
+            controller_count,
             current_controller: 0,
             failed_attempts: 0,
             has_answered: false,

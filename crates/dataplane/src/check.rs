@@ -87,21 +87,21 @@ fn costs(variant: &str, object: &Object) -> anyhow::Result<Vec<VerifierCost>> {
     object.progs().map(cost).collect()
 }
 
-fn load_dispatch(policy: Policy, learn: bool) -> anyhow::Result<Vec<VerifierCost>> {
+fn load_dispatch(policy: Policy, observes_service_times: bool) -> anyhow::Result<Vec<VerifierCost>> {
     let match_nothing = RequestType { value: [1; 8], mask: [0; 8], class: 1 };
     let options = dispatch::Options {
         service: (Ipv4Addr::UNSPECIFIED, 53).into(),
         policy,
-        request_id: learn.then_some(RequestIdPosition { offset: 0, response_offset: 0, bytes: 2 }),
+        request_id: observes_service_times.then_some(RequestIdPosition { offset: 0, response_offset: 0, bytes: 2 }),
         type_offset: 0,
-        types: if learn { vec![match_nothing; dispatch::MAX_TYPES] } else { Vec::new() },
+        types: if observes_service_times { vec![match_nothing; dispatch::MAX_TYPES] } else { Vec::new() },
         other_class: 0,
-        observes_service_times: learn,
+        observes_service_times,
     };
     let mut storage = MaybeUninit::uninit();
     let mut open = DispatchSkelBuilder::default().open(&mut storage)?;
     dispatch::set_constants(&mut open, &options)?;
-    let variant = format!("dispatch {}{}", policy.name(), if learn { ", learning" } else { "" });
+    let variant = format!("dispatch {}{}", policy.name(), if observes_service_times { ", learning" } else { "" });
     costs(&variant, open.load()?.object())
 }
 

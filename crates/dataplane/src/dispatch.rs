@@ -70,7 +70,7 @@ impl DispatchPrograms {
     pub fn load(pins: &Path, cgroup: &Path, options: &Options) -> anyhow::Result<Self> {
         assert!(options.types.len() <= MAX_TYPES, "{} types", options.types.len());
         fs::create_dir_all(pins).with_context(|| pins.display().to_string())?;
-        let taken_over = pins.join(WORKERS_PIN).exists();
+        let is_taken_over = pins.join(WORKERS_PIN).exists();
         let mut storage = MaybeUninit::uninit();
         let mut open = DispatchSkelBuilder::default().open(&mut storage).context("bpf/dispatch/dispatch.bpf.c")?;
         set_constants(&mut open, options)?;
@@ -82,7 +82,7 @@ impl DispatchPrograms {
         let loaded =
             open.load().with_context(|| format!("the kernel refused bpf/dispatch/dispatch.bpf.c, or {}", another()))?;
         let ledger = RequestLedger::new(&loaded.maps.bss_state, &loaded.maps.bss_requests)?;
-        if taken_over {
+        if is_taken_over {
             ensure!(ledger.has_this_version(), another());
         } else {
             ledger.start()?;
@@ -100,7 +100,7 @@ impl DispatchPrograms {
             _responses: responses,
             _drops: drops,
             policy: options.policy,
-            is_taken_over: taken_over,
+            is_taken_over,
         })
     }
 

@@ -287,10 +287,10 @@ impl LoadBalancer {
             vlans: VlansInUse { vip: options.vlan, has_server_vlan: false },
         };
         let sizes = MapSizes::new(options.flow_table_entries, options.connection_table_size)?;
-        let taken_over = link.is_some();
+        let is_taken_over = link.is_some();
         let grace_periods = GracePeriods::start()?;
         let (maps, program, services) = match &pins {
-            Some(pins) if taken_over => {
+            Some(pins) if is_taken_over => {
                 let mut maps = Maps::take_over(pins)?;
                 maps.resize(pins, sizes)?;
                 connections::recover_lost_slots(&maps.connections)?;
@@ -314,7 +314,7 @@ impl LoadBalancer {
                 (maps, program, BTreeMap::new())
             }
         };
-        let lb_stamped = if taken_over { lb_stamping::lb_stamped_addresses(&maps)? } else { BTreeMap::new() };
+        let lb_stamped_macs = if is_taken_over { lb_stamping::lb_stamped_addresses(&maps)? } else { BTreeMap::new() };
         let places_used = services.values().map(|service| usize::from(service.index.0) + 1).max().unwrap_or(0);
         let mut places = vec![None; places_used];
         services.iter().for_each(|(address, service)| places[usize::from(service.index.0)] = Some(*address));
@@ -331,10 +331,10 @@ impl LoadBalancer {
             link,
             interface: None,
             services,
-            lb_stamped_macs: lb_stamped,
+            lb_stamped_macs,
             server_vlans: BTreeSet::new(),
             next_sweep_position: 0,
-            is_taken_over: taken_over,
+            is_taken_over,
             pending_upgrade,
         })
     }

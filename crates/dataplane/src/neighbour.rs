@@ -186,9 +186,9 @@ impl Resolver {
         notify: impl Fn(MacChange) -> bool + Send + 'static,
     ) -> anyhow::Result<Self> {
         let link = ArpNdpSockets::open(interface, vlan)?;
-        let (alive, ended) = mpsc::channel();
-        let desired = Arc::new(Mutex::new(None));
-        let shared = desired.clone();
+        let (liveness_sender, ended) = mpsc::channel();
+        let pending_addresses = Arc::new(Mutex::new(None));
+        let shared = pending_addresses.clone();
         std::thread::Builder::new()
             .name("neighbours".to_owned())
             .spawn(move || {
@@ -203,7 +203,7 @@ impl Resolver {
                 }
             })
             .context("a thread for neighbours")?;
-        Ok(Self { pending_addresses: desired, liveness_sender: alive })
+        Ok(Self { pending_addresses, liveness_sender })
     }
 
     /// Sets the addresses to resolve.

@@ -64,9 +64,9 @@ pub struct SocketArray {
 }
 
 impl SocketArray {
-    /// Wraps `map`, which must be of that type and have `slots` slots.
-    pub fn new(map: MapHandle, slots: u32) -> Self {
-        Self { map, slot_count: slots }
+    /// Wraps `map`, which must be of that type and have `slot_count` slots.
+    pub fn new(map: MapHandle, slot_count: u32) -> Self {
+        Self { map, slot_count }
     }
 
     /// Returns the slots in use, each with its socket. The kernel clears the slot of a closed socket.

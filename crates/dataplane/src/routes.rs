@@ -70,10 +70,10 @@ impl Routes {
     /// Opens a socket for notifications and another for queries. Fails when the kernel offers no netlink.
     pub fn open() -> io::Result<Self> {
         let open = || socket(AddressFamily::Netlink, SockType::Raw, SockFlag::SOCK_CLOEXEC, SockProtocol::NetlinkRoute);
-        let (notifications, queries) = (open()?, open()?);
-        bind(notifications.as_raw_fd(), &NetlinkAddr::new(0, MULTICAST_GROUPS))?;
-        setsockopt(&queries, sockopt::ReceiveTimeout, &TimeVal::seconds(1))?;
-        Ok(Self { notification_socket: notifications, query_socket: queries, sequence: 0 })
+        let (notification_socket, query_socket) = (open()?, open()?);
+        bind(notification_socket.as_raw_fd(), &NetlinkAddr::new(0, MULTICAST_GROUPS))?;
+        setsockopt(&query_socket, sockopt::ReceiveTimeout, &TimeVal::seconds(1))?;
+        Ok(Self { notification_socket, query_socket, sequence: 0 })
     }
 
     /// Returns whether links, addresses, routes or rules have changed since the last call.

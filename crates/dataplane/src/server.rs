@@ -186,11 +186,11 @@ impl ServerPrograms {
         skeleton: &ServerSkel<'_>,
         options: ServerOptions,
         attachment: AttachMechanism,
-        taken_over: bool,
+        is_taken_over: bool,
     ) -> anyhow::Result<Self> {
         let maps = &skeleton.maps;
         let state = MmapArray::<intf::server_state>::new(&maps.bss).context("mapping server_state")?;
-        if !taken_over {
+        if !is_taken_over {
             let key = CookieKey::random(&mut UnwrapErr(SysRng));
             state.write(TIME_KEY_OFFSET, &key.to_bpf_key());
         }
@@ -198,7 +198,7 @@ impl ServerPrograms {
         Ok(Self {
             options,
             attachment,
-            is_taken_over: taken_over,
+            is_taken_over,
             ingress: skeleton.progs.server_ingress.as_fd().try_clone_to_owned()?,
             egress: skeleton.progs.server_egress.as_fd().try_clone_to_owned()?,
             rss_map: maps.rss_mapping.as_fd().try_clone_to_owned()?,

@@ -61,7 +61,7 @@ impl SteerProgram {
     pub fn load(pin_directory: &Path, name: &str, rss_map: BorrowedFd<'_>) -> anyhow::Result<Self> {
         let pins = pin_directory.join("steer").join(name);
         fs::create_dir_all(&pins).with_context(|| pins.display().to_string())?;
-        let taken_over = pins.join("workers").exists();
+        let is_taken_over = pins.join("workers").exists();
         let mut storage = MaybeUninit::uninit();
         let mut open = SteerSkelBuilder::default().open(&mut storage).context("bpf/server/steer.bpf.c")?;
         open.maps.rss_mapping.reuse_fd(rss_map).context("the map of the server's RSS")?;
@@ -77,9 +77,9 @@ impl SteerProgram {
             program: loaded.progs.steer.as_fd().try_clone_to_owned()?,
             workers: SocketArray::new((&loaded.maps.workers).try_into()?, intf::MAX_STEERED_SOCKETS),
             state: MmapArray::new(&loaded.maps.bss_steer).context("mapping steer_state")?,
-            is_taken_over: taken_over,
+            is_taken_over,
         };
-        if !taken_over {
+        if !is_taken_over {
             steer.set_queues(&[]);
         }
         Ok(steer)

@@ -42,7 +42,7 @@ impl Service {
         let listen = config.options.service;
         let dispatch = DispatchPrograms::load(&service_pin_directory(pin_directory, listen), cgroup, &config.options)
             .with_context(|| format!("service {listen}"))?;
-        let learned: Vec<LearnedTime> = config
+        let learned_times: Vec<LearnedTime> = config
             .expected_service_times
             .iter()
             .map(|time| time.map_or_else(LearnedTime::default, LearnedTime::expected))
@@ -54,7 +54,7 @@ impl Service {
             taken_over = dispatch.is_taken_over(),
             "the dispatcher selects a worker for each request of the service"
         );
-        let observed = dispatch.ledger().observed_times(learned.len());
+        let last_observed_times = dispatch.ledger().observed_times(learned_times.len());
         let service = Self {
             config: config.clone(),
             dispatch,
@@ -62,8 +62,8 @@ impl Service {
             last_worker_search: None,
             last_worker_death: None,
             known_inodes: BTreeSet::new(),
-            learned_times: learned,
-            last_observed_times: observed,
+            learned_times,
+            last_observed_times,
             last_warning: None,
         };
         service.write_expected_times();

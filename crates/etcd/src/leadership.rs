@@ -187,24 +187,16 @@ impl Candidate {
     fn new_leadership(
         &self,
         cluster: &Arc<Cluster>,
-        lease: i64,
+        lease_id: i64,
         term: i64,
         time: Duration,
         lease_end: Deadline,
     ) -> Leadership {
-        let (ending, ended) = watch::channel(None);
+        let (ending, end_reason) = watch::channel(None);
         let lease_end = Arc::new(AtomicU64::new(lease_end.since_boot().as_nanos() as u64));
-        let renewing =
-            cluster.spawn(renew_lease(cluster.clone(), lease, time, lease_end.clone(), ending)).abort_handle();
-        Leadership {
-            cluster: cluster.clone(),
-            key: self.key(),
-            lease_id: lease,
-            term,
-            lease_end,
-            end_reason: ended,
-            renewal_task: renewing,
-        }
+        let renewal_task =
+            cluster.spawn(renew_lease(cluster.clone(), lease_id, time, lease_end.clone(), ending)).abort_handle();
+        Leadership { cluster: cluster.clone(), key: self.key(), lease_id, term, lease_end, end_reason, renewal_task }
     }
 
     /// Waits until the leader's key is no longer at `revision`, at most [`POLL_INTERVAL`].

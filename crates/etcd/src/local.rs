@@ -35,8 +35,8 @@ impl Member {
 
     /// Returns a single member on free ports of this host.
     pub fn single() -> std::io::Result<Self> {
-        let [client, peer] = [free_port()?, free_port()?];
-        Ok(Self { name: "etcd1".to_owned(), client_address: client, peer_address: peer })
+        let [client_address, peer_address] = [free_port()?, free_port()?];
+        Ok(Self { name: "etcd1".to_owned(), client_address, peer_address })
     }
 
     /// Returns its URL without TLS.

@@ -173,11 +173,11 @@ impl Fleet {
                 (*id, fleet_server(record, listed.copied()))
             })
             .collect();
-        let mut ids = HashMap::<String, ServerId, _>::default();
+        let mut server_ids_by_name = HashMap::<String, ServerId, _>::default();
         for (id, server) in &servers {
             // If two ids have one name (the operator changed the id), the id in the document counts.
-            if server.admin_state != AdminState::Left || !ids.contains_key(&server.name) {
-                ids.insert(server.name.clone(), *id);
+            if server.admin_state != AdminState::Left || !server_ids_by_name.contains_key(&server.name) {
+                server_ids_by_name.insert(server.name.clone(), *id);
             }
         }
         Self {
@@ -198,13 +198,13 @@ impl Fleet {
             document: records.document.clone(),
             audit: records.audit.clone(),
             document_file: None,
-            server_ids_by_name: ids,
+            server_ids_by_name,
         }
     }
 
     /// Sets values of the controller's own file: the document's path, and an RSS key that replaces the stored one.
-    pub fn with_controller(self, file: Option<PathBuf>, rss_key: Option<RssKey>) -> Self {
-        Self { document_file: file, rss_key: rss_key.unwrap_or(self.rss_key), ..self }
+    pub fn with_controller(self, document_file: Option<PathBuf>, rss_key: Option<RssKey>) -> Self {
+        Self { document_file, rss_key: rss_key.unwrap_or(self.rss_key), ..self }
     }
 
     pub fn server_id(&self, name: &str) -> Option<ServerId> {
@@ -261,19 +261,10 @@ impl Fleet {
     pub fn load_balancer_configuration(&self, alive: impl Fn(&str) -> bool) -> FleetConfiguration {
         let server = |service: &FleetService, id: ServerId| {
             let server = &self.servers[&id];
-            let eligible = self.is_eligible(service, id);
+            let is_eligible = self.is_eligible(service, id);
             let left = self.has_left(service, id);
             let FleetServer { address, weight, capacity, vlan, .. } = *server;
-            Server {
-                name: server.name.clone(),
-                id,
-                address,
-                is_eligible: eligible,
-                has_left: left,
-                weight,
-                capacity,
-                vlan,
-            }
+            Server { name: server.name.clone(), id, address, is_eligible, has_left: left, weight, capacity, vlan }
         };
         let service = |service: &FleetService| Service {
             name: service.name.clone(),
@@ -362,7 +353,7 @@ fn services(config: &FleetConfig, records: &Records) -> Vec<FleetService> {
     let mut ids: BTreeMap<IpAddr, ServerId> = BTreeMap::new();
     let mut members = members(records);
     let mut with_transfer = |service: &crate::config::ServiceConfig| {
-        let transfer = service.other_balancer.and_then(|other| {
+        let migration = service.other_balancer.and_then(|other| {
             let id = match ids.get(&other.address) {
                 Some(id) => *id,
                 // If all ids are in use, the service gets no transfer.
@@ -376,7 +367,7 @@ fn services(config: &FleetConfig, records: &Records) -> Vec<FleetService> {
             })
         });
         let service = fleet_service(service, records, members.remove(service.name.as_str()).unwrap_or_default());
-        FleetService { mode: ServiceMode { migration: transfer, ..service.mode }, ..service }
+        FleetService { mode: ServiceMode { migration, ..service.mode }, ..service }
     };
     config.services.iter().map(&mut with_transfer).collect()
 }

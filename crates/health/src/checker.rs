@@ -114,19 +114,19 @@ struct SharedResults<K> {
 impl<K: Ord + Hash + Copy + Send + Sync + 'static> Checker<K> {
     /// Starts the thread, without targets.
     pub fn start() -> anyhow::Result<Self> {
-        let (desired, receiver) = watch::channel(Arc::new(Vec::new()));
-        let shared = Arc::new(SharedResults {
+        let (desired_targets, receiver) = watch::channel(Arc::new(Vec::new()));
+        let shared_results = Arc::new(SharedResults {
             results_by_target: Mutex::new(BTreeMap::new()),
             change_count: watch::Sender::new(0),
             permits: Semaphore::new(MAX_CONCURRENT_CHECKS),
         });
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-        let mine = shared.clone();
+        let mine = shared_results.clone();
         let thread = std::thread::Builder::new()
             .name("health".to_owned())
             .spawn(move || runtime.block_on(run(receiver, mine)))
             .context("a thread for health checks")?;
-        Ok(Self { desired_targets: desired, shared_results: shared, _thread: CheckerThread(Some(thread)) })
+        Ok(Self { desired_targets, shared_results, _thread: CheckerThread(Some(thread)) })
     }
 
     /// Sets the targets. Unchanged ones keep their results.
@@ -135,8 +135,8 @@ impl<K: Ord + Hash + Copy + Send + Sync + 'static> Checker<K> {
         for service in services {
             let prober = Arc::new(Prober::new(service.check.clone(), service.vip, service.nat_table));
             for (key, server) in service.servers {
-                let task = TargetSpec { check: service.check.clone(), vip: service.vip, server };
-                desired.push(Target { spec: task, prober: prober.clone(), key });
+                let spec = TargetSpec { check: service.check.clone(), vip: service.vip, server };
+                desired.push(Target { spec, prober: prober.clone(), key });
             }
         }
         self.desired_targets.send_replace(Arc::new(desired));

@@ -53,9 +53,9 @@ pub(crate) struct NatEntryGuard {
 }
 
 impl NatEntryGuard {
-    pub(crate) fn add(path: NatPath, nat_table: &Arc<dyn NatTable>) -> anyhow::Result<Self> {
-        nat_table.add(&path)?;
-        Ok(Self { nat_path: path, nat_table: nat_table.clone() })
+    pub(crate) fn add(nat_path: NatPath, nat_table: &Arc<dyn NatTable>) -> anyhow::Result<Self> {
+        nat_table.add(&nat_path)?;
+        Ok(Self { nat_path, nat_table: nat_table.clone() })
     }
 }
 

@@ -84,13 +84,13 @@ pub struct Prober {
 }
 
 impl Prober {
-    /// Returns the probes of a service. `paths` is required for checks at the VIP.
-    pub fn new(check: Arc<HealthCheck>, vip: SocketAddr, paths: Option<Arc<dyn NatTable>>) -> Self {
+    /// Returns the probes of a service. `nat_table` is required for checks at the VIP.
+    pub fn new(check: Arc<HealthCheck>, vip: SocketAddr, nat_table: Option<Arc<dyn NatTable>>) -> Self {
         let tls = match &check.probe {
             Probe::Https(_, verification) => Some(ca::client_config(verification).map(TlsConnector::from)),
             Probe::Tcp | Probe::Http(_) | Probe::Agent => None,
         };
-        Self { check, vip, tls, nat_table: paths }
+        Self { check, vip, tls, nat_table }
     }
 
     pub fn check(&self) -> &HealthCheck {
@@ -151,8 +151,8 @@ impl Prober {
             }
         };
         socket.bind((any, 0).into()).map_err(local)?;
-        let own_port = socket.local_addr().map_err(local)?.port();
-        let path = NatPath { server, vip, port: self.port(), source_port: own_port };
+        let source_port = socket.local_addr().map_err(local)?.port();
+        let path = NatPath { server, vip, port: self.port(), source_port };
         NatEntryGuard::add(path, nat).map_err(|error| ProbeError::Local(format!("{error:#}")))
     }
 

@@ -66,16 +66,9 @@ pub struct AccessControl {
 
 impl AccessControl {
     /// Returns a guard that accepts callers with one of these tokens, or a certificate that is not revoked.
-    pub fn new(tokens: Arc<Tokens>, revoked: RevocationList, requests: Arc<RequestCounts>) -> Self {
+    pub fn new(tokens: Arc<Tokens>, revocation_list: RevocationList, request_counts: Arc<RequestCounts>) -> Self {
         let (sessions, limits) = (Sessions::default(), RateLimits::default());
-        Self {
-            tokens,
-            sessions,
-            revocation_list: revoked,
-            limits,
-            request_counts: requests,
-            permission_changes: watch::Sender::new(0),
-        }
+        Self { tokens, sessions, revocation_list, limits, request_counts, permission_changes: watch::Sender::new(0) }
     }
 
     /// Reads the tokens again. If they changed, sessions that a token began end. Sessions that a certificate began

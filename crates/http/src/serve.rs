@@ -126,8 +126,8 @@ impl Listener {
     }
 
     /// Replaces the limits of connections.
-    pub fn with_limits(self, bounds: ConnectionLimits) -> Self {
-        Self { connection_limits: bounds, ..self }
+    pub fn with_limits(self, connection_limits: ConnectionLimits) -> Self {
+        Self { connection_limits, ..self }
     }
 
     /// Returns the listening address.

@@ -56,8 +56,8 @@ struct Session {
 }
 
 impl Sessions {
-    /// Begins a session and returns its `Set-Cookie`. `by`: the proof; `encrypted`: whether the request came by TLS.
-    pub fn create(&self, by: SessionProof, encrypted: bool) -> String {
+    /// Begins a session and returns its `Set-Cookie`. `proof`: the proof; `encrypted`: whether the request came by TLS.
+    pub fn create(&self, proof: SessionProof, encrypted: bool) -> String {
         let mut bytes = [0; 32];
         let Ok(()) = UnwrapErr(SysRng).try_fill_bytes(&mut bytes);
         let id = URL_SAFE_NO_PAD.encode(bytes);
@@ -66,7 +66,7 @@ impl Sessions {
             sessions.remove(0);
         }
         let cookie = cookie_header_value(&id, SESSION_LIFETIME, encrypted);
-        sessions.push(Session { id, proof: by, expires_at: Instant::now() + SESSION_LIFETIME });
+        sessions.push(Session { id, proof, expires_at: Instant::now() + SESSION_LIFETIME });
         cookie
     }
 

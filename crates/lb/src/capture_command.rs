@@ -150,7 +150,7 @@ struct PcapNg {
 }
 
 impl PcapNg {
-    fn create(path: &std::path::Path, verdict: bool) -> anyhow::Result<Self> {
+    fn create(path: &std::path::Path, annotates: bool) -> anyhow::Result<Self> {
         let file = File::create(path).with_context(|| path.display().to_string())?;
         let mut writer = PcapNgWriter::new(BufWriter::new(file))?;
         let interface = InterfaceDescriptionBlock {
@@ -160,7 +160,7 @@ impl PcapNg {
             options: vec![InterfaceDescriptionOption::IfTsResol(9)],
         };
         writer.write_pcapng_block(interface)?;
-        Ok(Self { writer, annotates: verdict })
+        Ok(Self { writer, annotates })
     }
 
     fn write(&mut self, time: Duration, packet: &CapturedPacket) -> anyhow::Result<()> {

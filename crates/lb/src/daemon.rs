@@ -108,7 +108,7 @@ fn lb_options(config: &Config) -> lb::Options {
 async fn serve(
     config: Config,
     mut forwarder: Forwarder,
-    neighbours: mpsc::UnboundedReceiver<Resolution>,
+    resolutions: mpsc::UnboundedReceiver<Resolution>,
 ) -> anyhow::Result<()> {
     let mut ticker = tokio::time::interval(TICK_INTERVAL);
     ticker.set_missed_tick_behavior(MissedTickBehavior::Delay);
@@ -120,13 +120,12 @@ async fn serve(
     let mut connection =
         ControllerConnection::new(config.controllers.clone(), config.tls.as_ref(), &[Role::Controller])?;
     let sweeper = Sweeper::new(&config.connection_timers);
-    let mut last = LastConfiguration::new(&config.state_directory, &config.name);
+    let mut last_configuration = LastConfiguration::new(&config.state_directory, &config.name);
     // The program of another version continues with its tables until this version has a controller's tables.
     if !forwarder.is_upgrade_pending() {
-        last.restore(&mut forwarder);
+        last_configuration.restore(&mut forwarder);
     }
-    let mut tasks =
-        BackgroundTasks { resolutions: neighbours, ticker, scrapes, announcer, sweeper, last_configuration: last };
+    let mut tasks = BackgroundTasks { resolutions, ticker, scrapes, announcer, sweeper, last_configuration };
     let work = run_sessions(&config, &mut connection, &mut forwarder, &mut tasks);
     let outcome = coreward_daemon::run_until_shutdown(work).await;
     tasks.last_configuration.save(&mut forwarder);

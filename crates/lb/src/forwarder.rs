@@ -323,7 +323,7 @@ impl Forwarder {
             return None;
         }
         let services = self.services.values();
-        let opened = services
+        let opened_connections = services
             .clone()
             .map(|(service, index)| (service.index, self.balancer.opened_connections(*index)))
             .collect();
@@ -331,7 +331,7 @@ impl Forwarder {
             services.flat_map(|(service, _)| service.servers.iter().map(|server| server.id)).collect();
         let ids: Vec<ServerId> = ids.into_iter().collect();
         let traffic = self.balancer.traffic_of(&ids);
-        Some(TrafficMessage { servers: ids.into_iter().zip(traffic).collect(), opened_connections: opened })
+        Some(TrafficMessage { servers: ids.into_iter().zip(traffic).collect(), opened_connections })
     }
 
     /// Applies a change of a neighbour's MAC address.
@@ -519,23 +519,24 @@ impl Forwarder {
             xdp.native_program_id.or(xdp.generic_program_id)
         });
         if program.is_none() {
-            let blocked = vec![format!("no VIP is announced: no XDP program is at {}", self.interface)];
-            return Some(AnnounceState { blocked_reasons: blocked, ..AnnounceState::default() });
+            let blocked_reasons = vec![format!("no VIP is announced: no XDP program is at {}", self.interface)];
+            return Some(AnnounceState { blocked_reasons, ..AnnounceState::default() });
         }
         let mut state = AnnounceState::default();
-        let mut blocked = BTreeMap::new();
+        let mut blocked_reasons = BTreeMap::new();
         for (service, index) in self.services.values() {
             let vip = service.address.socket.ip();
             if self.balancer.table_generation(*index).is_none() {
-                blocked.insert(vip, "its services have no table yet");
+                blocked_reasons.insert(vip, "its services have no table yet");
             } else if self.balancer.servers(*index).iter().all(|(_, server)| server.mac.is_none()) {
-                blocked.insert(vip, "the MAC address of none of its servers is known");
+                blocked_reasons.insert(vip, "the MAC address of none of its servers is known");
             } else {
                 state.announceable_vips.insert(vip);
             }
         }
-        let blocked = blocked.into_iter().filter(|(vip, _)| !state.announceable_vips.contains(vip));
-        state.blocked_reasons = blocked.map(|(vip, reason)| format!("VIP {vip} is not announced: {reason}")).collect();
+        let blocked_reasons = blocked_reasons.into_iter().filter(|(vip, _)| !state.announceable_vips.contains(vip));
+        state.blocked_reasons =
+            blocked_reasons.map(|(vip, reason)| format!("VIP {vip} is not announced: {reason}")).collect();
         Some(state)
     }
 

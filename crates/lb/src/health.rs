@@ -104,16 +104,16 @@ impl HealthChecks {
     /// Returns the service's check; `None`: not configured, or impossible.
     fn checker_service(&self, service: &Service) -> Option<checker::CheckedService<CheckTarget>> {
         let check = service.check.clone()?;
-        let paths = self
+        let nat_table = self
             .nat_programs
             .as_ref()
             .map(|held| Arc::new(HealthCheckNat(held.nat_table().clone())) as Arc<dyn NatTable>);
-        if check.probe_address == ProbeAddress::Vip && paths.is_none() {
+        if check.probe_address == ProbeAddress::Vip && nat_table.is_none() {
             return None;
         }
         let servers = service.servers.iter().filter(|server| !server.has_left);
         let servers = servers.map(|server| ((service.index, server.id), server.address)).collect();
-        Some(checker::CheckedService { check, vip: service.address.socket, servers, nat_table: paths })
+        Some(checker::CheckedService { check, vip: service.address.socket, servers, nat_table })
     }
 
     pub fn begin_stream(&mut self) {

@@ -33,9 +33,8 @@ impl Resolvers {
     /// Starts the resolver of untagged neighbours. Fails when the interface does not exist or packet sockets are not
     /// allowed.
     pub fn start(interface: &str) -> anyhow::Result<(Self, UnboundedReceiver<Resolution>)> {
-        let (changes, receiver) = unbounded_channel();
-        let mut resolvers =
-            Self { interface: interface.to_owned(), resolution_sender: changes, by_vlan: BTreeMap::new() };
+        let (resolution_sender, receiver) = unbounded_channel();
+        let mut resolvers = Self { interface: interface.to_owned(), resolution_sender, by_vlan: BTreeMap::new() };
         resolvers.open(Vlan::UNTAGGED)?;
         Ok((resolvers, receiver))
     }

@@ -76,15 +76,15 @@ pub const fn family<const LABELS: usize>(
     kind: MetricKind,
     name: &'static str,
     labels: &'static [&'static str; LABELS],
-    parts: &'static [Component],
+    components: &'static [Component],
     help: &'static str,
 ) -> Family<LABELS> {
-    Family(Metric { name, kind, labels, components: parts, help })
+    Family(Metric { name, kind, labels, components, help })
 }
 
 /// Declares a [`Histogram`].
-pub const fn histogram(name: &'static str, parts: &'static [Component], help: &'static str) -> Histogram {
-    Histogram(Metric { name, kind: MetricKind::Histogram, labels: &[], components: parts, help })
+pub const fn histogram(name: &'static str, components: &'static [Component], help: &'static str) -> Histogram {
+    Histogram(Metric { name, kind: MetricKind::Histogram, labels: &[], components, help })
 }
 
 impl<const LABELS: usize> Family<LABELS> {

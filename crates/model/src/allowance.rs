@@ -21,9 +21,9 @@ pub struct Allowance {
 }
 
 impl Allowance {
-    /// Returns the full allowance of a server whose fair share is `expected` connections per second.
-    pub fn full(expected: f64) -> Self {
-        Self { remaining: Self::max_allowance(expected), expected_per_second: expected, is_limited: false }
+    /// Returns the full allowance of a server whose fair share is `expected_per_second` connections per second.
+    pub fn full(expected_per_second: f64) -> Self {
+        Self { remaining: Self::max_allowance(expected_per_second), expected_per_second, is_limited: false }
     }
 
     fn max_allowance(expected: f64) -> f64 {

@@ -215,19 +215,12 @@ impl ArrivalGenerator {
     }
 
     /// Returns a connection cut off at the end of the run; `None` when it would start after it.
-    fn truncated_arrival(&mut self, start_us: u64, requests: u32, interval_us: u32) -> Option<Arrival> {
+    fn truncated_arrival(&mut self, start_us: u64, request_count: u32, interval_us: u32) -> Option<Arrival> {
         let left_us = self.workload.duration_us.checked_sub(start_us + 1)?;
-        let requests = u64::from(requests).min(left_us / u64::from(interval_us.max(1)) + 1) as u32;
-        let (source_address, source_port) = self.draw_source();
+        let request_count = u64::from(request_count).min(left_us / u64::from(interval_us.max(1)) + 1) as u32;
+        let (source_address_index, source_port) = self.draw_source();
         let service_us = self.workload.service_us;
-        Some(Arrival {
-            start_us,
-            source_address_index: source_address,
-            source_port,
-            request_count: requests,
-            interval_us,
-            service_us,
-        })
+        Some(Arrival { start_us, source_address_index, source_port, request_count, interval_us, service_us })
     }
 
     fn draw_source(&mut self) -> (u16, u16) {
@@ -255,18 +248,14 @@ const COLUMNS: &str = "start_us source_address source_port requests interval_us 
 
 impl fmt::Display for ArrivalLog {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { seed, duration_us, source_address_count: source_addresses, arrivals } = self;
-        writeln!(f, "{MAGIC} seed={seed} duration_us={duration_us} source_addresses={source_addresses}\n{COLUMNS}")?;
+        let Self { seed, duration_us, source_address_count, arrivals } = self;
+        writeln!(
+            f,
+            "{MAGIC} seed={seed} duration_us={duration_us} source_addresses={source_address_count}\n{COLUMNS}"
+        )?;
         for a in arrivals {
-            let Arrival {
-                start_us,
-                source_address_index: source_address,
-                source_port,
-                request_count: requests,
-                interval_us,
-                service_us,
-            } = a;
-            writeln!(f, "{start_us} {source_address} {source_port} {requests} {interval_us} {service_us}")?;
+            let Arrival { start_us, source_address_index, source_port, request_count, interval_us, service_us } = a;
+            writeln!(f, "{start_us} {source_address_index} {source_port} {request_count} {interval_us} {service_us}")?;
         }
         Ok(())
     }

@@ -418,7 +418,7 @@ mod tests {
 
     use super::*;
 
-    fn connection(packets: u64, closing: bool, last_seen: u32) -> Connection {
+    fn connection(packets: u64, is_closing: bool, last_seen: u32) -> Connection {
         let server = ServerId::try_from(7).unwrap();
         Connection {
             index: ConnectionIndex::new(1, 2),
@@ -428,7 +428,7 @@ mod tests {
             bytes: 0,
             opened_at: ClockTicks(0),
             last_seen: ClockTicks(last_seen),
-            is_closing: closing,
+            is_closing,
         }
     }
 

@@ -242,13 +242,13 @@ impl ServiceMode {
         };
         let other = bits >> intf::SERVICE_OTHER_BALANCER_SHIFT & (intf::SERVER_ID_COUNT - 1);
         let other = ServerId::try_from(u64::from(other)).ok()?;
-        let transfer = match bits & (intf::SERVICE_ADOPTED | intf::SERVICE_HANDED_OVER) {
+        let migration = match bits & (intf::SERVICE_ADOPTED | intf::SERVICE_HANDED_OVER) {
             0 => None,
             intf::SERVICE_ADOPTED => Some(ServiceMigration::AdoptedFrom(other)),
             _ => Some(ServiceMigration::HandedOverTo(other)),
         };
         let consistency = *Consistency::ALL.get(consistency as usize)?;
-        let mode = Self { consistency, timestamps, migration: transfer, forwarding: Forwarding::default() };
+        let mode = Self { consistency, timestamps, migration, forwarding: Forwarding::default() };
         (mode.slot_bits() == bits).then_some(mode)
     }
 
@@ -281,10 +281,10 @@ mod tests {
         let mut modes = Vec::new();
         for consistency in Consistency::ALL {
             for timestamps in [Timestamps::Server, Timestamps::Off, Timestamps::LoadBalancer] {
-                for transfer in
+                for migration in
                     [None, Some(ServiceMigration::AdoptedFrom(other)), Some(ServiceMigration::HandedOverTo(other))]
                 {
-                    let of = |forwarding| ServiceMode { consistency, timestamps, migration: transfer, forwarding };
+                    let of = |forwarding| ServiceMode { consistency, timestamps, migration, forwarding };
                     modes.extend(Forwarding::ALL.map(of));
                 }
             }

@@ -89,9 +89,9 @@ impl FleetShape {
     /// Returns a plan whose ids and RSS key are drawn as by the controller. Ids are sparse, so each draw has different
     /// indirection tables.
     pub fn draw_plan(self, rng: &mut impl rand::Rng) -> FleetPlan {
-        let Self { server_count: servers, cores_per_server: cores, buckets, alpha, tables } = self;
+        let Self { server_count: servers, cores_per_server, buckets, alpha, tables } = self;
         let servers = draw_server_ids(servers, rng);
-        FleetPlan { servers, cores_per_server: cores, buckets, alpha, key: RssKey::random(rng), tables }
+        FleetPlan { servers, cores_per_server, buckets, alpha, key: RssKey::random(rng), tables }
     }
 }
 

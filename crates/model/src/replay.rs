@@ -120,9 +120,8 @@ pub fn replay_by_second(
     changes: &[PoolChange],
     policy: &mut dyn Policy,
 ) -> Vec<Vec<u64>> {
-    let ReplaySettings { server_count: servers, core_count: cores, buckets, alpha, .. } = pools;
-    let shape =
-        FleetShape { server_count: servers, cores_per_server: cores, buckets, alpha, tables: TableDraw::Balanced };
+    let ReplaySettings { server_count, core_count, buckets, alpha, .. } = pools;
+    let shape = FleetShape { server_count, cores_per_server: core_count, buckets, alpha, tables: TableDraw::Balanced };
     let plan = shape.draw_plan(&mut seeded_rng(pools.seed, RNG_STREAM_SERVERS));
     let datacentre = run_replay(log, pools, plan, changes, Placer::Policy(policy));
     let bins_per_second = (WINDOW_US / pools.bin_us()) as usize;
@@ -181,21 +180,21 @@ struct ReplayState {
 }
 
 impl ReplayState {
-    fn new(log: &ArrivalLog, pools: ReplaySettings, plan: FleetPlan) -> Self {
+    fn new(log: &ArrivalLog, settings: ReplaySettings, plan: FleetPlan) -> Self {
         let mut fleet = SimulatedCluster::new(plan).expect("as many entries as buckets");
-        let (cores, bins) = (fleet.core_count(), (log.duration_us / pools.bin_us() + 2 * BINS_PER_REPORT) as usize);
-        let mut rng = seeded_rng(pools.seed, RNG_STREAM_REPORT_PHASES);
-        let age = match pools.report_phase {
-            ReportPhase::Aligned => vec![0; usize::from(pools.server_count)],
+        let (cores, bins) = (fleet.core_count(), (log.duration_us / settings.bin_us() + 2 * BINS_PER_REPORT) as usize);
+        let mut rng = seeded_rng(settings.seed, RNG_STREAM_REPORT_PHASES);
+        let report_age_bins = match settings.report_phase {
+            ReportPhase::Aligned => vec![0; usize::from(settings.server_count)],
             ReportPhase::Random => {
                 fleet.set_round_robin_turn(uniform_below(&mut rng, u32::MAX).into());
-                (0..pools.server_count).map(|_| uniform_below(&mut rng, BINS_PER_REPORT as u32) as usize).collect()
+                (0..settings.server_count).map(|_| uniform_below(&mut rng, BINS_PER_REPORT as u32) as usize).collect()
             }
         };
         Self {
-            report_age_bins: age,
+            report_age_bins,
             reported_bins: vec![0; cores],
-            settings: pools,
+            settings,
             fleet,
             core_free_at_us: vec![0; cores],
             busy_us: vec![vec![0; bins]; cores],

@@ -109,11 +109,11 @@ impl PawsClamp {
             return restore_tsval(time, now_ms);
         }
         // Sent before the clamped packet, so less than a largest step after the client's TSecr of that time.
-        let TimePart { sent, original_tsval: original } = held.last_tsecr;
-        let (step, behind) = (time.wrapping_sub(sent), (original as u16).wrapping_sub(sent));
+        let TimePart { sent, original_tsval } = held.last_tsecr;
+        let (step, behind) = (time.wrapping_sub(sent), (original_tsval as u16).wrapping_sub(sent));
         match (step, step.checked_sub(behind)) {
-            (0, _) => original,
-            (_, Some(later)) if u32::from(step) < MAX_STEP_MS => original.wrapping_add(later.into()),
+            (0, _) => original_tsval,
+            (_, Some(later)) if u32::from(step) < MAX_STEP_MS => original_tsval.wrapping_add(later.into()),
             _ => restore_tsval(time, now_ms),
         }
     }

@@ -220,15 +220,8 @@ impl UncheckedConfig {
             payload_bytes: self.payload.0 as u16,
             stall_after: self.stall_after.0,
         };
-        let (memory, sleep, metrics) = (self.memory.0, self.sleep.0, self.metrics);
-        Some(Config {
-            shared_memory_path: memory,
-            listeners,
-            af_xdp_interface,
-            engine,
-            idle_sleep: sleep,
-            metrics_address: metrics,
-        })
+        let (shared_memory_path, idle_sleep, metrics_address) = (self.memory.0, self.sleep.0, self.metrics);
+        Some(Config { shared_memory_path, listeners, af_xdp_interface, engine, idle_sleep, metrics_address })
     }
 
     fn af_xdp_interface(&self, reader: &mut Reader<'_>) -> Option<String> {

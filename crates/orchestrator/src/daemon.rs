@@ -51,32 +51,35 @@ impl Daemon {
     /// capabilities. Fails when a socket cannot be bound or the memory cannot be created.
     pub fn start(config: &Config, intake: RequestIntake) -> anyhow::Result<Self> {
         let mut listeners = Vec::new();
-        let mut listener_of = vec![0; config.engine.services.len()];
+        let mut listener_of_service = vec![0; config.engine.services.len()];
         for (address, classifier) in &config.listeners {
             let payload_bytes = usize::from(config.engine.payload_bytes);
             let socket = BatchSocket::bind(*address, payload_bytes);
             let socket = socket.with_context(|| format!("cannot listen on {address}"))?;
-            classifier.rules.iter().for_each(|(service, _)| listener_of[usize::from(*service)] = listeners.len());
+            classifier
+                .rules
+                .iter()
+                .for_each(|(service, _)| listener_of_service[usize::from(*service)] = listeners.len());
             listeners.push(Listener { address: *address, socket, classifier: classifier.clone() });
         }
         let engine = Engine::new(&config.shared_memory_path, &config.engine)?;
         let (started, sleep) = (Instant::now(), config.idle_sleep);
-        let (next_check, unclassified, shared_report) = (0, 0, None);
+        let (next_check_ns, unclassified, shared_status) = (0, 0, None);
         let mut daemon = Self {
             engine,
             intake,
             listeners,
-            listener_of_service: listener_of,
+            listener_of_service,
             started,
             sleep,
-            next_check_ns: next_check,
+            next_check_ns,
             unclassified,
-            shared_status: shared_report,
+            shared_status,
         };
         if config.metrics_address.is_some() {
-            let shared_report = Arc::new(SharedStatus::new(daemon.status()));
-            daemon.shared_status = Some(shared_report.clone());
-            let snapshot = move || shared_report.request().snapshot();
+            let shared_status = Arc::new(SharedStatus::new(daemon.status()));
+            daemon.shared_status = Some(shared_status.clone());
+            let snapshot = move || shared_status.request().snapshot();
             metrics_endpoint::serve(config.metrics_address, || (), snapshot)?;
         }
         Ok(daemon)
@@ -155,16 +158,16 @@ impl Daemon {
     }
 
     fn poll(&mut self, now: u64) -> usize {
-        let Self { engine, listeners, listener_of_service: listener_of, .. } = self;
+        let Self { engine, listeners, listener_of_service, .. } = self;
         engine.poll(now, &mut |service, client, response| {
-            listeners[listener_of[usize::from(service)]].socket.send(client, response);
+            listeners[listener_of_service[usize::from(service)]].socket.send(client, response);
         })
     }
 
     fn check_workers(&mut self, now: u64) {
-        let Self { engine, listeners, listener_of_service: listener_of, .. } = self;
+        let Self { engine, listeners, listener_of_service, .. } = self;
         engine.check_workers(now, &mut |service, client, response| {
-            listeners[listener_of[usize::from(service)]].socket.send(client, response);
+            listeners[listener_of_service[usize::from(service)]].socket.send(client, response);
         });
     }
 

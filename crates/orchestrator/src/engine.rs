@@ -127,9 +127,9 @@ impl Engine {
             |service: &ServiceConfig| RankedService { priority: service.entry.priority, lambda: service.lambda };
         let ranked: Vec<_> = config.services.iter().map(ranked).collect();
         let ranks = RankArrays::new(config.core_count, &ranked, config.rank_rule, config.rank_bound);
-        let mut balancer = JoinBoundedShortestRankedQueue::with_ranks(ranks, &config.scheduler)?;
+        let mut dispatch_policy = JoinBoundedShortestRankedQueue::with_ranks(ranks, &config.scheduler)?;
         for service in 0..config.services.len() as u8 {
-            (0..config.core_count).for_each(|core| balancer.set_enabled(service, core, false));
+            (0..config.core_count).for_each(|core| dispatch_policy.set_enabled(service, core, false));
         }
         let entries: Vec<_> = config.services.iter().map(|service| service.entry).collect();
         let queues = CoreQueues::create(path, config.geometry(), &entries)?;
@@ -148,7 +148,7 @@ impl Engine {
             liveness: StallDetector::new(Duration::ZERO, 0),
         };
         Ok(Self {
-            dispatch_policy: balancer,
+            dispatch_policy,
             queues,
             // Plus one: a request enters the full buffer before another one is dropped.
             buffers: BufferPool::new(config.scheduler.capacity + 1, payload_bytes),
@@ -233,8 +233,8 @@ impl Engine {
 
     #[inline]
     fn receive_responses(&mut self, core: u16, answer: &mut dyn FnMut(u8, SocketAddrV4, &[u8])) -> usize {
-        let Self { queues, dispatch_policy: balancer, services, cores, counters, .. } = self;
-        let mut accounts = EngineState { dispatch_policy: balancer, services, cores, counters };
+        let Self { queues, dispatch_policy, services, cores, counters, .. } = self;
+        let mut accounts = EngineState { dispatch_policy, services, cores, counters };
         queues.receive_responses(core, BATCH, |header, payload| {
             if accounts.complete(header.service, core, header.completed_count)
                 && let Some(payload) = payload
@@ -246,8 +246,8 @@ impl Engine {
 
     #[inline]
     fn receive_messages(&mut self, now: u64, core: u16) -> usize {
-        let Self { queues, dispatch_policy: balancer, services, cores, counters, .. } = self;
-        let mut accounts = EngineState { dispatch_policy: balancer, services, cores, counters };
+        let Self { queues, dispatch_policy, services, cores, counters, .. } = self;
+        let mut accounts = EngineState { dispatch_policy, services, cores, counters };
         queues.receive_messages(core, BATCH, |message| accounts.apply_message(now, message))
     }
 
@@ -358,9 +358,10 @@ impl Engine {
                 (self.dispatch_policy.queue().oldest_arrival(service), self.dispatch_policy.take_waiting_peak(service));
             let Some(hint) = entry.monitor.check(now, oldest, peak) else { continue };
             let waits = |service: &u8| self.dispatch_policy.waiting_count(*service) > 0;
-            let waiting = (0..self.services.len() as u8).filter(waits).fold(0, |mask, service| mask | 1 << service);
+            let waiting_services =
+                (0..self.services.len() as u8).filter(waits).fold(0, |mask, service| mask | 1 << service);
             let core = self.dispatch_policy.ranks().least_loaded(service);
-            let message = HintMessage { service, hint, waiting_services: waiting };
+            let message = HintMessage { service, hint, waiting_services };
             let sent = core.filter(|core| self.queues.send_hint(*core, message).is_ok());
             let entry = &mut self.services[usize::from(service)];
             entry.hinted_core = sent;
@@ -408,11 +409,11 @@ impl EngineConfig {
             RankRule::Ranked | RankRule::Global => 1,
             RankRule::PerService => self.services.len().max(1),
         };
-        let priorities = self.services.iter().map(|service| service.entry.priority + 1).max().unwrap_or(1);
+        let priority_count = self.services.iter().map(|service| service.entry.priority + 1).max().unwrap_or(1);
         let slots = (u32::from(self.rank_bound.get()) * per_queue as u32).next_power_of_two();
         Geometry {
             core_count: self.core_count,
-            priority_count: priorities,
+            priority_count,
             slots,
             slot_bytes: Geometry::slot_bytes(self.payload_bytes),
         }

@@ -157,9 +157,9 @@ struct SharedStatusState {
 }
 
 impl SharedStatus {
-    /// Returns a shared report that shows `report` until another one is published.
-    pub fn new(report: OrchestratorStatus) -> Self {
-        Self { state: Mutex::new(SharedStatusState { status: report, is_requested: false }), published: Condvar::new() }
+    /// Returns a shared report that shows `status` until another one is published.
+    pub fn new(status: OrchestratorStatus) -> Self {
+        Self { state: Mutex::new(SharedStatusState { status, is_requested: false }), published: Condvar::new() }
     }
 
     fn state(&self) -> MutexGuard<'_, SharedStatusState> {

@@ -34,16 +34,9 @@ impl BatchSocket {
         socket.bind(&address.into())?;
         socket.set_nonblocking(true)?;
         let slot_bytes = max_bytes + 1;
-        let received = vec![0; slot_bytes * BATCH].into();
-        let (outgoing, ends) = (Vec::new(), Vec::with_capacity(BATCH));
-        Ok(Self {
-            socket: socket.into(),
-            receive_buffer: received,
-            slot_bytes,
-            send_buffer: outgoing,
-            receivers: ends,
-            unsent: 0,
-        })
+        let receive_buffer = vec![0; slot_bytes * BATCH].into();
+        let (send_buffer, ends) = (Vec::new(), Vec::with_capacity(BATCH));
+        Ok(Self { socket: socket.into(), receive_buffer, slot_bytes, send_buffer, receivers: ends, unsent: 0 })
     }
 
     /// Passes each datagram of the next batch to `accept`, with its sender. Returns the number of datagrams, which may

@@ -87,14 +87,9 @@ impl RackState {
 
     /// Starts accepting agents for a new connection to the controller.
     pub fn on_controller_connected(&self, messages: mpsc::Sender<v1::RackMessage>, reducer: Reducer) {
-        let (answers, asked, forwarded_to_previous) = (HashMap::new(), HashMap::new(), Vec::new());
-        *self.lock_controller() = Some(ControllerConnection {
-            messages,
-            answers,
-            open_queries: asked,
-            reducer,
-            pending_reports: forwarded_to_previous,
-        });
+        let (answers, asked, pending_reports) = (HashMap::new(), HashMap::new(), Vec::new());
+        *self.lock_controller() =
+            Some(ControllerConnection { messages, answers, open_queries: asked, reducer, pending_reports });
     }
 
     /// Ends all agent streams, so that agents try their next address.

@@ -44,12 +44,12 @@ struct ForwardedReport {
 }
 
 impl Reducer {
-    /// Returns an empty reducer. `detail_interval`: minimum between whole reports of an agent; `candidates`: maximum
-    /// sent per bucket.
-    pub fn new(detail_interval: Duration, candidates: usize) -> Self {
+    /// Returns an empty reducer. `detail_interval`: minimum between whole reports of an agent; `max_candidates`:
+    /// maximum sent per bucket.
+    pub fn new(detail_interval: Duration, max_candidates: usize) -> Self {
         Self {
             detail_interval,
-            max_candidates: candidates,
+            max_candidates,
             configuration: None,
             draining_streams: HashSet::new(),
             agents: BTreeMap::new(),
@@ -137,12 +137,12 @@ impl Reducer {
             new_state || new_details && !report.without_details
         });
         let forwarded = (is_new || report.rss.is_some()).then(|| {
-            let (at, warnings) = match reported.forwarded.take() {
+            let (forwarded_at, warnings) = match reported.forwarded.take() {
                 Some(old) if report.without_details => (old.forwarded_at, old.warnings),
                 _ => (now.monotonic, report.warnings.clone()),
             };
             reported.forwarded = Some(ForwardedReport {
-                forwarded_at: at,
+                forwarded_at,
                 configuration_generation: report.configuration_generation,
                 rss_generation: report.rss_generation,
                 warnings,

@@ -111,12 +111,12 @@ impl RawMessage {
 }
 
 impl From<HintMessage> for RawMessage {
-    fn from(HintMessage { service, hint, waiting_services: waiting }: HintMessage) -> Self {
+    fn from(HintMessage { service, hint, waiting_services }: HintMessage) -> Self {
         let kind = match hint {
             LoadHint::ScaleUp => KIND_MONITOR_UP,
             LoadHint::ScaleDown => KIND_MONITOR_DOWN,
         };
-        Self { kind, service, threshold: waiting, ..Self::default() }
+        Self { kind, service, threshold: waiting_services, ..Self::default() }
     }
 }
 

@@ -139,15 +139,15 @@ impl Worker<'_> {
         options: ServeOptions,
         stop: &AtomicBool,
     ) -> Result<ServeCounters, RuntimeError> {
-        let buffers = vec![Vec::new(); self.segment.geometry.priority_count.into()];
-        let (unreported, is_unreported, counters) = ([0; MAX_SERVICES], 0, ServeCounters::default());
+        let response_buffers = vec![Vec::new(); self.segment.geometry.priority_count.into()];
+        let (unreported_counts, unreported_services, counters) = ([0; MAX_SERVICES], 0, ServeCounters::default());
         let mut server = Server {
             worker: self,
             handler,
             options,
-            response_buffers: buffers,
-            unreported_counts: unreported,
-            unreported_services: is_unreported,
+            response_buffers,
+            unreported_counts,
+            unreported_services,
             counters,
         };
         server.run(stop)?;

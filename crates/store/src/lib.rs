@@ -78,11 +78,11 @@ mod tests {
         records.register_load_balancer("lb1", Some([10, 2, 0, 1].into()));
         records.register_load_balancer("lb2", None);
         records.record_disconnect("lb2", Duration::from_secs(1_700_000_000));
-        let mut buckets = BucketHistory::default();
+        let mut bucket_history = BucketHistory::default();
         for pool in [[1u64, 1], [1, 2]] {
-            buckets.update(&pool.map(|id| ServerId::try_from(id).unwrap()));
+            bucket_history.update(&pool.map(|id| ServerId::try_from(id).unwrap()));
         }
-        let service = ServiceRecord { index: ServiceIndex::new(63).unwrap(), seed: u64::MAX, bucket_history: buckets };
+        let service = ServiceRecord { index: ServiceIndex::new(63).unwrap(), seed: u64::MAX, bucket_history };
         records.services.insert("web".into(), service);
         for (id, left) in [(0u64, None), (16_383, Some(1_700_000_000))] {
             let membership = left.map_or(Membership::Present, |s| Membership::LeftAt(Duration::from_secs(s)));

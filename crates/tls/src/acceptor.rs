@@ -136,20 +136,21 @@ impl ConnectionAcceptor {
     /// Returns an acceptor of connections with a valid certificate of one of these roles. `protocols`: for ALPN.
     pub fn with_tls(
         tls: Arc<Tls>,
-        accepted: &[Role],
+        accepted_roles: &[Role],
         client_certificates: ClientCertificates,
         protocols: &'static [&'static str],
-        revoked: RevocationList,
+        revocation_list: RevocationList,
         limits: AcceptorLimits,
         failures: Arc<FailureCounters>,
     ) -> Arc<Self> {
-        let (accepted, config, believed) = (accepted.to_vec(), Mutex::default(), Mutex::new(tls.credentials()));
+        let (accepted_roles, config, believed) =
+            (accepted_roles.to_vec(), Mutex::default(), Mutex::new(tls.credentials()));
         let protection = Some(Protection {
             tls,
-            accepted_roles: accepted,
+            accepted_roles,
             client_certificates,
             protocols,
-            revocation_list: revoked,
+            revocation_list,
             checked_credentials: believed,
             config,
         });

@@ -71,9 +71,9 @@ mod tests {
 
     use super::*;
 
-    fn caller(identity: Option<&str>, is_protected: bool) -> Caller {
+    fn caller(identity: Option<&str>, is_encrypted: bool) -> Caller {
         let identity = identity.map(|uri| uri.parse().unwrap());
-        Caller { address: SocketAddr::from(([192, 0, 2, 1], 5)), identity, is_encrypted: is_protected }
+        Caller { address: SocketAddr::from(([192, 0, 2, 1], 5)), identity, is_encrypted }
     }
 
     #[test]

@@ -33,8 +33,8 @@ pub struct CredentialError {
     pub message: String,
 }
 
-fn credential_error(key: &'static str, path: &Path, problem: impl std::fmt::Display) -> CredentialError {
-    CredentialError { config_key: key, message: format!("{}: {problem}", path.display()) }
+fn credential_error(config_key: &'static str, path: &Path, problem: impl std::fmt::Display) -> CredentialError {
+    CredentialError { config_key, message: format!("{}: {problem}", path.display()) }
 }
 
 /// Content of the files.
@@ -66,14 +66,15 @@ impl Credentials {
         let (roots, authorities) = read_authorities(&files.ca)?;
         let path = &files.certificate;
         let chain = read_chain("certificate", path)?;
-        let own = Certificate::read(&chain[0]).map_err(|problem| credential_error("certificate", path, problem))?;
+        let own_certificate =
+            Certificate::read(&chain[0]).map_err(|problem| credential_error("certificate", path, problem))?;
         let nobody = || {
             let expected = "expected a URI coreward://FLEET/ROLE/NAME among its subject alternative names";
             credential_error("certificate", path, format!("the first certificate has no identity: {expected}"))
         };
-        let identity = own.identity.clone().ok_or_else(nobody)?;
+        let identity = own_certificate.identity.clone().ok_or_else(nobody)?;
         let key = read_private_key(&files.key)?;
-        let credentials = Self { identity, own_certificate: own, authorities, roots: Arc::new(roots), chain, key };
+        let credentials = Self { identity, own_certificate, authorities, roots: Arc::new(roots), chain, key };
         // A configuration can be built only if key and certificate belong together.
         credentials.client_config(&[Role::Controller], ExpectedHost::Any, "h2").map_err(|error| {
             credential_error("key", &files.key, format!("{error}: expected the key of {}", path.display()))

@@ -189,19 +189,19 @@ impl ClientVerifier {
         fleet: Name,
         roles: &[Role],
         certificates: ClientCertificates,
-        revoked: RevocationList,
+        revocation_list: RevocationList,
     ) -> anyhow::Result<Self> {
         let builder = WebPkiClientVerifier::builder_with_provider(roots, provider.clone());
-        let chain = match certificates {
+        let chain_verifier = match certificates {
             ClientCertificates::Required => builder.build()?,
             ClientCertificates::Optional => builder.allow_unauthenticated().build()?,
         };
         let algorithms = provider.signature_verification_algorithms;
         Ok(Self {
-            chain_verifier: chain,
+            chain_verifier,
             algorithms,
             accepted_peers: AcceptedPeers { fleet: Some(fleet), roles: roles.to_vec() },
-            revocation_list: revoked,
+            revocation_list,
         })
     }
 }

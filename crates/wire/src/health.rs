@@ -204,8 +204,8 @@ mod tests {
     }
 
     fn http() -> HttpProbe {
-        let expect = StatusRange::new(200, 204).unwrap();
-        HttpProbe { path: "/healthz?x=1".to_owned(), host: Some("www.example.org".to_owned()), expected_status: expect }
+        let expected_status = StatusRange::new(200, 204).unwrap();
+        HttpProbe { path: "/healthz?x=1".to_owned(), host: Some("www.example.org".to_owned()), expected_status }
     }
 
     #[test]

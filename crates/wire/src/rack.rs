@@ -274,22 +274,23 @@ fn parse_spread(message: &v1::LoadSpread) -> Result<(ServerClass, HistogramBins)
     let class = ServerClass { weight: parse_weight(message.weight)?, speed: message.speed };
     let mut bins = HistogramBins::with_capacity(count);
     let numbers = packed::read(&message.bin).zip(packed::read(&message.cores)).zip(packed::read(&message.sum));
-    for ((bin, cores), sum) in numbers {
-        let (Some(bin), Some(cores), Some(sum)) = (bin, cores, sum) else {
+    for ((bin, core_count), sum) in numbers {
+        let (Some(bin), Some(core_count), Some(sum)) = (bin, core_count, sum) else {
             return Err(packed::unreadable_number_error("bin, cores, sum"));
         };
         let expected = || WireError::new("bin", format!("{bin}: expected 0 to {}", LoadHistogram::BIN_COUNT - 1));
         let bin = u16::try_from(bin).ok().filter(|bin| *bin < LoadHistogram::BIN_COUNT).ok_or_else(expected)?;
-        let sum_at_most = cores.saturating_mul(MAX_RACK_LOAD);
-        if cores > MAX_CORES_OF_BIN || sum > sum_at_most {
-            let problem =
-                format!("{cores} cores with a sum of {sum}: expected at most {MAX_CORES_OF_BIN}, and of {sum_at_most}");
+        let sum_at_most = core_count.saturating_mul(MAX_RACK_LOAD);
+        if core_count > MAX_CORES_OF_BIN || sum > sum_at_most {
+            let problem = format!(
+                "{core_count} cores with a sum of {sum}: expected at most {MAX_CORES_OF_BIN}, and of {sum_at_most}"
+            );
             return Err(WireError::new("cores", problem));
         }
         if bins.last().is_some_and(|(last, _)| *last >= bin) {
             return Err(WireError::new("bin", "not in ascending order"));
         }
-        bins.push((bin, Bin { core_count: cores, sum }));
+        bins.push((bin, Bin { core_count, sum }));
     }
     Ok((class, bins))
 }

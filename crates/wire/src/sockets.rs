@@ -44,8 +44,8 @@ impl SocketQuery {
     }
 
     /// Returns the answer to this query.
-    pub fn answer(&self, open: Vec<bool>) -> SocketAnswer {
-        SocketAnswer { number: self.number, load_balancer_session: self.load_balancer_session, is_open: open }
+    pub fn answer(&self, is_open: Vec<bool>) -> SocketAnswer {
+        SocketAnswer { number: self.number, load_balancer_session: self.load_balancer_session, is_open }
     }
 }
 

@@ -86,21 +86,22 @@ impl Controller {
     fn spawn(keys: &str, certificates: Option<Certificates>, directory: &Path) -> anyhow::Result<Self> {
         // A free port, which the controller binds shortly afterwards.
         let free = || std::net::TcpListener::bind("127.0.0.1:0")?.local_addr();
-        let (address, api, metrics) = (free()?, free()?, free()?);
+        let (address, api_address, metrics_address) = (free()?, free()?, free()?);
         let store = directory.join("controller.redb");
         let config = directory.join("controller.toml");
         let tls = certificates.as_ref().map(|all| all.tls_table(Role::Controller, "controller")).transpose()?;
         std::fs::write(
             &config,
             format!(
-                "listen = \"{address}\"\napi = \"{api}\"\nstore = {store:?}\nmetrics = \"{metrics}\"\n{keys}{}",
+                "listen = \"{address}\"\napi = \"{api_address}\"\nstore = {store:?}\n\
+                 metrics = \"{metrics_address}\"\n{keys}{}",
                 tls.unwrap_or_default()
             ),
         )?;
         let mut command = Command::new(std::env::current_exe()?);
         let process = command.args(["bench", "controller-process"]).arg("--config").arg(config).spawn()?;
         let token_file = token_file(directory, coreward_api::Role::Operator);
-        Ok(Self { process, address, api_address: api, token_file, metrics_address: metrics, certificates })
+        Ok(Self { process, address, api_address, token_file, metrics_address, certificates })
     }
 
     /// Waits until the controller accepts connections.

@@ -192,13 +192,13 @@ fn free_address() -> anyhow::Result<SocketAddrV4> {
     }
 }
 
-fn config(cores: u16, address: SocketAddrV4) -> EngineConfig {
+fn config(core_count: u16, address: SocketAddrV4) -> EngineConfig {
     let service = |priority| {
         let entry = ServiceEntry { address, priority };
         ServiceConfig { entry, lambda: Lambda::PUBLISHED }
     };
     EngineConfig {
-        core_count: cores,
+        core_count,
         rank_bound: DEPTH,
         rank_rule: RankRule::Ranked,
         services: (0..SERVICE_COUNT).map(service).collect(),

@@ -153,14 +153,14 @@ impl CookieTester {
         tsecr_values: u64,
         mut tsecr: impl FnMut(&mut Self) -> ((Ipv4Addr, u16), u32),
     ) -> anyhow::Result<TsecrCoverage> {
-        let mut reached: BTreeMap<ServerId, u64> = self.servers.iter().map(|id| (*id, 0)).collect();
+        let mut packets_by_server: BTreeMap<ServerId, u64> = self.servers.iter().map(|id| (*id, 0)).collect();
         for _ in 0..tsecr_values {
             let (client, tsecr) = tsecr(self);
             if let Some(id) = self.send_and_find_server(client, tsecr)? {
-                *reached.get_mut(&id).expect("a known server") += 1;
+                *packets_by_server.get_mut(&id).expect("a known server") += 1;
             }
         }
-        Ok(TsecrCoverage { tried_count: tsecr_values, packets_by_server: reached })
+        Ok(TsecrCoverage { tried_count: tsecr_values, packets_by_server })
     }
 
     /// Sends random TSecr values from random clients. Fails when a packet reaches an unknown server, or program and

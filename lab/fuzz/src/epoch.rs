@@ -47,8 +47,8 @@ impl Epoch {
         let mut state = GenState::new(&mut rng);
         let harness = Harness::new(state.setup, with_program)?;
         let number = OwnerNumber::try_from(1).expect("in range");
-        let due = vec![state.new_services(&mut rng), Change::LocalOwnerNumber(Some(number))];
-        Ok(Self { rng, state, harness, due_changes: due, packet: Vec::new(), packets: 0 })
+        let due_changes = vec![state.new_services(&mut rng), Change::LocalOwnerNumber(Some(number))];
+        Ok(Self { rng, state, harness, due_changes, packet: Vec::new(), packets: 0 })
     }
 
     fn draw_changes(&mut self) {

@@ -212,7 +212,7 @@ impl GenState {
                 IpAddr::V4(vip) => vip,
                 IpAddr::V6(vip) => ipv6::placeholder(vip),
             };
-            let (servers, addresses) =
+            let (servers, server_macs) =
                 kept.map_or_else(Default::default, |service| (service.servers.clone(), service.server_macs.clone()));
             GeneratedService {
                 address: *address,
@@ -220,7 +220,7 @@ impl GenState {
                 mode: *mode,
                 service_slot: *service_slot,
                 servers,
-                server_macs: addresses,
+                server_macs,
             }
         });
         self.services = placed.collect();
@@ -394,9 +394,9 @@ fn pick_subset<T: Copy>(all: &[T], rng: &mut FuzzRng) -> Vec<T> {
 
 /// Returns the VLANs; two epochs of three have none.
 fn vlans(rng: &mut FuzzRng) -> Vlans {
-    let in_use = rng.chance(1, 3);
-    let vip = if in_use { rng.pick(&SERVER_VLANS) } else { 0 };
-    Vlans { is_tagging_enabled: in_use, vip: Vlan::from_id(vip.into()).expect("in range") }
+    let is_tagging_enabled = rng.chance(1, 3);
+    let vip = if is_tagging_enabled { rng.pick(&SERVER_VLANS) } else { 0 };
+    Vlans { is_tagging_enabled, vip: Vlan::from_id(vip.into()).expect("in range") }
 }
 
 fn keys(rng: &mut FuzzRng) -> FleetKeys {

@@ -122,11 +122,11 @@ pub struct LoadedProgram {
 impl LoadedProgram {
     /// Loads the program. Fails without the necessary capabilities.
     pub fn load(setup: &HarnessSetup) -> anyhow::Result<Self> {
-        let connection_table = setup.connection_table;
+        let connection_table_size = setup.connection_table;
         let options = dataplane::Options {
             broadcast_limits: [dataplane::BroadcastRates::uniform(BROADCAST_RATE); REASON_COUNT],
             flow_table_entries: setup.flow_set_count * intf::FLOW_SET_ENTRIES,
-            connection_table_size: connection_table,
+            connection_table_size,
             connection_key: Some(setup.connection_key),
             vlan: setup.vlans.vip,
             // The reference model then sees the same time.

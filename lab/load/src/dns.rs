@@ -44,13 +44,13 @@ impl FromStr for DnsQuery {
     fn from_str(text: &str) -> Result<Self, QueryError> {
         let wrong = || QueryError(text.to_owned());
         let mut parts = text.split('/');
-        let (name, kind) = parts.next().zip(parts.next()).ok_or_else(wrong)?;
+        let (name, query_type) = parts.next().zip(parts.next()).ok_or_else(wrong)?;
         let dnssec = match (parts.next(), parts.next()) {
             (None, _) => false,
             (Some("dnssec"), None) => true,
             _ => return Err(wrong()),
         };
-        let (_, kind) = QUERY_TYPES.into_iter().find(|(known, _)| *known == kind).ok_or_else(wrong)?;
+        let (_, query_type) = QUERY_TYPES.into_iter().find(|(known, _)| *known == query_type).ok_or_else(wrong)?;
         let mut bytes = Vec::new();
         for label in name.trim_end_matches('.').split('.') {
             if label.is_empty() || label.len() > LABEL_MAX || !label.is_ascii() {
@@ -63,7 +63,7 @@ impl FromStr for DnsQuery {
         if bytes.len() > NAME_MAX {
             return Err(wrong());
         }
-        Ok(Self { name: bytes, query_type: kind, dnssec, text: text.to_owned() })
+        Ok(Self { name: bytes, query_type, dnssec, text: text.to_owned() })
     }
 }
 

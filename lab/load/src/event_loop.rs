@@ -38,10 +38,10 @@ impl Epoll {
     /// Returns an empty set. Fails when the process has no descriptors left.
     pub fn new() -> io::Result<Self> {
         // SAFETY: takes a flag, returns a new descriptor or -1.
-        let set = check_syscall(unsafe { libc::epoll_create1(libc::EPOLL_CLOEXEC) })?;
+        let epoll_fd = check_syscall(unsafe { libc::epoll_create1(libc::EPOLL_CLOEXEC) })?;
         // SAFETY: new, owned by nothing else.
-        let set = unsafe { OwnedFd::from_raw_fd(set) };
-        Ok(Self { epoll_fd: set, ready_events: vec![libc::epoll_event { events: 0, u64: 0 }; 256] })
+        let epoll_fd = unsafe { OwnedFd::from_raw_fd(epoll_fd) };
+        Ok(Self { epoll_fd, ready_events: vec![libc::epoll_event { events: 0, u64: 0 }; 256] })
     }
 
     /// Reports a descriptor's events with `token`; `flags` as epoll_ctl(2) takes them. Fails when the kernel refuses,

@@ -53,13 +53,13 @@ fn new_histogram() -> anyhow::Result<Histogram<u64>> {
 
 impl Results {
     /// Returns empty results. Fails when memory is short.
-    pub fn new(classes: usize, window: Range<u64>, intervals: bool) -> anyhow::Result<Self> {
+    pub fn new(classes: usize, measured_window_ns: Range<u64>, intervals: bool) -> anyhow::Result<Self> {
         let class = |_| {
-            let latency = new_histogram()?;
-            Ok(ClassResults { requests: 0, completed: 0, lost: 0, latency_ns: latency, arrived: 0 })
+            let latency_ns = new_histogram()?;
+            Ok(ClassResults { requests: 0, completed: 0, lost: 0, latency_ns, arrived: 0 })
         };
         Ok(Self {
-            measured_window_ns: window,
+            measured_window_ns,
             classes: (0..classes).map(class).collect::<anyhow::Result<_>>()?,
             lateness_ns: new_histogram()?,
             answers_by_worker: BTreeMap::new(),

@@ -87,18 +87,18 @@ pub fn start_watch(guest: &mut Guest) -> Result<()> {
 pub fn end_watch(guest: &mut Guest) -> Result<RssWatchOutput> {
     // The exit status depends on the verdict.
     guest.try_run("finished rss", START_TIMEOUT + DETECTION_TIMEOUT)?;
-    let (mut shown, mut syns, mut judged) = (None, Vec::new(), None);
+    let (mut shown_rss, mut syns, mut judged) = (None, Vec::new(), None);
     for text in guest.run("cat /tmp/rss.out")?.lines().filter(|line| line.starts_with('{')) {
         match serde_json::from_str(text).with_context(|| text.to_owned())? {
-            RssWatchLine::Nic { key, indirection_table } => shown = Some(parse_rss(&key, &indirection_table)?),
+            RssWatchLine::Nic { key, indirection_table } => shown_rss = Some(parse_rss(&key, &indirection_table)?),
             RssWatchLine::Syn { source, destination, predicted_queue, actual_queue } => {
                 syns.push((FourTuple::new(source, destination)?, predicted_queue, actual_queue));
             }
             RssWatchLine::End { verdict } => judged = Some(verdict),
         }
     }
-    let (Some(shown), Some(verdict)) = (shown, judged) else { bail!("no verdict: {}", log(guest, "rss")) };
-    Ok(RssWatchOutput { shown_rss: shown, syns, verdict })
+    let (Some(shown_rss), Some(verdict)) = (shown_rss, judged) else { bail!("no verdict: {}", log(guest, "rss")) };
+    Ok(RssWatchOutput { shown_rss, syns, verdict })
 }
 
 fn parse_rss(key: &str, table: &[u32]) -> Result<RssConfig> {

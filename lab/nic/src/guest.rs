@@ -174,8 +174,8 @@ impl Guest {
             command.arg("-L").arg(folder);
         }
         command.args(["-nodefaults", "-no-user-config", "-display", "none", "-no-reboot"]).args(hardware.arguments());
-        let monitor = tempfile::tempdir()?;
-        let socket = monitor.path().join(MONITOR);
+        let monitor_directory = tempfile::tempdir()?;
+        let socket = monitor_directory.path().join(MONITOR);
         command.args(["-monitor", &format!("unix:{},server=on,wait=off", socket.display())]);
         command.args(["-smp", &QUEUE_COUNT.to_string()]).arg("-kernel").arg(kernel.join("vmlinuz"));
         command.args(["-initrd", &format!("/proc/{}/fd/{}", std::process::id(), initrd_file.as_raw_fd())]);
@@ -190,8 +190,7 @@ impl Guest {
             .context("QEMU does not start")?;
         // Closes the other end of the serial line in `command`, so that QEMU's end closes the line.
         drop(command);
-        let mut guest =
-            Self { qemu, serial, pending: Vec::new(), console: console.to_path_buf(), monitor_directory: monitor };
+        let mut guest = Self { qemu, serial, pending: Vec::new(), console: console.to_path_buf(), monitor_directory };
         guest.lines_until("@ready", BOOT_TIMEOUT)?;
         Ok(guest)
     }

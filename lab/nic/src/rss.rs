@@ -105,16 +105,16 @@ pub fn predicted_queue(rss: &RssConfig, flow: &FourTuple) -> u16 {
 /// Sends the SYN of each flow, and returns the queue whose driver counter grows. Fails when a SYN does not arrive, or
 /// changes more than one counter.
 pub fn measure(guest: &mut Guest, nic: Nic, wire: &GuestLink) -> Result<Measurement> {
-    let shown = read_rss(guest)?;
+    let shown_rss = read_rss(guest)?;
     let mut before = counters(guest, nic)?;
-    let mut delivered = Vec::new();
+    let mut flow_queues = Vec::new();
     for flow in flows() {
         wire.send_syn(&flow)?;
         let (queue, after) = wait_for_arrival(guest, nic, &before).with_context(|| format!("the SYN of {flow:?}"))?;
-        delivered.push((flow, queue));
+        flow_queues.push((flow, queue));
         before = after;
     }
-    Ok(Measurement { shown_rss: shown, flow_queues: delivered })
+    Ok(Measurement { shown_rss, flow_queues })
 }
 
 type QueueCounters = BTreeMap<u16, u64>;
@@ -155,12 +155,12 @@ mod tests {
 
     #[test]
     fn measurement_counts_each_family() {
-        let shown =
+        let shown_rss =
             RssConfig { key: RssKey::microsoft(), indirection_table: IndirectionTable::balanced(1, 128, 4).unwrap() };
         let deliver =
-            |flow: FourTuple| (flow, if flow.client().is_ipv6() { 4 } else { predicted_queue(&shown, &flow) });
-        let delivered = flows().map(deliver).collect();
-        let measured = Measurement { shown_rss: shown, flow_queues: delivered };
+            |flow: FourTuple| (flow, if flow.client().is_ipv6() { 4 } else { predicted_queue(&shown_rss, &flow) });
+        let flow_queues = flows().map(deliver).collect();
+        let measured = Measurement { shown_rss, flow_queues };
         assert_eq!(measured.is_in_force_by_family(), [true, false]);
         assert!(!measured.is_in_force());
         assert_eq!(measured.to_string(), "on the predicted queue: 64 of 64 IPv4 flows, 0 of 64 IPv6 flows");

@@ -57,12 +57,12 @@ impl HostEmulator {
         let socket = socket.context("a packet socket")?;
         socket.attach_filter(&arp_or_syn()).context("a filter for the packet socket")?;
         socket.set_read_timeout(Some(Duration::from_millis(100)))?;
-        let (syns, ended) = (Arc::default(), Arc::default());
+        let (syns, is_ended) = (Arc::default(), Arc::default());
         let thread = {
-            let (syns, ended) = (Arc::clone(&syns), Arc::clone(&ended));
-            std::thread::spawn(move || answer(&socket, hosts, &syns, &ended))
+            let (syns, is_ended) = (Arc::clone(&syns), Arc::clone(&is_ended));
+            std::thread::spawn(move || answer(&socket, hosts, &syns, &is_ended))
         };
-        Ok(Self { syns, is_ended: ended, thread: Some(thread) })
+        Ok(Self { syns, is_ended, thread: Some(thread) })
     }
 
     /// Removes and returns the SYNs since the last call.

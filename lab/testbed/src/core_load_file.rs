@@ -45,14 +45,15 @@ pub(crate) struct CounterFile {
 
 impl CounterFile {
     pub(crate) fn create(path: &Path, count: usize) -> anyhow::Result<Self> {
-        let temporary = path.with_extension("new");
+        let temporary_path = path.with_extension("new");
         let open = || -> anyhow::Result<&'static [AtomicU64]> {
-            let file = File::options().read(true).write(true).create(true).truncate(true).open(&temporary)?;
+            let file = File::options().read(true).write(true).create(true).truncate(true).open(&temporary_path)?;
             file.set_len((count * size_of::<u64>()) as u64)?;
             map_file(&file, count)
         };
-        let numbers = open().with_context(|| format!("cannot make the core load file {}", temporary.display()))?;
-        Ok(Self { counters: numbers, temporary_path: temporary })
+        let counters =
+            open().with_context(|| format!("cannot make the core load file {}", temporary_path.display()))?;
+        Ok(Self { counters, temporary_path })
     }
 
     pub(crate) fn counters(&self) -> &'static [AtomicU64] {

@@ -129,12 +129,12 @@ pub(crate) struct EventLoop<'a, P: Protocol> {
 impl<'a, P: Protocol> EventLoop<'a, P> {
     /// Creates the loop. The first tokens belong to the listeners.
     pub(crate) fn new(protocol: P, cores: Vec<Core<'a>>) -> io::Result<Self> {
-        let (epoll, next_connection) = (Epoll::new()?, cores.len() as u64);
+        let (epoll, next_connection_id) = (Epoll::new()?, cores.len() as u64);
         for (token, core) in (0..).zip(&cores) {
             epoll.add(core.listener.as_fd(), token, libc::EPOLLIN)?;
         }
         let (connections, packets) = (HashMap::new(), BinaryHeap::new());
-        Ok(Self { protocol, cores, epoll, connections, next_connection_id: next_connection, packets, sequence: 0 })
+        Ok(Self { protocol, cores, epoll, connections, next_connection_id, packets, sequence: 0 })
     }
 
     /// Serves; returns only after an error.
@@ -190,10 +190,9 @@ impl<'a, P: Protocol> EventLoop<'a, P> {
                 true
             }
             Ok(length) => {
-                let (clock, packets) = (&mut self.cores[connection.core].virtual_core, &mut self.packets);
+                let (virtual_core, packets) = (&mut self.cores[connection.core].virtual_core, &mut self.packets);
                 let (sequence, pending) = (&mut self.sequence, &mut connection.pending);
-                let mut queue =
-                    ResponseQueue { now_ns, virtual_core: clock, packets, sequence, connection: number, pending };
+                let mut queue = ResponseQueue { now_ns, virtual_core, packets, sequence, connection: number, pending };
                 self.protocol.receive(&mut connection.state, &buffer[..length], &mut queue)
             }
             Err(error) => error.kind() == io::ErrorKind::WouldBlock,
@@ -211,9 +210,9 @@ impl<'a, P: Protocol> EventLoop<'a, P> {
         let number = packet.connection;
         let Some(connection) = self.connections.get_mut(&number) else { return };
         connection.pending -= 1;
-        let (clock, packets) = (&mut self.cores[connection.core].virtual_core, &mut self.packets);
+        let (virtual_core, packets) = (&mut self.cores[connection.core].virtual_core, &mut self.packets);
         let (sequence, pending) = (&mut self.sequence, &mut connection.pending);
-        let mut queue = ResponseQueue { now_ns, virtual_core: clock, packets, sequence, connection: number, pending };
+        let mut queue = ResponseQueue { now_ns, virtual_core, packets, sequence, connection: number, pending };
         let mut bytes = Vec::new();
         self.protocol.write(&connection.state, packet.id, &mut bytes, &mut queue);
         let is_written = matches!(connection.stream.write(&bytes), Ok(length) if length == bytes.len());

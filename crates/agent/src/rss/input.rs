@@ -28,9 +28,9 @@ struct Candidate {
 }
 
 impl TransformSearch {
-    /// Restarts after a change of the table; samples up to number `last` do not count.
-    pub fn restart(&mut self, last: u32) {
-        *self = Self { candidates: Vec::new(), last_sample: last };
+    /// Restarts after a change of the table; samples up to number `last_sample` do not count.
+    pub fn restart(&mut self, last_sample: u32) {
+        *self = Self { candidates: Vec::new(), last_sample };
     }
 
     pub fn last_sample(&self) -> u32 {

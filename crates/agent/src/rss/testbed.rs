@@ -18,9 +18,9 @@ pub struct TestbedRss {
 }
 
 impl TestbedRss {
-    /// Returns the emulated NIC `interface` with the registers at `pin`. Tables to be set have `entries` entries.
-    pub fn new(pin: PathBuf, interface: &str, entries: usize) -> Self {
-        Self { pin, interface: interface.to_owned(), entry_count: entries }
+    /// Returns the emulated NIC `interface` with the registers at `pin`. Tables to be set have `entry_count` entries.
+    pub fn new(pin: PathBuf, interface: &str, entry_count: usize) -> Self {
+        Self { pin, interface: interface.to_owned(), entry_count }
     }
 
     fn io_error(&self, source: std::io::Error) -> RssError {

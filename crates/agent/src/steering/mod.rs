@@ -175,9 +175,10 @@ impl SteeredService {
                 self.incomplete_search = None;
                 self.last_search = Some(SteeredSockets { inodes, listeners: found, cpu_of_queue, searched_at: now });
             } else {
-                let since = self.incomplete_search.as_ref().map_or(now, |incomplete| incomplete.first_search_at);
+                let first_search_at =
+                    self.incomplete_search.as_ref().map_or(now, |incomplete| incomplete.first_search_at);
                 self.incomplete_search =
-                    Some(IncompleteSearch { inodes, cpu_of_queue, first_search_at: since, last_search_at: now });
+                    Some(IncompleteSearch { inodes, cpu_of_queue, first_search_at, last_search_at: now });
             }
         }
         let Some(steered) = &self.last_search else {
@@ -256,15 +257,15 @@ mod tests {
 
     #[test]
     fn proc_scan_backs_off_while_sockets_have_no_worker() {
-        let (since, mut looks) = (Instant::now(), Vec::new());
+        let (first_search_at, mut looks) = (Instant::now(), Vec::new());
         let mut incomplete = IncompleteSearch {
             inodes: BTreeSet::new(),
             cpu_of_queue: vec![],
-            first_search_at: since,
-            last_search_at: since,
+            first_search_at,
+            last_search_at: first_search_at,
         };
         for second in 1..=600 {
-            let now = since + Duration::from_secs(second);
+            let now = first_search_at + Duration::from_secs(second);
             if incomplete.is_due(now) {
                 incomplete.last_search_at = now;
                 looks.push(second);

@@ -41,11 +41,11 @@ fn explain_problem(error: ExplainError) -> Problem {
     Problem::new(kind, error.to_string())
 }
 
-fn explained_packet(kind: PacketKind, cookie: Option<u32>) -> ExplainedPacket {
+fn explained_packet(kind: PacketKind, tsecr: Option<u32>) -> ExplainedPacket {
     match kind {
         PacketKind::NewConnection => ExplainedPacket::NewConnection,
         PacketKind::Established | PacketKind::Reset => {
-            ExplainedPacket::Established { tsecr: cookie, is_reset: kind == PacketKind::Reset }
+            ExplainedPacket::Established { tsecr, is_reset: kind == PacketKind::Reset }
         }
     }
 }

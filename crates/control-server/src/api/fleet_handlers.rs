@@ -194,8 +194,8 @@ mod tests {
             Default::default(),
             Arc::default(),
         ));
-        let (events, feed, document) = Default::default();
-        (Api { election: Arc::new(election), guard, events, feed, openapi_document: document }, manager, changes)
+        let (events, feed, openapi_document) = Default::default();
+        (Api { election: Arc::new(election), guard, events, feed, openapi_document }, manager, changes)
     }
 
     /// With two operators, each gets the generation of its own document, even if the second document is already in

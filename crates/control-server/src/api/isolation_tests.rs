@@ -159,10 +159,10 @@ fn with_env(directory: &Path, test: impl AsyncFnOnce(&TestEnv)) {
     let token = |role| std::fs::read_to_string(token_file(directory, role)).unwrap().trim().to_owned();
     let tokens = [Role::Viewer, Role::Operator].map(token);
     let client = Client::builder().no_proxy().build().unwrap();
-    let (api_thread, longest_wait) = (Arc::default(), Arc::<AtomicU64>::default());
-    let (weak, waits) = (Arc::downgrade(&shared), longest_wait.clone());
+    let (api_thread, longest_wait_ns) = (Arc::default(), Arc::<AtomicU64>::default());
+    let (weak, waits) = (Arc::downgrade(&shared), longest_wait_ns.clone());
     std::thread::spawn(move || watch_lock(|| weak.upgrade().map(|shared| drop(shared.controller())), waits));
-    let env = TestEnv { address, shared: shared.clone(), client, tokens, api_thread, longest_wait_ns: longest_wait };
+    let env = TestEnv { address, shared: shared.clone(), client, tokens, api_thread, longest_wait_ns };
     tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap().block_on(async {
         let (router, api) = router(Arc::new(election), drawn).unwrap();
         let watch = watch_thread(env.api_thread.clone());

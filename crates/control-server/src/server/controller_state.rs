@@ -111,12 +111,12 @@ impl ControllerState {
     /// Creates the state. Requested changes go to the receiver.
     pub fn new(
         controller: Controller,
-        (clock, counts): (RecordClock, Arc<StateCounters>),
+        (clock, state_counters): (RecordClock, Arc<StateCounters>),
         leadership: Option<Arc<Leadership>>,
     ) -> (Self, mpsc::Receiver<ChangeRequest>) {
         let start = Now { monotonic: Duration::ZERO, wall: wall_clock(), record: clock.now() };
         let configuration = controller.fleet_configuration(start);
-        let (changes, receiver) = mpsc::channel(CHANGE_QUEUE_LENGTH);
+        let (change_requests, receiver) = mpsc::channel(CHANGE_QUEUE_LENGTH);
         let shared = Self {
             publisher: UpdatePublisher::new(configuration),
             tables_due: Notify::new(),
@@ -125,7 +125,7 @@ impl ControllerState {
             socket_query_relay: SocketQueryRelay::default(),
             leadership,
             deposed: watch::Sender::new(false),
-            change_requests: changes,
+            change_requests,
             has_settled: AtomicBool::new(false),
             last_published: Mutex::new(LastPublished {
                 live_load_balancers: controller.live_load_balancers(start),
@@ -135,7 +135,7 @@ impl ControllerState {
             controller: Mutex::new(controller),
             started: Instant::now(),
             clock,
-            state_counters: counts,
+            state_counters,
         };
         (shared, receiver)
     }

@@ -37,8 +37,8 @@ impl LbRuntime {
             .context("no thread for load balancers")?;
         let (connections, receiver) = mpsc::channel(QUEUE_LENGTH);
         let server = builder().add_service(sized_control_service(ControlService { election }));
-        let serving = runtime.spawn(server.serve_with_incoming(ReceiverStream::new(receiver)));
-        Ok(Self { runtime: Some(runtime), connections, server_task: serving })
+        let server_task = runtime.spawn(server.serve_with_incoming(ReceiverStream::new(receiver)));
+        Ok(Self { runtime: Some(runtime), connections, server_task })
     }
 
     /// Removes the connections of load balancers, found by their certificates, from this stream.

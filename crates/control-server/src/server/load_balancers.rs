@@ -85,12 +85,12 @@ async fn register(
     peer: &AuthenticatedPeer,
     messages: &mut Streaming<v1::LoadBalancerMessage>,
 ) -> Result<(String, u64), Status> {
-    let Registration { name, address, generation_in_force: in_force } = read_registration(messages).await?;
+    let Registration { name, address, generation_in_force } = read_registration(messages).await?;
     peer.require_name(Role::Lb, &name)?;
     let now = shared.now();
     let session =
         shared.controller().register_load_balancer(&name, now).map_err(|refused| rejection_status(&refused))?;
-    shared.controller().check_store_age(session, in_force);
+    shared.controller().check_store_age(session, generation_in_force);
     if let Err(error) = shared.change(Change::RegisterLoadBalancer { name: name.clone(), address }).await {
         end_session(shared, name, session).await;
         return Err(Status::unavailable(format!("{error:#}")));
@@ -112,8 +112,8 @@ async fn read_registration(messages: &mut Streaming<v1::LoadBalancerMessage>) ->
     match message {
         Some(v1::load_balancer_message::Message::Registration(first)) => {
             let address = parse_optional_address("address", &first.address).map_err(invalid_argument)?;
-            let in_force = first.configuration_generation;
-            Ok(Registration { name: sanitize(first.name), address, generation_in_force: in_force })
+            let generation_in_force = first.configuration_generation;
+            Ok(Registration { name: sanitize(first.name), address, generation_in_force })
         }
         _ => Err(Status::invalid_argument("a load balancer's first message: expected a registration")),
     }

@@ -155,20 +155,10 @@ impl ControllerServer {
             .await
             .with_context(|| format!("cannot listen on {}: {expected}", config.listen))?;
         let address = listener.local_addr()?;
-        let api = Listener::bind(config.api)?;
+        let api_listener = Listener::bind(config.api)?;
         let tokens = Arc::new(Tokens::open(&config.token_directory)?);
         let election = Arc::new(LeaderElection::new(cluster, security));
-        Ok(Self {
-            path: path.to_owned(),
-            config,
-            store,
-            election,
-            listener,
-            address,
-            api_listener: api,
-            tokens,
-            hangups,
-        })
+        Ok(Self { path: path.to_owned(), config, store, election, listener, address, api_listener, tokens, hangups })
     }
 
     /// Returns the listening address, with the port that the system chose for port 0.
@@ -335,19 +325,19 @@ struct Term {
 impl Term {
     /// Starts to answer requests.
     fn start(manager: StateManager, election: &LeaderElection, leadership: Option<Arc<Leadership>>) -> Self {
-        let (shared, changes) =
+        let (shared, change_requests) =
             ControllerState::new(Controller::new(manager.fleet()), (manager.clock(), manager.counts()), leadership);
         let shared = Arc::new(shared);
         election.become_leader(shared.clone());
-        Self { manager, shared, change_requests: changes }
+        Self { manager, shared, change_requests }
     }
 
     /// Makes tables, applies changes and answers requests, forever.
     async fn lead(self, hangup: &mut Signal) -> anyhow::Result<()> {
-        let Self { manager, shared, change_requests: changes } = self;
+        let Self { manager, shared, change_requests } = self;
         tokio::select! {
             () = make_tables(&shared, manager.has_predecessor()) => Ok(()),
-            outcome = process_changes(manager, &shared, changes, hangup) => outcome,
+            outcome = process_changes(manager, &shared, change_requests, hangup) => outcome,
             () = maintenance_loop(&shared) => Ok(()),
         }
     }

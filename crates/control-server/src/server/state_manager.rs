@@ -77,8 +77,8 @@ pub struct StateCounters {
 impl Default for StateCounters {
     fn default() -> Self {
         let [writes, failed_writes, reloads, failed_reloads] = Default::default();
-        let (is_writable, file_refused) = (AtomicBool::new(true), AtomicBool::new(false));
-        Self { is_writable, writes, failed_writes, reloads, failed_reloads, is_file_refused: file_refused }
+        let (is_writable, is_file_refused) = (AtomicBool::new(true), AtomicBool::new(false));
+        Self { is_writable, writes, failed_writes, reloads, failed_reloads, is_file_refused }
     }
 }
 
@@ -199,8 +199,8 @@ impl StateManager {
             (Err(error), _) => return Err(error),
         };
         revoked.set(config.revoked_certificates.iter().copied());
-        let counts = Arc::new(StateCounters::default());
-        counts.is_file_refused.store(refused, Ordering::Relaxed);
+        let state_counters = Arc::new(StateCounters::default());
+        state_counters.is_file_refused.store(refused, Ordering::Relaxed);
         let mut manager = Self {
             path: path.to_owned(),
             config,
@@ -210,7 +210,7 @@ impl StateManager {
             clock,
             has_predecessor,
             revoked,
-            state_counters: counts,
+            state_counters,
         };
         match (manager.save(&manager.records.clone()), stored) {
             (Ok(()), _) => {}

@@ -56,8 +56,8 @@ pub struct UpdateCursor {
 }
 
 impl PublishedConfiguration {
-    fn new(fleet: FleetConfiguration, number: u64, change: Option<(u64, Bytes)>) -> Self {
-        Self { fleet, update_number: number, encoded: OnceLock::new(), change_since_update: change }
+    fn new(fleet: FleetConfiguration, update_number: u64, change_since_update: Option<(u64, Bytes)>) -> Self {
+        Self { fleet, update_number, encoded: OnceLock::new(), change_since_update }
     }
 
     /// Returns the configuration update for a session at that cursor.

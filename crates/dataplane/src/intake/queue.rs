@@ -57,12 +57,12 @@ impl XdpQueue {
             flags.force_copy();
         }
         let socket = builder.bind(NicIndex(interface_index), queue, flags)?;
-        let mut fill = rings.fill_ring;
-        let received = rings.rx_ring.context("a socket without a receive ring")?;
+        let mut fill_ring = rings.fill_ring;
+        let rx_ring = rings.rx_ring.context("a socket without a receive ring")?;
         // SAFETY: `Queue` drops the socket before the memory.
-        unsafe { fill.enqueue(&mut umem, FRAME_COUNT as usize, true) }.context("the fill ring")?;
+        unsafe { fill_ring.enqueue(&mut umem, FRAME_COUNT as usize, true) }.context("the fill ring")?;
         let copy_mode = copy_mode(fd(&socket))?;
-        Ok(Self { socket, rx_ring: received, fill_ring: fill, umem, copy_mode })
+        Ok(Self { socket, rx_ring, fill_ring, umem, copy_mode })
     }
 
     /// Returns the method by which frames get into the memory.

@@ -218,10 +218,10 @@ impl AttachedCapture {
         records: &Rc<RefCell<CaptureRecords>>,
     ) -> anyhow::Result<Self> {
         let vip = options.service.socket;
-        let replaced = program_descriptor(link.program_id()?)?;
+        let replaced_program = program_descriptor(link.program_id()?)?;
         let protocol = options.service.protocol;
         let watched = CapturedService { vip, protocol, service, length: options.capture_length };
-        let (variant, captured) = maps.load_capturing(replaced.as_fd(), &watched)?;
+        let (variant, captured) = maps.load_capturing(replaced_program.as_fd(), &watched)?;
         let (on_record, on_loss) = (records.clone(), records.clone());
         let buffer = PerfBufferBuilder::new(&captured)
             .pages(BUFFER_PAGE_COUNT)
@@ -230,7 +230,7 @@ impl AttachedCapture {
             .build()
             .context("the perf buffer")?;
         link.replace(variant.as_fd()).context("replacing the program at the device")?;
-        Ok(Self { replaced_program: replaced, program_id: link.program_id()?, buffer, _captured: captured })
+        Ok(Self { replaced_program, program_id: link.program_id()?, buffer, _captured: captured })
     }
 }
 

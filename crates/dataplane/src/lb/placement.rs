@@ -53,14 +53,9 @@ impl LoadBalancer {
             return Ok(());
         }
         let (generation, members) = (table.generation, table.members);
-        let (consistent, previous_consistent) = (table.consistent_servers, table.previous_consistent_servers);
-        let table = PlacementTable {
-            generation,
-            members,
-            consistent_servers: consistent,
-            previous_consistent_servers: previous_consistent,
-            ..chosen
-        };
+        let (consistent_servers, previous_consistent_servers) =
+            (table.consistent_servers, table.previous_consistent_servers);
+        let table = PlacementTable { generation, members, consistent_servers, previous_consistent_servers, ..chosen };
         self.install(service, ToeplitzSource::UnchangedMembers, &table)
     }
 

@@ -42,13 +42,13 @@ pub(super) struct MapSizes {
 
 impl MapSizes {
     /// Returns the sizes for new maps: configured ones, the smallest placement memory, a row of counters per CPU.
-    pub fn new(flow_table_entries: u32, connection_table: TableSize) -> anyhow::Result<Self> {
+    pub fn new(flow_table_entries: u32, connection_table_size: TableSize) -> anyhow::Result<Self> {
         let cpus = libbpf_rs::num_possible_cpus().context("the number of CPUs")? as u32;
         let counter_rows = cpus.next_power_of_two().min(intf::MAX_LB_COUNTER_ROWS);
         let flow_set_count = flow_table_entries.div_ceil(intf::FLOW_SET_ENTRIES);
         Ok(Self {
             flow_set_count,
-            connection_table_size: connection_table,
+            connection_table_size,
             placement_memory_bytes: intf::MIN_PLACEMENT_MEMORY,
             counter_rows,
         })
@@ -445,12 +445,12 @@ fn pinned_sizes(directory: &Path) -> anyhow::Result<MapSizes> {
             MapHandle::from_pinned_path(&path).with_context(|| path.display().to_string())?.max_entries(),
         )
     };
-    let connection_table = TableSize::try_from(u64::from(entries(CONNECTIONS)?))?;
+    let connection_table_size = TableSize::try_from(u64::from(entries(CONNECTIONS)?))?;
     let memory = directory.join(PLACEMENT_MEMORY);
     let memory = MapHandle::from_pinned_path(&memory).with_context(|| memory.display().to_string())?.value_size();
     Ok(MapSizes {
         flow_set_count: entries(FLOW_TABLE)?,
-        connection_table_size: connection_table,
+        connection_table_size,
         placement_memory_bytes: memory.saturating_sub(intf::PLACEMENT_MEMORY_SLACK),
         counter_rows: entries(COUNTERS)? / intf::LB_COUNTERS_PER_ROW,
     })

@@ -249,7 +249,7 @@ impl TableMemory {
         let written = written.collect();
         self.sources = sources
             .into_iter()
-            .map(|(block, users)| (block, SharedToeplitzTables { key: None, reference_count: users }))
+            .map(|(block, reference_count)| (block, SharedToeplitzTables { key: None, reference_count }))
             .collect();
         written
     }
@@ -349,8 +349,8 @@ impl TableMemory {
         self.memory.write(block.offset as usize, &header);
         self.write_lists(&header, table, counts);
         let rule = (!table.members.is_empty()).then(|| 1 << table.rule.number());
-        let sources = hashes.into_iter().map(|(source, _)| source).collect();
-        Ok(StoredTable { block, toeplitz_blocks: sources, core_slot_index: CoreSlotIndex::of(table), rule_bit: rule })
+        let toeplitz_blocks = hashes.into_iter().map(|(source, _)| source).collect();
+        Ok(StoredTable { block, toeplitz_blocks, core_slot_index: CoreSlotIndex::of(table), rule_bit: rule })
     }
 
     fn write_lists(&self, header: &intf::placement_table, table: &PlacementTable, mut counts: Vec<u32>) {

@@ -25,11 +25,8 @@ impl LoadBalancer {
     /// Sets the set of all servers' VLANs. To be called before [`set_server_vlan`](Self::set_server_vlan) sets one of
     /// these VLANs. Fails when the kernel rejects the program with support for tags.
     pub fn use_server_vlans(&mut self, vlans: BTreeSet<Vlan>) -> anyhow::Result<()> {
-        let servers = vlans.iter().any(|vlan| vlan.is_tagged());
-        self.change_variant(Variant {
-            vlans: VlansInUse { has_server_vlan: servers, ..self.variant.vlans },
-            ..self.variant
-        })?;
+        let has_server_vlan = vlans.iter().any(|vlan| vlan.is_tagged());
+        self.change_variant(Variant { vlans: VlansInUse { has_server_vlan, ..self.variant.vlans }, ..self.variant })?;
         self.server_vlans = vlans;
         Ok(())
     }

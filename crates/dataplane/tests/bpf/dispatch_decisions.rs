@@ -25,8 +25,8 @@ fn assert_equals_model(env: &TestEnv, model: &mut impl Dispatcher, clients: &[Ud
     let mut under_way: Vec<(ReceivedDatagram, DispatchHeader)> = Vec::new();
     for id in 0..REQUEST_COUNT {
         let class = rng.next_u32() as u8 % 3;
-        let expected = RoundedServiceTime::new(TIMES[usize::from(class)]).as_ns();
-        let header = DispatchHeader { service: class.min(1), expected_service_time: expected, hash: 0, flow_hash: 0 };
+        let expected_service_time = RoundedServiceTime::new(TIMES[usize::from(class)]).as_ns();
+        let header = DispatchHeader { service: class.min(1), expected_service_time, hash: 0, flow_hash: 0 };
         let from = &clients[rng.next_u32() as usize % clients.len()];
         env.send(from, &[&id.to_le_bytes()[..], b"type", &[class]].concat());
         let read = env.read_one();

@@ -231,10 +231,11 @@ fn cookie_of_another_connection_is_unknown() {
 fn index_of_another_table_goes_to_its_owner_or_is_broadcast() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(105, 0);
-    let mut broadcast =
+    let mut broadcast_limits =
         [BroadcastRates::uniform(PacketRate { per_second: 1, burst: 1 }); intf::LIMITED_KIND_COUNT as usize];
-    broadcast[intf::LIMITED_OWNER_LOST as usize] = BroadcastRates::uniform(PacketRate { per_second: 1, burst: 40 });
-    let options = Options { broadcast_limits: broadcast, ..Options::default() };
+    broadcast_limits[intf::LIMITED_OWNER_LOST as usize] =
+        BroadcastRates::uniform(PacketRate { per_second: 1, burst: 40 });
+    let options = Options { broadcast_limits, ..Options::default() };
     let mut balancer = Balancer::with_limits(&[(service(VIP), STATEFUL)], options, &mut rng);
     balancer.lb.set_owner_number(Some(own_number()));
     let (alive, lost, never) = (owner(9), owner(0), owner(15));

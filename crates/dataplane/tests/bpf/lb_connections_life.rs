@@ -118,8 +118,8 @@ fn concurrent_cpus_and_user_space_neither_lose_nor_duplicate_slots() {
 }
 
 fn options(pins: &PinDirectory, entries: u64) -> Options {
-    let connection_table = TableSize::try_from(entries).unwrap();
-    Options { pin_directory: Some(pins.path()), connection_table_size: connection_table, ..Options::default() }
+    let connection_table_size = TableSize::try_from(entries).unwrap();
+    Options { pin_directory: Some(pins.path()), connection_table_size, ..Options::default() }
 }
 
 fn syn_to_own_mac(client: (Ipv4Addr, u16)) -> Vec<u8> {

@@ -30,9 +30,9 @@ fn udp(vip: (Ipv4Addr, u16)) -> (ServiceAddress, ServiceMode) {
     (ServiceAddress { protocol, ..service(vip) }, ServiceMode::default_for(protocol))
 }
 
-fn set_eligible(balancer: &mut Balancer, id: ServerId, eligible: bool) {
+fn set_eligible(balancer: &mut Balancer, id: ServerId, is_eligible: bool) {
     let mac = Some(balancer.macs[&(0, id)]);
-    balancer.lb.set_server(balancer.services[0], id, Server { mac, is_eligible: eligible });
+    balancer.lb.set_server(balancer.services[0], id, Server { mac, is_eligible });
 }
 
 fn drain(balancer: &mut Balancer, id: ServerId) {

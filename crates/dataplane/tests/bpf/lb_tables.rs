@@ -122,7 +122,10 @@ fn every_decision_belongs_to_one_table_while_tables_are_switched() {
 
 /// Returns a table that prefers the first servers: each server has as many open connections as its position in `ids`.
 fn least(ids: &[ServerId], buckets: BucketCount) -> PlacementTable {
-    let server = |(open, id): (usize, &ServerId)| PoolServer { open_connections: open as u32, ..PoolServer::new(*id) };
+    let server = |(open_connections, id): (usize, &ServerId)| PoolServer {
+        open_connections: open_connections as u32,
+        ..PoolServer::new(*id)
+    };
     LeastByMetric::new(3).candidate_table(&Pool::new(ids.iter().enumerate().map(server).collect(), 1), buckets)
 }
 

@@ -10,7 +10,7 @@ pub fn certificates(facts: &Facts) -> Vec<Finding> {
 }
 
 fn check_certificate(certificate: &CertificateFacts) -> Finding {
-    let CertificateFacts { usage: which, subject, wrong_owner, remaining_validity: remains, is_renewal_due: is_old } =
+    let CertificateFacts { usage: which, subject, wrong_owner, remaining_validity: remains, is_renewal_due } =
         certificate;
     let renew = match *which {
         "own" => {
@@ -28,7 +28,7 @@ fn check_certificate(certificate: &CertificateFacts) -> Finding {
         return Finding::fault(format!("{subject} has ended"), why).with_remediation(renew);
     }
     let days = remains.as_secs() / DAY.as_secs();
-    match is_old {
+    match is_renewal_due {
         true => Finding::warning(format!("{subject} ends in {days} days"), "connections end with it")
             .with_remediation(renew),
         false => Finding::ok(format!("{subject} is valid for {days} days")),

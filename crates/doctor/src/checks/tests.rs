@@ -22,14 +22,14 @@ use crate::finding::Severity;
 use crate::nat_rules::{Chain, MatchCondition, NatRule};
 
 fn service(protocol: Protocol) -> Service {
-    let workers = (0..4).map(|cpu| BTreeSet::from([cpu])).collect();
+    let worker_cpus = (0..4).map(|cpu| BTreeSet::from([cpu])).collect();
     Service {
         name: "web".to_owned(),
         address: ServiceAddress { socket: "10.200.0.1:80".parse().unwrap(), protocol },
         is_stamped_by_lb: false,
         is_stamped: true,
         forwarding: Forwarding::default(),
-        sockets: Some(Ok(Sockets { count: 4, has_reuseport: Some(true), worker_cpus: workers })),
+        sockets: Some(Ok(Sockets { count: 4, has_reuseport: Some(true), worker_cpus })),
     }
 }
 

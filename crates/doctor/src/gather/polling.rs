@@ -54,8 +54,8 @@ fn parse(status: &str) -> Option<RunnableThread> {
     let value = |key: &str| status.lines().find_map(|line| Some(line.strip_prefix(key)?.strip_prefix(':')?.trim()));
     let is_running = value("State")?.starts_with('R');
     let cpu = value("Cpus_allowed_list")?.parse().ok()?;
-    let waits = value("voluntary_ctxt_switches")?.parse().ok()?;
-    is_running.then(|| RunnableThread { name: value("Name").unwrap_or_default().to_owned(), cpu, wait_count: waits })
+    let wait_count = value("voluntary_ctxt_switches")?.parse().ok()?;
+    is_running.then(|| RunnableThread { name: value("Name").unwrap_or_default().to_owned(), cpu, wait_count })
 }
 
 #[cfg(test)]

@@ -24,10 +24,10 @@ fn gather(service: &ServiceAddress) -> anyhow::Result<Sockets> {
         listeners::find_waiters(&inodes)?.into_iter().map(|listener| (listener.inode, listener)).collect();
     let others = inodes.iter().copied().filter(|inode| !found.contains_key(inode)).collect();
     found.extend(listeners::find_owners(&others)?.into_iter().map(|listener| (listener.inode, listener)));
-    let reuseport = found.values().find_map(|listener| {
+    let has_reuseport = found.values().find_map(|listener| {
         let socket = listeners::duplicate_socket(listener).ok()?;
         getsockopt(&socket.as_fd(), sockopt::ReusePort).ok()
     });
-    let workers = found.into_values().map(|listener| listener.cpu_affinity).collect();
-    Ok(Sockets { count: inodes.len(), has_reuseport: reuseport, worker_cpus: workers })
+    let worker_cpus = found.into_values().map(|listener| listener.cpu_affinity).collect();
+    Ok(Sockets { count: inodes.len(), has_reuseport, worker_cpus })
 }

@@ -51,8 +51,8 @@ const LEASE: Duration = Duration::from_secs(30);
 /// For what etcd does at once.
 const TIMEOUT: Duration = Duration::from_secs(20);
 
-fn candidate(name: &str, lease: Duration) -> Candidate {
-    Candidate { prefix: "/test".to_owned(), value: name.to_owned(), lease_duration: lease }
+fn candidate(name: &str, lease_duration: Duration) -> Candidate {
+    Candidate { prefix: "/test".to_owned(), value: name.to_owned(), lease_duration }
 }
 
 fn lead(cluster: &Arc<Cluster>, name: &str) -> Arc<Leadership> {

@@ -11,8 +11,8 @@ pub struct UniqueValues<T> {
 }
 
 impl<T: Hash + Eq + Display> UniqueValues<T> {
-    pub fn new(what: &'static str) -> Self {
-        Self { value_name: what, seen: HashMap::new() }
+    pub fn new(value_name: &'static str) -> Self {
+        Self { value_name, seen: HashMap::new() }
     }
 
     /// Inserts a value, or stores a mistake if it is a duplicate. `None`: an invalid value, which is ignored.

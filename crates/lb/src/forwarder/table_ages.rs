@@ -35,12 +35,12 @@ pub struct TableAges {
 }
 
 impl TableAges {
-    pub fn new(start: Duration) -> Self {
+    pub fn new(started_at: Duration) -> Self {
         Self {
-            started_at: start,
+            started_at,
             stream_ends: BTreeMap::new(),
             expired: BTreeMap::new(),
-            last_choice: start,
+            last_choice: started_at,
             choice_count: 0,
         }
     }

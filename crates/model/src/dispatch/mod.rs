@@ -81,7 +81,7 @@ mod tests {
     use super::*;
 
     /// Returns the header of a request of that service and expected service time.
-    pub(super) fn header(service: u8, expected: u64) -> DispatchHeader {
-        DispatchHeader { service, expected_service_time: expected, hash: 0, flow_hash: 0 }
+    pub(super) fn header(service: u8, expected_service_time: u64) -> DispatchHeader {
+        DispatchHeader { service, expected_service_time, hash: 0, flow_hash: 0 }
     }
 }

@@ -114,12 +114,8 @@ impl RankArrays {
             outstanding: vec![0; per_core],
             eligible_ranks: LeastTree::new(cores, 0),
         });
-        let eligible = (0..services.len()).fold(0, |mask, service| mask | 1 << service);
-        Self {
-            bound: u32::from(depth.get()) * RANK_OF_ONE_REQUEST,
-            eligible_services: eligible,
-            services: ranks.collect(),
-        }
+        let eligible_services = (0..services.len()).fold(0, |mask, service| mask | 1 << service);
+        Self { bound: u32::from(depth.get()) * RANK_OF_ONE_REQUEST, eligible_services, services: ranks.collect() }
     }
 
     /// Enables or disables `service` on `core` (RingLeader's EnableService and DisableService). Requests at the core

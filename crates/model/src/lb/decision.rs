@@ -84,8 +84,8 @@ impl Decision {
 
     pub fn outcome(&self, service: Option<usize>) -> Outcome {
         let server = self.server.filter(|_| self.counter < intf::LB_COUNTER_DROP_MALFORMED_IPV4);
-        let reported = self.tsecr.map(|(_, value)| value).filter(|value| *value != 0 && server.is_some());
-        let reported = reported.filter(|_| self.counter == intf::LB_COUNTER_NEW_CONNECTION);
-        Outcome { counter: self.counter, service, server, reported_entry: reported, event: self.event }
+        let reported_entry = self.tsecr.map(|(_, value)| value).filter(|value| *value != 0 && server.is_some());
+        let reported_entry = reported_entry.filter(|_| self.counter == intf::LB_COUNTER_NEW_CONNECTION);
+        Outcome { counter: self.counter, service, server, reported_entry, event: self.event }
     }
 }

@@ -236,25 +236,25 @@ pub struct LoadBalancer {
 
 impl LoadBalancer {
     /// Returns a load balancer without services.
-    pub fn new(constants: LbSettings, own_mac: Mac, keys: FleetKeys) -> Self {
+    pub fn new(settings: LbSettings, own_mac: Mac, keys: FleetKeys) -> Self {
         let no_key = CookieKey { k0: 0, k1: 0 };
         let mut lb_stamping = LbStamping::default();
         lb_stamping.set_keys(FleetKeys { keys: [no_key; 2], ..keys }, &keys, 0);
         Self {
-            settings: constants,
+            settings,
             own_mac,
             keys,
             services: (0..intf::MAX_SERVICES).map(|_| None).collect(),
             service_slots_by_address: HashMap::new(),
             vips: HashSet::new(),
             recent_placements: RecentPlacements::default(),
-            flows: FlowTable::new(constants.flow_set_count),
+            flows: FlowTable::new(settings.flow_set_count),
             broadcast: BroadcastLimiter::default(),
             fragments: HashMap::new(),
             tunnels: HashMap::new(),
             server_vlans: HashMap::new(),
             broadcast_vlans: HashMap::new(),
-            stateful: ConnectionTableState::new(constants.connection_table),
+            stateful: ConnectionTableState::new(settings.connection_table),
             lb_stamping,
             traffic: HashMap::new(),
             opened_connections: HashMap::new(),

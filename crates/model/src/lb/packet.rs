@@ -121,8 +121,8 @@ pub(super) struct Tsecr {
 impl Tsecr {
     /// Returns TSval, which precedes TSecr.
     pub fn tsval(self, frame: &[u8]) -> Tsecr {
-        let at = self.tsecr_offset - 4;
-        Tsecr { value: u32_at(frame, self.transport_offset + at), tsecr_offset: at, ..self }
+        let tsecr_offset = self.tsecr_offset - 4;
+        Tsecr { value: u32_at(frame, self.transport_offset + tsecr_offset), tsecr_offset, ..self }
     }
 }
 

@@ -49,7 +49,7 @@ pub(super) fn parse_ipv6(frame: &[u8]) -> Result<IpPacket<'_>, ParseEnd> {
     if packet[0] >> 4 != 6 || end > packet.len() {
         return Err(intf::LB_COUNTER_DROP_MALFORMED_IPV6);
     }
-    let ExtensionChainEnd { protocol, part, identification, transport_offset: transport } =
+    let ExtensionChainEnd { protocol, part, identification, transport_offset } =
         skip_extension_headers(&packet[..end])?;
     Ok(IpPacket {
         client: address_at(packet, 8),
@@ -57,8 +57,8 @@ pub(super) fn parse_ipv6(frame: &[u8]) -> Result<IpPacket<'_>, ParseEnd> {
         protocol,
         identification,
         part,
-        transport_offset: ETHERNET_HEADER_BYTES + transport,
-        payload: packet.get(transport..end).unwrap_or_default(),
+        transport_offset: ETHERNET_HEADER_BYTES + transport_offset,
+        payload: packet.get(transport_offset..end).unwrap_or_default(),
     })
 }
 

@@ -20,8 +20,8 @@ pub(super) struct Placement {
 
 impl Placement {
     pub fn new(table: PlacementTable) -> Self {
-        let hashes = table.groups.iter().map(|key| key.tables()).collect();
-        Self { state: PlacementState::for_table(&table), toeplitz_tables: hashes, table }
+        let toeplitz_tables = table.groups.iter().map(|key| key.tables()).collect();
+        Self { state: PlacementState::for_table(&table), toeplitz_tables, table }
     }
 
     fn hash(&self, group: usize, tuple: &FourTuple) -> u32 {

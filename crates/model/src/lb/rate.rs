@@ -108,8 +108,8 @@ impl BroadcastLimiter {
             && self.total[reason].take(shared(rates.total), now_ns)
     }
 
-    pub fn set_paid_until(&mut self, buckets: TokenBucketSelector, paid_until: u64) {
-        let bucket = TokenBucket { paid_until_ns: paid_until };
+    pub fn set_paid_until(&mut self, buckets: TokenBucketSelector, paid_until_ns: u64) {
+        let bucket = TokenBucket { paid_until_ns };
         match buckets {
             TokenBucketSelector::Service(service, reason) => self.per_service[service][reason as usize] = bucket,
             TokenBucketSelector::Total(reason) => self.total[reason as usize] = bucket,

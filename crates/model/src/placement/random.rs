@@ -17,42 +17,42 @@ impl PlacementTable {
         servers: &[ServerId],
         rng: &mut impl Rng,
     ) -> Self {
-        let buckets = BucketCount::new(1 << uniform_below(rng, 10)).expect("a power of two");
+        let bucket_count = BucketCount::new(1 << uniform_below(rng, 10)).expect("a power of two");
         let cores = 1 + uniform_below(rng, 8);
         let core_slots: Vec<ServerCore> = servers
             .iter()
             .flat_map(|server| (0..cores as u16).map(|core| ServerCore { server: *server, core }))
             .collect();
-        let most = intf::MAX_TABLE_CANDIDATES / (groups as u32 * buckets.get());
+        let most = intf::MAX_TABLE_CANDIDATES / (groups as u32 * bucket_count.get());
         let per_bucket = 1 + uniform_below(rng, intf::MAX_CANDIDATES.min(most));
         let mut candidate = || {
             let core_slot = uniform_below(rng, core_slots.len() as u32) as u16;
             let server = core_slots[usize::from(core_slot)].server;
             Candidate { server, load: uniform_below(rng, 16) * 1000, core_slot }
         };
-        let candidates = (0..groups as u32 * buckets.get() * per_bucket).map(|_| candidate()).collect();
+        let candidates = (0..groups as u32 * bucket_count.get() * per_bucket).map(|_| candidate()).collect();
         // Some servers occur twice, like servers of more weight.
         let turns = servers.iter().chain(&servers[..uniform_below(rng, servers.len() as u32) as usize]);
         let members = turns.map(|server| Member { server: *server, load: uniform_below(rng, 5) * 1000 }).collect();
-        let consistent = rendezvous_table(servers, buckets);
+        let consistent_servers = rendezvous_table(servers, bucket_count);
         let before = |server: &ServerId| match uniform_below(rng, 3) {
             0 => None,
             1 => Some(*server),
             _ => Some(servers[uniform_below(rng, servers.len() as u32) as usize]),
         };
-        let previous_consistent = consistent.iter().map(before).collect();
+        let previous_consistent_servers = consistent_servers.iter().map(before).collect();
         Self {
             generation,
             rule,
-            bucket_count: buckets,
+            bucket_count,
             groups: (0..groups).map(|_| random_key(rng)).collect(),
             candidates_per_bucket: per_bucket,
             candidates,
             assignment_cost: uniform_below(rng, 4) * 700,
             core_slots,
             members,
-            consistent_servers: consistent,
-            previous_consistent_servers: previous_consistent,
+            consistent_servers,
+            previous_consistent_servers,
             down_servers: Vec::new(),
             core_slot_ages: Vec::new(),
         }

@@ -182,16 +182,21 @@ struct LocalServers<'a, 'g> {
 }
 
 impl<'a, 'g> LocalServers<'a, 'g> {
-    fn new(cores: &ReachableCores<'_>, group: &'g RssGroup<'a>, reached: &'g mut BucketLoads, most: usize) -> Self {
+    fn new(
+        cores: &ReachableCores<'_>,
+        group: &'g RssGroup<'a>,
+        bucket_loads: &'g mut BucketLoads,
+        most: usize,
+    ) -> Self {
         let servers: Vec<&PoolServer> =
             group.all().filter(|server| !has_aggregated_loads(server) || !group.reaches_cores(server)).collect();
         let is_partial = servers.iter().any(|server| server.slow_start_fraction < 1.0);
         // A bucket keeps cores in the order of loads alone.
         let remembered = if cores.levels.is_uniform() && !is_partial { most } else { 0 };
-        reached.update(&servers, &group.key, cores.buckets, cores.neutral_load, remembered);
+        bucket_loads.update(&servers, &group.key, cores.buckets, cores.neutral_load, remembered);
         let level = |server: &&PoolServer| cores.levels.level(server.class());
         let levels = if cores.levels.is_uniform() { Vec::new() } else { servers.iter().map(level).collect() };
-        Self { group, servers, is_partial, levels, bucket_loads: reached }
+        Self { group, servers, is_partial, levels, bucket_loads }
     }
 }
 
@@ -225,22 +230,16 @@ struct ReachableCores<'a> {
 
 impl<'a> ReachableCores<'a> {
     fn new(pool: &'a Pool, buckets: BucketCount) -> Self {
-        let mut reduced = Vec::new();
+        let mut aggregated_servers = Vec::new();
         let mut is_reduced = pool.eligible().filter(|server| has_aggregated_loads(server)).peekable();
         if is_reduced.peek().is_some() {
             let highest = pool.servers.last().map_or(0, |server| usize::from(server.id.get()));
-            reduced.resize(highest + 1, None);
+            aggregated_servers.resize(highest + 1, None);
         }
         for server in is_reduced {
-            reduced[usize::from(server.id.get())] = Some(server);
+            aggregated_servers[usize::from(server.id.get())] = Some(server);
         }
-        Self {
-            pool,
-            buckets,
-            neutral_load: pool.neutral_load(),
-            levels: NormalizedLoad::of(pool),
-            aggregated_servers: reduced,
-        }
+        Self { pool, buckets, neutral_load: pool.neutral_load(), levels: NormalizedLoad::of(pool), aggregated_servers }
     }
 
     /// Returns the least loaded cores that take part in the bucket's connections, each with its compared value.

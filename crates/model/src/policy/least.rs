@@ -40,8 +40,8 @@ impl LeastByMetric {
     }
 
     /// Returns the policy by a metric.
-    pub fn with_metric(measure: LoadMetric, seed: u64) -> Self {
-        Self { key: independent_key(seed), seed, metric: measure, candidate_count: intf::MAX_CANDIDATES as usize }
+    pub fn with_metric(metric: LoadMetric, seed: u64) -> Self {
+        Self { key: independent_key(seed), seed, metric, candidate_count: intf::MAX_CANDIDATES as usize }
     }
 
     /// Returns the policy with all servers as candidates, even in a large pool: for simulations only.

@@ -185,10 +185,10 @@ fn base_table(pool: &Pool, rule: PlacementRule, buckets: BucketCount, generation
 fn table_with(
     pool: &Pool,
     rule: PlacementRule,
-    buckets: BucketCount,
+    bucket_count: BucketCount,
     generation: u64,
     key: RssKey,
-    consistent: Vec<ServerId>,
+    consistent_servers: Vec<ServerId>,
 ) -> PlacementTable {
     let neutral = pool.neutral_load();
     let members: Vec<Member> = pool
@@ -198,14 +198,14 @@ fn table_with(
     PlacementTable {
         generation,
         rule,
-        bucket_count: buckets,
+        bucket_count,
         groups: vec![key],
         candidates_per_bucket: 0,
         candidates: Vec::new(),
         assignment_cost: 0,
         core_slots: Vec::new(),
         members,
-        consistent_servers: consistent,
+        consistent_servers,
         previous_consistent_servers: Vec::new(),
         down_servers: Vec::new(),
         core_slot_ages: Vec::new(),

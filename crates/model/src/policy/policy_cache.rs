@@ -132,7 +132,7 @@ mod tests {
             ),
             rss in prop::option::weighted(0.9, (0u64..3, 0u64..2)),
             weight in prop_oneof![5 => Just(1u64), 1 => Just(3)],
-            ramp in prop_oneof![5 => Just(1.0), 1 => Just(0.4)],
+            slow_start_fraction in prop_oneof![5 => Just(1.0), 1 => Just(0.4)],
             capacity in prop::option::weighted(0.2, Just(6.0)),
             fresh: bool,
         ) -> PoolServer {
@@ -145,7 +145,7 @@ mod tests {
                 loads: loads.map(ServerLoads::from),
                 rss,
                 weight: Weight::new(weight).unwrap(),
-                slow_start_fraction: ramp,
+                slow_start_fraction,
                 capacity: capacity.map(|capacity| Capacity::new(capacity).unwrap()),
                 has_new_load: fresh,
                 ..PoolServer::new(ServerId::try_from(0).unwrap())

@@ -75,15 +75,15 @@ pub(super) struct Totals {
 }
 
 impl Pool {
-    /// Returns a pool. `load_balancers`: number of load balancers that share the service's new connections (0 counts as
-    /// 1).
-    pub fn new(mut servers: Vec<PoolServer>, load_balancers: u32) -> Self {
+    /// Returns a pool. `load_balancer_count`: number of load balancers that share the service's new connections (0
+    /// counts as 1).
+    pub fn new(mut servers: Vec<PoolServer>, load_balancer_count: u32) -> Self {
         servers.sort_by_key(|server| server.id);
-        let load_balancers = load_balancers.max(1);
+        let load_balancer_count = load_balancer_count.max(1);
         Self {
             servers,
             racks: Vec::new(),
-            load_balancer_count: load_balancers,
+            load_balancer_count,
             opened_connections: None,
             counts_requests: false,
             is_new_interval: true,
@@ -95,33 +95,16 @@ impl Pool {
 
     /// Returns the pool with these servers, at the same time.
     pub fn replace_servers(self, servers: Vec<PoolServer>) -> Self {
-        let Self {
-            load_balancer_count: load_balancers,
-            opened_connections,
-            counts_requests,
-            is_new_interval: new_interval,
-            racks,
-            ..
-        } = self;
-        let pool = Self {
-            opened_connections,
-            counts_requests,
-            is_new_interval: new_interval,
-            ..Self::new(servers, load_balancers)
-        };
+        let Self { load_balancer_count, opened_connections, counts_requests, is_new_interval, racks, .. } = self;
+        let pool =
+            Self { opened_connections, counts_requests, is_new_interval, ..Self::new(servers, load_balancer_count) };
         pool.with_rack_summaries(racks)
     }
 
     /// Returns the pool at the time of the next table, as [`Pool::new`] would.
-    pub fn for_next_table(self, load_balancers: u32) -> Self {
-        let load_balancers = load_balancers.max(1);
-        Self {
-            load_balancer_count: load_balancers,
-            opened_connections: None,
-            counts_requests: false,
-            is_new_interval: true,
-            ..self
-        }
+    pub fn for_next_table(self, load_balancer_count: u32) -> Self {
+        let load_balancer_count = load_balancer_count.max(1);
+        Self { load_balancer_count, opened_connections: None, counts_requests: false, is_new_interval: true, ..self }
     }
 
     /// Replaces a server, without the racks' data. A server that is not in the pool is ignored.

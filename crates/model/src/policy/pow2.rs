@@ -17,8 +17,8 @@ pub struct PowerOfTwo {
 }
 
 impl PowerOfTwo {
-    pub fn new(measure: LoadMetric, seed: u64) -> Self {
-        Self { key: independent_key(seed), metric: measure }
+    pub fn new(metric: LoadMetric, seed: u64) -> Self {
+        Self { key: independent_key(seed), metric }
     }
 }
 

@@ -32,7 +32,7 @@ prop_compose! {
         table_bits in 0u32..9, queues in 1u16..9,
         open_connections in 0u32..50,
         weight in prop_oneof![3 => Just(1u64), 1 => 2..5u64],
-        ramp in prop_oneof![4 => Just(1.0), 1 => Just(0.3)],
+        slow_start_fraction in prop_oneof![4 => Just(1.0), 1 => Just(0.3)],
         capacity in prop::option::weighted(0.2, (1u32..9).prop_map(f64::from)),
         traffic in prop::option::of((0.0..1e6, 0.0..1e9)),
         rack in prop::option::weighted(0.8, 0usize..4),
@@ -48,7 +48,7 @@ prop_compose! {
             rss,
             open_connections,
             weight: Weight::new(weight).unwrap(),
-            slow_start_fraction: ramp,
+            slow_start_fraction,
             capacity: capacity.map(|capacity| Capacity::new(capacity).unwrap()),
             traffic: traffic.map(|(packets, bytes)| TrafficRates { packets, bytes }),
             ..PoolServer::new(ServerId::try_from(0).unwrap())

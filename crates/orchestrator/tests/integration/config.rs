@@ -16,8 +16,8 @@ const REQUIRED_KEYS: &str = "memory = \"/run/cores\"\ncores = 4\n";
 #[test]
 fn shortest_file_gets_defaults() {
     let config = parse(&format!("{REQUIRED_KEYS}[[service]]\nlisten = \"127.0.0.1:4000\"\n")).unwrap();
-    let EngineConfig { rank_bound: depth, rank_rule: rule, payload_bytes, services, scheduler, .. } = &config.engine;
-    assert_eq!((depth.get(), *rule, *payload_bytes), (4, RankRule::Ranked, 1472));
+    let EngineConfig { rank_bound, rank_rule, payload_bytes, services, scheduler, .. } = &config.engine;
+    assert_eq!((rank_bound.get(), *rank_rule, *payload_bytes), (4, RankRule::Ranked, 1472));
     assert_eq!(services[0].lambda, Lambda::PUBLISHED);
     assert_eq!((scheduler.capacity, scheduler.selection), (4096, Selection::FirstEligible));
     assert_eq!(config.listeners[0].1.rules, [(0, None)]);

@@ -165,12 +165,12 @@ impl Recorder {
 
     /// Returns the number of responses and messages.
     fn poll(&mut self, now: u64) -> usize {
-        let Self { bench, records, response_count: responses, .. } = self;
+        let Self { bench, records, response_count, .. } = self;
         let received = bench.engine.poll(now, &mut |service, _, payload| {
             let (number, core) = payload.split_first_chunk().expect("a number and a core");
             let core = u16::from_le_bytes(core.try_into().unwrap());
             records.push(Record::Response { service, core, number: u64::from_le_bytes(*number) });
-            *responses += 1;
+            *response_count += 1;
         });
         for core in 0..CORE_COUNT {
             for service in [0, 1] {

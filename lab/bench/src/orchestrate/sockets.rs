@@ -127,13 +127,14 @@ fn orchestrate_at(
     let memory = directory.path().join("cores");
     let rules = vec![(0, Some(Pattern { offset: 0, bytes: vec![!PAYLOAD[0]] })), (1, None)];
     let listeners = vec![(address, Classifier { rules })];
-    let (engine, af_xdp_interface, sleep) = (config(CORE_COUNT, address), interface.map(str::to_owned), Duration::ZERO);
+    let (engine, af_xdp_interface, idle_sleep) =
+        (config(CORE_COUNT, address), interface.map(str::to_owned), Duration::ZERO);
     let config = Config {
         shared_memory_path: memory.clone(),
         listeners,
         af_xdp_interface,
         engine,
-        idle_sleep: sleep,
+        idle_sleep,
         metrics_address: None,
     };
     let intake = RequestIntake::open(&config);

@@ -69,8 +69,8 @@ pub struct BalancerSetup {
 
 impl BalancerSetup {
     fn for_case(case: Case) -> anyhow::Result<Self> {
-        let (rule, groups) = match case {
-            Case::NewConnection(NewConnection { rule, rss_group_count: groups, .. }) => (rule, groups),
+        let (rule, rss_group_count) = match case {
+            Case::NewConnection(NewConnection { rule, rss_group_count, .. }) => (rule, rss_group_count),
             _ => (PlacementRule::Table, 1),
         };
         let entries = match case {
@@ -82,7 +82,7 @@ impl BalancerSetup {
         };
         // With LB-side stamping only connections without stamps use the flow table: here none.
         let flow_entries = if case.is_lb_stamped() { intf::DEFAULT_FLOW_TABLE_ENTRIES } else { FLOW_TABLE_ENTRIES };
-        Ok(Self { rule, rss_group_count: groups, entries: TableSize::try_from(entries)?, flow_entries })
+        Ok(Self { rule, rss_group_count, entries: TableSize::try_from(entries)?, flow_entries })
     }
 }
 
@@ -152,8 +152,8 @@ impl Balancer {
 
     /// Sends an answer of each server: the load balancer learns the servers' clocks and can restore TSecr.
     fn show_clocks(&self) -> anyhow::Result<()> {
-        let Frame { bytes: mut answer, ports_offset: ports_at, .. } = response();
-        let ports = &mut answer[ports_at as usize..][..4];
+        let Frame { bytes: mut answer, ports_offset, .. } = response();
+        let ports = &mut answer[ports_offset as usize..][..4];
         ports.copy_from_slice(&[self.case.destination().port().to_be_bytes(), [4, 0]].concat());
         for n in 0..self.servers.len() {
             answer[6..12].copy_from_slice(&mac_of(n).0);
@@ -289,9 +289,9 @@ impl Balancer {
     pub fn run_and_count(&self, runner: &Runner, feed: Feed, packets: u32) -> anyhow::Result<Run> {
         let (case, expected) = (self.case, self.case.verdict());
         let before = self.counters().packets[case.counter()];
-        let (time, verdict) = runner.run(feed, self.lb.borrow().program(), packets)?;
+        let (mean_ns, verdict) = runner.run(feed, self.lb.borrow().program(), packets)?;
         ensure!(verdict == expected, "{case}: the last packet's verdict was {verdict}, expected {expected}");
-        Ok(Run { mean_ns: time, counted_packets: self.counters().packets[case.counter()] - before })
+        Ok(Run { mean_ns, counted_packets: self.counters().packets[case.counter()] - before })
     }
 
     /// Frees all other entries of the connection table and returns their number. Fails when the kernel offers no grace
@@ -317,11 +317,11 @@ impl Balancer {
 
 /// Returns a table of 128 buckets for the pool: with one candidate each as of `crossrss` (rule `Table`), or with eight.
 fn table(rule: PlacementRule, groups: usize, servers: &[ServerId], rng: &mut Xoshiro256PlusPlus) -> PlacementTable {
-    let buckets = BucketCount::PUBLISHED;
+    let bucket_count = BucketCount::PUBLISHED;
     let core_slots: Vec<ServerCore> =
         servers.iter().flat_map(|server| (0..CORE_COUNT).map(|core| ServerCore { server: *server, core })).collect();
     let candidates_per_bucket = if rule == PlacementRule::Table { 1 } else { intf::MAX_CANDIDATES };
-    let count = groups as u32 * buckets.get() * candidates_per_bucket;
+    let count = groups as u32 * bucket_count.get() * candidates_per_bucket;
     let mut candidate = |_| {
         let core_slot = uniform_below(rng, core_slots.len() as u32) as u16;
         let load = uniform_below(rng, intf::LOAD_ONE);
@@ -333,14 +333,14 @@ fn table(rule: PlacementRule, groups: usize, servers: &[ServerId], rng: &mut Xos
     PlacementTable {
         generation: 1,
         rule,
-        bucket_count: buckets,
+        bucket_count,
         groups: (0..groups).map(|_| RssKey::random(rng)).collect(),
         candidates_per_bucket,
         candidates,
         assignment_cost: intf::LOAD_ONE / 1000,
         core_slots,
         members,
-        consistent_servers: rendezvous_table(servers, buckets),
+        consistent_servers: rendezvous_table(servers, bucket_count),
         previous_consistent_servers: Vec::new(),
         down_servers: Vec::new(),
         core_slot_ages: Vec::new(),

@@ -277,13 +277,13 @@ fn report(measured: &[Measured], length: &MeasurementLength, cpus: [usize; 2]) -
             (m.memory[1].bytes / 1024).into(),
         ]);
     }
-    let Memory { array_count: arrays, hash_count: hashes, .. } = measured[0].memory[1];
+    let Memory { array_count, hash_count, .. } = measured[0].memory[1];
     let about = format!(
         "CPU {} runs lb.bpf.c on packets of {CONNECTION_COUNT} open connections in random order. CPU {} runs the same \
          program with the same maps on SYNs of new clients, as fast as it can, on another receive queue; rule \
          least_assigned. Without flood it runs the empty program on the same SYNs. {} rounds of {} packets, with and \
-         without flood in turns; medians over the rounds. {}. Memory: {arrays} of the \
-         maps are arrays of fixed size, {hashes} are hash tables, whose entries are counted.",
+         without flood in turns; medians over the rounds. {}. Memory: {array_count} of the \
+         maps are arrays of fixed size, {hash_count} are hash tables, whose entries are counted.",
         cpus[0],
         cpus[1],
         length.rounds,

@@ -175,26 +175,29 @@ impl TestEnv {
 
     fn set_up(
         wire: VethPair,
-        lane: ServiceTraffic,
+        service_traffic: ServiceTraffic,
         balancer: Option<Balancer>,
         cpus: [usize; 2],
     ) -> anyhow::Result<Self> {
-        let case = lane.case();
+        let case = service_traffic.case();
         let packets = match &balancer {
             Some(balancer) => balancer.packets()?,
             None => vec![Default::default(); LIVE_PACKET_COUNT],
         };
         let (established, syn) = (case.frame(), syn());
-        let traffic =
-            Traffic { frames: [&established, &syn], packets: &packets, is_new: &|number| lane.is_new(number) };
-        let generator = Generator::new(&wire, &traffic, lane.floor)?;
+        let traffic = Traffic {
+            frames: [&established, &syn],
+            packets: &packets,
+            is_new: &|number| service_traffic.is_new(number),
+        };
+        let generator = Generator::new(&wire, &traffic, service_traffic.floor)?;
         let open =
             balancer.as_ref().map(|balancer| balancer.entries_by_client().into_values().collect()).unwrap_or_default();
         if let Some(balancer) = &balancer {
             balancer.attach(&wire.tested_end)?;
         }
         Ok(Self {
-            service_traffic: lane,
+            service_traffic,
             open,
             generator,
             tested_thread: NapiThread::start(&wire.tested_end, cpus[1])?,

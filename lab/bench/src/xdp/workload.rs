@@ -96,7 +96,7 @@ impl Case {
     pub fn measured_alone() -> impl Iterator<Item = Case> {
         let usual = NewConnection::STATELESS;
         let stateful = NewConnection { consistency: Consistency::Stateful, ..usual };
-        let groups = intf::MAX_RSS_GROUPS as usize;
+        let rss_group_count = intf::MAX_RSS_GROUPS as usize;
         let without_cookies = [Consistency::None, Consistency::Beamer];
         let encapsulated = [Forwarding::Ipip, Forwarding::Gue];
         PlacementRule::ALL
@@ -104,7 +104,7 @@ impl Case {
             .into_iter()
             .chain([PlacementRule::Table, PlacementRule::LeastAssigned].map(|rule| NewConnection {
                 rule,
-                rss_group_count: groups,
+                rss_group_count,
                 ..usual
             }))
             .chain(PlacementRule::ALL.map(|rule| NewConnection { rule, ..stateful }))
@@ -255,10 +255,10 @@ impl fmt::Display for Case {
             Case::Encapsulated(forwarding) => {
                 write!(f, "stateless by {}, {PACKET_COUNT} connections", forwarding.name())
             }
-            Case::NewConnection(NewConnection { consistency, rule, rss_group_count: groups, connections }) => {
+            Case::NewConnection(NewConnection { consistency, rule, rss_group_count, connections }) => {
                 write!(f, "first, {}, {}", consistency.name(), rule.name())?;
-                if *groups > 1 {
-                    write!(f, ", {groups} RSS groups")?;
+                if *rss_group_count > 1 {
+                    write!(f, ", {rss_group_count} RSS groups")?;
                 }
                 if *connections < PACKET_COUNT { write!(f, ", {connections} entries") } else { Ok(()) }
             }
@@ -298,13 +298,13 @@ fn frame(destination: (Ipv4Addr, u16), flags: u8, options: &[u8], tsecr: u32) ->
     bytes.extend([0x12, 0x34]);
     bytes.extend(port.to_be_bytes());
     bytes.extend([0, 0, 0, 1, 0, 0, 0, 2, (tcp_header * 4) as u8, flags, 1, 0, 0, 0, 0, 0]);
-    let tsecr_at = bytes.len() as u32 + tsecr;
+    let tsecr_offset = bytes.len() as u32 + tsecr;
     bytes.extend(options);
     Frame {
         bytes,
         client_offset: CLIENT_ADDRESS_OFFSET,
         ports_offset: TCP_HEADER_OFFSET as u32,
-        tsecr_offset: tsecr_at,
+        tsecr_offset,
         destination_port: port,
     }
 }
@@ -320,11 +320,11 @@ fn in_ipv6(ipv4: &Frame) -> Frame {
         client_end += size_of::<Ipv6Addr>();
     }
     bytes.extend(addresses.as_flattened());
-    let ports_at = bytes.len();
+    let ports_offset = bytes.len();
     bytes.extend(segment);
-    let tsecr_at = ipv4.tsecr_offset + (ports_at - TCP_HEADER_OFFSET) as u32;
-    let client_at = (client_end - size_of::<Ipv4Addr>()) as u32;
-    Frame { bytes, client_offset: client_at, ports_offset: ports_at as u32, tsecr_offset: tsecr_at, ..*ipv4 }
+    let tsecr_offset = ipv4.tsecr_offset + (ports_offset - TCP_HEADER_OFFSET) as u32;
+    let client_offset = (client_end - size_of::<Ipv4Addr>()) as u32;
+    Frame { bytes, client_offset, ports_offset: ports_offset as u32, tsecr_offset, ..*ipv4 }
 }
 
 /// Returns a client's ACK to the IPv6 service.

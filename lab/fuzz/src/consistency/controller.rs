@@ -96,7 +96,7 @@ impl Simulation {
                 break id;
             }
         };
-        let uptime = self.rng.u32();
+        let initial_clock_ms = self.rng.u32();
         self.servers.push(Server {
             id,
             mac: server::mac(position),
@@ -104,8 +104,8 @@ impl Simulation {
             healthy: true,
             connections: 0,
             keys: self.controller.keys,
-            key_switch_tsval: uptime.wrapping_add(self.now_ms as u32),
-            initial_clock_ms: uptime,
+            key_switch_tsval: initial_clock_ms.wrapping_add(self.now_ms as u32),
+            initial_clock_ms,
         });
         position
     }
@@ -129,13 +129,13 @@ impl Simulation {
     fn replace_table(&mut self) {
         let servers = self.eligible();
         let before = &self.controller.table;
-        let buckets = before.bucket_count;
-        let consistent = rendezvous_table(&servers, buckets);
+        let bucket_count = before.bucket_count;
+        let consistent_servers = rendezvous_table(&servers, bucket_count);
         let of_bucket = |bucket: usize| match before.consistent_servers.get(bucket) {
-            Some(old) if *old != consistent[bucket] => Some(*old),
+            Some(old) if *old != consistent_servers[bucket] => Some(*old),
             _ => before.previous_consistent_servers.get(bucket).copied().flatten(),
         };
-        let previous_consistent = (0..consistent.len()).map(of_bucket).collect();
+        let previous_consistent_servers = (0..consistent_servers.len()).map(of_bucket).collect();
         let core_slots: Vec<ServerCore> = servers
             .iter()
             .flat_map(|server| (0..CORE_COUNT).map(|core| ServerCore { server: *server, core }))
@@ -147,20 +147,20 @@ impl Simulation {
             Candidate { server, load: rng.below(1 << 20) as u32, core_slot: core_slot as u16 }
         };
         let candidates_per_bucket = 4;
-        let candidates = (0..buckets.get() * candidates_per_bucket).map(|_| candidate()).collect();
+        let candidates = (0..bucket_count.get() * candidates_per_bucket).map(|_| candidate()).collect();
         self.controller.table = PlacementTable {
             generation: before.generation + 1,
             // This rule makes load balancers place differently, which the test needs.
             rule: PlacementRule::LeastAssigned,
-            bucket_count: buckets,
+            bucket_count,
             groups: before.groups.clone(),
             candidates_per_bucket,
             candidates,
             assignment_cost: 1 << 14,
             members: servers.iter().map(|server| Member { server: *server, load: 0 }).collect(),
             core_slots,
-            consistent_servers: consistent,
-            previous_consistent_servers: previous_consistent,
+            consistent_servers,
+            previous_consistent_servers,
             down_servers: Vec::new(),
             core_slot_ages: Vec::new(),
         };

@@ -138,16 +138,16 @@ impl<P: Protocol> Connections<P> {
         Ok(socket)
     }
 
-    fn add_connection(&mut self, index: usize, socket: Socket, open: bool) -> io::Result<()> {
+    fn add_connection(&mut self, index: usize, socket: Socket, is_open: bool) -> io::Result<()> {
         socket.set_nonblocking(true)?;
         let stream = TcpStream::from(socket);
         // Edge-triggered: one event when connected, then one per arrival of data.
         let flags = libc::EPOLLIN | libc::EPOLLOUT | libc::EPOLLRDHUP | libc::EPOLLET;
         self.epoll.add(stream.as_fd(), index as u64, flags)?;
-        let (output, pending, reader) = (Vec::new(), VecDeque::new(), P::Reader::default());
+        let (unsent_bytes, pending, reader) = (Vec::new(), VecDeque::new(), P::Reader::default());
         self.connections[index] =
-            Some(Connection { stream, is_open: open, unsent_bytes: output, pending, reader, is_closing: false });
-        if open {
+            Some(Connection { stream, is_open, unsent_bytes, pending, reader, is_closing: false });
+        if is_open {
             self.mark_free(index);
         }
         Ok(())

@@ -138,8 +138,8 @@ fn parse_head(bytes: &[u8]) -> Result<Option<(usize, ParseState, Reply)>, Malfor
         )
     };
     let persists = response.version == Some(1) || has("connection", "keep-alive");
-    let closes = !persists || has("connection", "close");
-    Ok(Some((length, expected, Reply { is_failure: code >= 400, closes_connection: closes, ..Reply::default() })))
+    let closes_connection = !persists || has("connection", "close");
+    Ok(Some((length, expected, Reply { is_failure: code >= 400, closes_connection, ..Reply::default() })))
 }
 
 #[cfg(test)]

@@ -62,16 +62,9 @@ impl Scenario {
                             plan.jobs.push(job);
                             plan.jobs.len() - 1
                         });
-                        let over_time = matches!(swept, Some((SweepAxis::Time, _)));
-                        let place = PlotPoint {
-                            panel: panel_index,
-                            series: series_index,
-                            x,
-                            seed,
-                            job,
-                            query,
-                            is_time_series: over_time,
-                        };
+                        let is_time_series = matches!(swept, Some((SweepAxis::Time, _)));
+                        let place =
+                            PlotPoint { panel: panel_index, series: series_index, x, seed, job, query, is_time_series };
                         plan.plot_points.push(place);
                     }
                 }

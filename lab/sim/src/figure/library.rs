@@ -13,7 +13,7 @@ pub fn all_figures() -> Vec<EmbeddedScenario> {
 
 /// Returns all scenarios and live figures, in the same order.
 pub fn with_live_figures(live: &[LiveFigure]) -> Vec<EmbeddedScenario> {
-    let simulated = SCENARIOS.iter().map(|&(name, text)| EmbeddedScenario { name, toml_text: text });
+    let simulated = SCENARIOS.iter().map(|&(name, toml_text)| EmbeddedScenario { name, toml_text });
     let mut all: Vec<EmbeddedScenario> = simulated.chain(live.iter().map(|live| live.embedded_scenario)).collect();
     all.sort_by_key(|embedded| figure_sort_key(embedded.name));
     all

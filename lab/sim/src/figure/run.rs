@@ -72,8 +72,8 @@ pub fn build_value_table(scenario: &Scenario, mut values: HashMap<(usize, usize)
 }
 
 fn plot_point_values(place: &PlotPoint, x_scale: f64, outcome: &Outcome) -> Vec<SeedValue> {
-    let PlotPoint { x, seed, is_time_series: over_time, .. } = *place;
-    if over_time {
+    let PlotPoint { x, seed, is_time_series, .. } = *place;
+    if is_time_series {
         let series = outcome.time_series(&place.query).unwrap_or_default();
         return series.into_iter().map(|(x, y)| SeedValue { x: x * x_scale, seed, y }).collect();
     }

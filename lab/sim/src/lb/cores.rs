@@ -41,14 +41,15 @@ pub struct Cores {
 
 impl Cores {
     pub fn new(cores: usize, capacity: Capacity) -> Self {
-        let (cost_ns, limited, queue) = match capacity {
+        let (cost_ns, is_limited, queue_limit) = match capacity {
             Capacity::Unlimited { cost_ns } => (cost_ns, false, None),
-            Capacity::Limited { cost_ns, queue_limit: queue } => (cost_ns, true, queue),
+            Capacity::Limited { cost_ns, queue_limit } => (cost_ns, true, queue_limit),
         };
-        let longest_wait_ns = queue.map_or(f64::INFINITY, |queue| (f64::from(queue) + ROUNDING) * cost_ns);
+        let longest_wait_ns =
+            queue_limit.map_or(f64::INFINITY, |queue_limit| (f64::from(queue_limit) + ROUNDING) * cost_ns);
         Self {
             cost_ns,
-            is_limited: limited,
+            is_limited,
             longest_wait_ns,
             arrived_packets: vec![0; cores],
             dropped_packets: vec![0; cores],

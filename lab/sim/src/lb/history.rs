@@ -23,13 +23,13 @@ pub struct HistoryLoad {
 
 impl HistoryLoad {
     pub fn new(cores: usize, capacity: Capacity, end_ns: u64) -> Self {
-        let (cost_ns, limited) = match capacity {
+        let (cost_ns, is_limited) = match capacity {
             Capacity::Unlimited { cost_ns } => (cost_ns, false),
             Capacity::Limited { cost_ns, .. } => (cost_ns, true),
         };
         Self {
             cost_ns,
-            is_limited: limited,
+            is_limited,
             end_ns,
             packets_per_ns: vec![0.0; cores],
             offset: vec![0.0; cores],

@@ -77,11 +77,11 @@ impl Run {
             return Err(Error::NoPackets(skipped));
         }
         let end_ns = trace.end_ns().map_or(last_ns, sped);
-        let measured: Option<Vec<SeedResult>> =
+        let seed_results: Option<Vec<SeedResult>> =
             simulations.into_par_iter().map(|simulation| simulation.finish(end_ns)).collect();
         let too_short = Error::TooShort { seconds: (end_ns - history_ns) as f64 / 1e9, window_ms: config.window_ms };
-        let measured = measured.ok_or(too_short)?.chunks(seeds.len()).map(<[SeedResult]>::to_vec).collect();
-        Ok(Self { seed_results: measured, packets, flows, duration_ns: end_ns - history_ns, skipped, reordered })
+        let seed_results = seed_results.ok_or(too_short)?.chunks(seeds.len()).map(<[SeedResult]>::to_vec).collect();
+        Ok(Self { seed_results, packets, flows, duration_ns: end_ns - history_ns, skipped, reordered })
     }
 }
 

@@ -128,11 +128,11 @@ impl<'a> Simulation<'a> {
         let mut rng = seeded_rng(seed, RNG_STREAM_REPORT_PHASES);
         let report = config.seconds_to_ticks(config.report_ms / 1e3);
         let mut reading = |_| {
-            let next = match config.report_phase {
+            let next_read = match config.report_phase {
                 ReportPhase::Aligned => 0,
                 ReportPhase::Random => report * Tick::from(uniform_below(&mut rng, 1000)) / 1000,
             };
-            CoreReading { next_read: next, last_read: None, busy: vec![0; usize::from(config.cores)] }
+            CoreReading { next_read, last_read: None, busy: vec![0; usize::from(config.cores)] }
         };
         let server = |position| {
             let spec = ServerSpec {

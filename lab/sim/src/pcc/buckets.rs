@@ -101,10 +101,10 @@ impl BucketTable {
         if let Some(history) = &mut self.evictions
             && evicted.server != NO_SERVER.server
         {
-            let (server, since) = (evicted.server, evicted.since_change);
+            let (server, since_change) = (evicted.server, evicted.since_change);
             history[bucket].push(Eviction {
                 server,
-                since_change: since,
+                since_change,
                 until_change: self.change_count,
                 evicted_at: self.now,
             });

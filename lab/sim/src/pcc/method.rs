@@ -190,8 +190,8 @@ impl fmt::Display for Method {
             Method::Beamer { threshold: None } => f.write_str("beamer"),
             Method::Beamer { threshold: Some(threshold) } => write!(f, "beamer:{threshold}"),
             Method::Stateful(layout) => write!(f, "stateful-hash{}", layout.suffix()),
-            Method::HistoryTag { bits, renews_tags: fresh, layout } => {
-                let name = if *fresh { HISTORY_TAG } else { HISTORY_TAG_KEPT };
+            Method::HistoryTag { bits, renews_tags, layout } => {
+                let name = if *renews_tags { HISTORY_TAG } else { HISTORY_TAG_KEPT };
                 write!(f, "{name}:{bits}{}", layout.suffix())
             }
             Method::HashIndex { bits, tag_bits: 0, layout } => write!(f, "{HASH_INDEX}:{bits}{}", layout.suffix()),

@@ -80,10 +80,10 @@ impl Mix {
         Self::new(vec![ConnectionKind { duration: super::clock::from_seconds(seconds), packets: 1 }], vec![0])
     }
 
-    fn new(kinds: Vec<ConnectionKind>, drawn_from: Vec<u8>) -> Self {
-        let total: u128 = drawn_from.iter().map(|kind| u128::from(kinds[usize::from(*kind)].duration)).sum();
-        let mean_duration = total as f64 / drawn_from.len() as f64;
-        Self { kinds, weighted_kinds: drawn_from, mean_duration }
+    fn new(kinds: Vec<ConnectionKind>, weighted_kinds: Vec<u8>) -> Self {
+        let total: u128 = weighted_kinds.iter().map(|kind| u128::from(kinds[usize::from(*kind)].duration)).sum();
+        let mean_duration = total as f64 / weighted_kinds.len() as f64;
+        Self { kinds, weighted_kinds, mean_duration }
     }
 
     /// Returns the kinds; a kind's number is its position.

@@ -197,14 +197,14 @@ fn run_one(config: &Config, mix: &Mix, method: Method, seed: u64) -> SeedOutcome
     match method {
         Method::Hashed(layout) => engine::simulate(config, mix, seed, StatelessHashing::new(layout, config)),
         Method::Beamer { threshold } => {
-            let starts = arrivals::settling_time(&config.arrivals, mix) / 2;
-            let control = threshold.map(|threshold| ThresholdControl { threshold, start: starts });
+            let start = arrivals::settling_time(&config.arrivals, mix) / 2;
+            let control = threshold.map(|threshold| ThresholdControl { threshold, start });
             let beamer = Beamer::new(control, config, seed);
             engine::simulate(config, mix, seed, beamer)
         }
         Method::Stateful(layout) => engine::simulate(config, mix, seed, StatefulHashing::new(layout, config)),
-        Method::HistoryTag { bits, renews_tags: fresh, layout } => {
-            let fields = CookieFields { tag_bits: bits, renews_tags: fresh, index_bits: 0 };
+        Method::HistoryTag { bits, renews_tags, layout } => {
+            let fields = CookieFields { tag_bits: bits, renews_tags, index_bits: 0 };
             let cookies = SmallCookies::new(fields, layout, config, servers, mix.longest_duration());
             engine::simulate(config, mix, seed, cookies)
         }

@@ -261,11 +261,12 @@ proptest! {
 
     #[test]
     fn small_cookies_equal_the_reference(
-        seed: u64, servers in 2usize..12, layout in 0usize..3, tag_bits in 0u8..6, fresh: bool, index_bits in 0u8..3
+        seed: u64, servers in 2usize..12, layout in 0usize..3, tag_bits in 0u8..6, renews_tags: bool,
+        index_bits in 0u8..3
     ) {
         let config = churning_cluster(servers, 2);
         let layout = [HashLayout::Striped, HashLayout::Ring, HashLayout::Maglev][layout];
-        let (fields, mix) = (CookieFields { tag_bits, renews_tags: fresh, index_bits }, Mix::web_server());
+        let (fields, mix) = (CookieFields { tag_bits, renews_tags, index_bits }, Mix::web_server());
         let cookies = SmallCookies::new(fields, layout, &config, server_count(&config), mix.longest_duration());
         check(&config, seed, cookies, TablesByTag::default());
     }

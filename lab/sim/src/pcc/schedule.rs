@@ -44,10 +44,10 @@ pub struct ChangeSchedule {
 impl ChangeSchedule {
     /// Creates the schedule for a cluster of nominal size.
     pub fn new(updates: &Updates, cluster: &Cluster, warm_up: Nanoseconds, seed: u64) -> Self {
-        let nominal = (cluster.members().len(), cluster.load_balancers().len());
+        let nominal_counts = (cluster.members().len(), cluster.load_balancers().len());
         let rng = seeded_rng(seed, RNG_STREAM_CHANGES);
         let mut schedule =
-            Self { updates: updates.clone(), rng, next_change: None, position: 0, nominal_counts: nominal, warm_up };
+            Self { updates: updates.clone(), rng, next_change: None, position: 0, nominal_counts, warm_up };
         schedule.find_next(0);
         schedule
     }

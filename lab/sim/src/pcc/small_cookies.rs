@@ -57,13 +57,13 @@ pub struct SmallCookies {
 }
 
 impl SmallCookies {
-    /// Creates load balancers for the configured cluster; `longest` is the longest duration of a connection.
+    /// Creates load balancers for the configured cluster; `longest_duration` is the longest duration of a connection.
     pub fn new(
         fields: CookieFields,
         layout: HashLayout,
         config: &Config,
         servers: usize,
-        longest: Nanoseconds,
+        longest_duration: Nanoseconds,
     ) -> Self {
         Self {
             fields,
@@ -71,7 +71,7 @@ impl SmallCookies {
             buckets: layout.size(config.servers, config.buckets_per_server),
             configurations: VecDeque::new(),
             first_number: 0,
-            longest_duration: longest,
+            longest_duration,
             reported_connections: (config.load_info == LoadInfo::Reported).then(|| vec![0; servers]),
         }
     }

@@ -46,8 +46,8 @@ impl Trace for ArrivalTrace {
                 (true, true) => FlowEvent::OPENS_AND_CLOSES,
             };
             if event.opens() {
-                let rate = Some(1e6 / f64::from(arrival.interval_us.max(1)));
-                batch.openings.push(FirstPacket { tuple: arrival.four_tuple(), rate_pps: rate });
+                let rate_pps = Some(1e6 / f64::from(arrival.interval_us.max(1)));
+                batch.openings.push(FirstPacket { tuple: arrival.four_tuple(), rate_pps });
             }
             batch.packets.push(Packet { time_ns: due_us * 1_000, flow: *connection, bytes: 0, event });
         }

@@ -62,13 +62,13 @@ proptest! {
         drawn in prop::collection::vec((0u64..4, 1u64..20, any::<u32>(), 0u8..2), 1..80),
         latency in 0u64..3,
     ) {
-        let mut arrived = 0;
+        let mut arrived_at = 0;
         let mut requests: Vec<Request> = Vec::new();
         for (gap, work, hash, class) in drawn {
-            arrived += gap * STEP;
+            arrived_at += gap * STEP;
             let connection = requests.len() as u32;
             let (work, service) = (work * STEP, class);
-            requests.push(Request { arrived_at: arrived, work, hash, flow_hash: hash, connection, class, service });
+            requests.push(Request { arrived_at, work, hash, flow_hash: hash, connection, class, service });
         }
         let table = IndirectionTable::balanced(1, 16, 4).unwrap();
         for name in POLICIES {
@@ -84,8 +84,8 @@ proptest! {
             let mut answered: Vec<u32> = responses.iter().map(|response| response.request.connection).collect();
             answered.sort_unstable();
             prop_assert!((0..).zip(&answered).all(|(index, connection)| index == *connection), "{}", name);
-            for Response { departed_at: departed, request } in &responses {
-                prop_assert!(*departed >= request.arrived_at + request.work + 2 * latency, "{}", name);
+            for Response { departed_at, request } in &responses {
+                prop_assert!(*departed_at >= request.arrived_at + request.work + 2 * latency, "{}", name);
             }
             let (busy, work) = (busy.iter().sum::<u64>(), requests.iter().map(|request| request.work).sum::<u64>());
             // Shared cores divide the total time by the number of cores.

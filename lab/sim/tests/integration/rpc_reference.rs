@@ -99,11 +99,11 @@ fn lightest(under_way: &[(u64, u64)], _bound: u64) -> Option<usize> {
 /// Returns requests of two services in bursts and gaps; no two arrive at the same time.
 fn requests() -> impl Strategy<Value = Vec<Request>> {
     prop::collection::vec((1u64..40, 1u64..200, any::<bool>()), 1..120).prop_map(|drawn| {
-        let mut arrived = 0;
+        let mut arrived_at = 0;
         let request = |(index, (gap, work, low)): (usize, (u64, u64, bool))| {
-            arrived += gap;
+            arrived_at += gap;
             Request {
-                arrived_at: arrived,
+                arrived_at,
                 work,
                 hash: index as u32,
                 flow_hash: 0,
@@ -195,15 +195,8 @@ proptest! {
 
 #[test]
 fn busy_time_is_counted_continuously() {
-    let request = |arrived, work| Request {
-        arrived_at: arrived,
-        work,
-        hash: 0,
-        flow_hash: 0,
-        connection: 0,
-        class: 0,
-        service: 0,
-    };
+    let request =
+        |arrived_at, work| Request { arrived_at, work, hash: 0, flow_hash: 0, connection: 0, class: 0, service: 0 };
     fn check<C: Cores>(cores: C, requests: &[Request]) {
         let mut server = NicServer::new(RoundRobinCore::new(1), cores, 1);
         let mut sink = Responses::default();

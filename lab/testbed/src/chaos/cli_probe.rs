@@ -19,9 +19,9 @@ pub struct OperatorCli<'a> {
 }
 
 impl<'a> OperatorCli<'a> {
-    /// `controllers`: number of controllers; `limit_s`: timeout of each controller (s).
-    pub fn new(testbed: &'a Testbed, controllers: u16, limit_s: &'static str) -> Self {
-        Self { testbed, controller_count: controllers, last_responder: AtomicUsize::new(0), timeout_s: limit_s }
+    /// `controller_count`: number of controllers; `timeout_s`: timeout of each controller (s).
+    pub fn new(testbed: &'a Testbed, controller_count: u16, timeout_s: &'static str) -> Self {
+        Self { testbed, controller_count, last_responder: AtomicUsize::new(0), timeout_s }
     }
 
     /// Returns the output of `coreward ARGUMENTS`. Fails when no controller executes the command, with the last error.

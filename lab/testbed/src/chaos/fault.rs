@@ -172,11 +172,15 @@ impl fmt::Display for Fault {
             Self::Link(port) => write!(f, "link of {port} down"),
             Self::Disk { fails_every_write: true } => write!(f, "every write of the controller fails: no room"),
             Self::Disk { fails_every_write: false } => write!(f, "disk of the store full"),
-            Self::Etcd { is_leader: leader, member_number: number, is_stopped: stop } => {
-                let signal = if *stop { "SIGSTOP" } else { "SIGKILL" };
-                if *leader { write!(f, "{signal} of etcd's leader") } else { write!(f, "{signal} of etcd{number}") }
+            Self::Etcd { is_leader, member_number, is_stopped } => {
+                let signal = if *is_stopped { "SIGSTOP" } else { "SIGKILL" };
+                if *is_leader {
+                    write!(f, "{signal} of etcd's leader")
+                } else {
+                    write!(f, "{signal} of etcd{member_number}")
+                }
             }
-            Self::Clock { daemon, offset_s: seconds } => write!(f, "clock of {daemon} jumps by {seconds} s"),
+            Self::Clock { daemon, offset_s } => write!(f, "clock of {daemon} jumps by {offset_s} s"),
             Self::ByzantineAgent(server) => write!(f, "an impostor reports for s{server}"),
         }
     }

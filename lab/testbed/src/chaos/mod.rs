@@ -157,7 +157,7 @@ pub fn run(instance: &str, options: &ChaosArgs) -> anyhow::Result<ChaosOutcome> 
     let fleet_options = FleetOptions {
         load_source: LoadSource::PacedServer,
         applied_document: Some(documents.text()),
-        store_directory: Some(disk.path().join("controller.redb")),
+        store_file: Some(disk.path().join("controller.redb")),
         preloaded_faults: Some(preload.clone()),
         controller_count: options.controllers,
         server_racks,
@@ -189,14 +189,14 @@ struct ChaosRun<'a> {
 
 impl<'a> ChaosRun<'a> {
     fn new(testbed: &'a Testbed, mut env: TestEnv<'a>, options: &'a ChaosArgs) -> anyhow::Result<Self> {
-        let mut kinds = if options.faults.is_empty() { FaultKind::ALL.to_vec() } else { options.faults.clone() };
+        let mut fault_kinds = if options.faults.is_empty() { FaultKind::ALL.to_vec() } else { options.faults.clone() };
         let cannot_be = if options.controllers > 1 { FaultKind::Disk } else { FaultKind::Etcd };
-        kinds.retain(|kind| *kind != cannot_be);
-        ensure!(!kinds.is_empty(), "no fault {:?} with {} controllers", cannot_be.name(), options.controllers);
+        fault_kinds.retain(|kind| *kind != cannot_be);
+        ensure!(!fault_kinds.is_empty(), "no fault {:?} with {} controllers", cannot_be.name(), options.controllers);
         Ok(Self {
             testbed,
             options,
-            fault_kinds: kinds,
+            fault_kinds,
             start: Instant::now(),
             fault_counts: BTreeMap::new(),
             recoveries: Vec::new(),

@@ -50,13 +50,13 @@ pub struct FaultSchedule {
 }
 
 impl FaultSchedule {
-    /// `kinds`: at least one that `parts` allow.
-    pub fn new(seed: u64, kinds: &[FaultKind], parts: ComponentCounts) -> Self {
+    /// `kinds`: at least one that `component_counts` allow.
+    pub fn new(seed: u64, kinds: &[FaultKind], component_counts: ComponentCounts) -> Self {
         Self {
             rng: seeded_rng(seed, RNG_STREAM_FAULTS),
             kinds: kinds.to_vec(),
             remaining_kinds: Vec::new(),
-            component_counts: parts,
+            component_counts,
         }
     }
 
@@ -71,10 +71,10 @@ impl FaultSchedule {
                 self.remaining_kinds.push(kind);
                 continue;
             }
-            let begin = Duration::from_millis(self.random_below(MAX_BEGIN_MS).into());
+            let start_offset = Duration::from_millis(self.random_below(MAX_BEGIN_MS).into());
             let lasts = fault.duration_range_ms();
             let lasting = Duration::from_millis((lasts.start + self.random_below(lasts.end - lasts.start)).into());
-            round.push(PlannedFault { start_offset: begin, end_offset: begin + lasting, fault });
+            round.push(PlannedFault { start_offset, end_offset: start_offset + lasting, fault });
         }
         round
     }

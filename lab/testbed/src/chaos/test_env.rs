@@ -62,19 +62,19 @@ impl<'a> TestEnv<'a> {
         testbed: &'a Testbed,
         fleet: Fleet,
         disk: TmpfsDisk,
-        preload: PreloadedFaults,
+        preloaded_faults: PreloadedFaults,
         etcd: Option<Etcd<'a>>,
-        other_command: Option<PathBuf>,
+        alternate_command: Option<PathBuf>,
     ) -> anyhow::Result<Self> {
         Ok(Self {
             testbed,
             fleet,
             network: NetworkFaults::new(testbed)?,
             disk,
-            preloaded_faults: preload,
+            preloaded_faults,
             etcd,
             stopped_etcd: None,
-            alternate_command: other_command,
+            alternate_command,
             alternate_daemons: BTreeSet::new(),
             down_daemons: BTreeSet::new(),
             running_impostors: BTreeMap::new(),
@@ -97,10 +97,10 @@ impl<'a> TestEnv<'a> {
             Fault::Link(port) => self.network.set_link(port, false),
             Fault::Disk { fails_every_write: true } => self.preloaded_faults.set_disk_full(CONTROLLER, true),
             Fault::Disk { fails_every_write: false } => self.disk.fill(),
-            Fault::Etcd { is_leader: leader, member_number: number, is_stopped: stop } => {
-                self.begin_etcd(*leader, *number, *stop)
+            Fault::Etcd { is_leader, member_number, is_stopped } => {
+                self.begin_etcd(*is_leader, *member_number, *is_stopped)
             }
-            Fault::Clock { daemon, offset_s: seconds } => self.preloaded_faults.set_clock(daemon, seconds * SECOND_NS),
+            Fault::Clock { daemon, offset_s } => self.preloaded_faults.set_clock(daemon, offset_s * SECOND_NS),
             Fault::ByzantineAgent(server) => self.start_false_reports(*server, FalseReportKind::FullControl),
         }
         .with_context(|| fault.to_string())
@@ -119,7 +119,7 @@ impl<'a> TestEnv<'a> {
             Fault::Link(port) => self.network.set_link(port, true),
             Fault::Disk { fails_every_write: true } => self.preloaded_faults.set_disk_full(CONTROLLER, false),
             Fault::Disk { fails_every_write: false } => self.disk.remove_filler(),
-            Fault::Etcd { is_stopped: stop, .. } => self.end_etcd(*stop),
+            Fault::Etcd { is_stopped, .. } => self.end_etcd(*is_stopped),
             Fault::Clock { daemon, .. } => self.preloaded_faults.set_clock(daemon, 0),
             Fault::ByzantineAgent(server) => self.stop_false_reports(*server),
         }

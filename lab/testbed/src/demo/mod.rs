@@ -88,10 +88,10 @@ fn write_logs(options: &DemoOptions) -> anyhow::Result<Vec<LogFile>> {
         ..Workload::default()
     };
     let write = |seed: &u64| {
-        let log = workload.generate(*seed);
+        let arrival_log = workload.generate(*seed);
         let path = fs::canonicalize(&options.out)?.join(format!("arrivals-seed{seed}.txt"));
-        fs::write(&path, log.to_string()).with_context(|| format!("cannot write {}", path.display()))?;
-        Ok(LogFile { arrival_log: log, path })
+        fs::write(&path, arrival_log.to_string()).with_context(|| format!("cannot write {}", path.display()))?;
+        Ok(LogFile { arrival_log, path })
     };
     options.seeds.iter().map(write).collect()
 }

@@ -36,13 +36,13 @@ pub struct PolicyTestbed {
 impl PolicyTestbed {
     /// Starts all processes, with one server that waits to join the pool. Fails when a testbed or a daemon does not
     /// start.
-    pub fn start(policy: &'static str, options: &DemoOptions, addresses: u16) -> anyhow::Result<Self> {
+    pub fn start(policy: &'static str, options: &DemoOptions, addresses_per_log: u16) -> anyhow::Result<Self> {
         let testbed = Testbed::create(TestbedOptions {
             instance: instance::unique_name(&instance_prefix(policy))?,
             servers: options.servers + 1,
             cores: options.cores,
             // Each log has its own client addresses, because ports stay in TIME-WAIT for a minute.
-            client_addresses: addresses * options.seeds.len() as u16,
+            client_addresses: addresses_per_log * options.seeds.len() as u16,
             ..options.network.testbed_options()
         })?;
         let mut servers = BTreeMap::new();
@@ -59,8 +59,8 @@ impl PolicyTestbed {
         };
         let mut fleet = Fleet::start(&testbed, fleet_options).with_context(|| format!("policy {policy}"))?;
         let mut pool = fleet.pool().clone();
-        let waiting = options.servers + 1;
-        pool.remove(&waiting);
+        let waiting_server = options.servers + 1;
+        pool.remove(&waiting_server);
         fleet.set_pool(&testbed, pool)?;
         fleet.wait_until_ready(&testbed)?;
         Ok(Self {
@@ -68,9 +68,9 @@ impl PolicyTestbed {
             load_generator: None,
             fleet,
             servers,
-            waiting_server: waiting,
+            waiting_server,
             samples: Vec::new(),
-            addresses_per_log: addresses,
+            addresses_per_log,
             testbed,
         })
     }

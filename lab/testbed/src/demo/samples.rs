@@ -41,9 +41,8 @@ impl SeedMeasures {
     /// Returns the measures by the samples at the start of each second and at the end of the last one.
     pub fn new(seed: u64, samples: &[BusyTimeSample], timeline: &Timeline, load: LoadReport) -> Self {
         let windows = windows(samples);
-        let MeanVariances { server_variance_pct: server_pct, core_variance_pct: core_pct } =
-            MeanVariances::of(&windows, timeline);
-        Self { seed, windows, server_variance_pct: server_pct, core_variance_pct: core_pct, load }
+        let MeanVariances { server_variance_pct, core_variance_pct } = MeanVariances::of(&windows, timeline);
+        Self { seed, windows, server_variance_pct, core_variance_pct, load }
     }
 }
 

@@ -57,13 +57,13 @@ fn simulate_draw(
     timeline: &Timeline,
 ) -> MeanVariances {
     let of_log = |(position, log): (usize, &&ArrivalLog)| {
-        let circumstances = ReportPhase::Random;
-        let servers = options.servers + 1;
+        let report_phase = ReportPhase::Random;
+        let server_count = options.servers + 1;
         let pools = ReplaySettings {
-            server_count: servers,
+            server_count,
             core_count: options.cores,
             seed: draw,
-            report_phase: circumstances,
+            report_phase,
             ..ReplaySettings::default()
         };
         let changes = planned_pool_changes(options.servers, position as u16, timeline);

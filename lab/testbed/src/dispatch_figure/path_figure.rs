@@ -83,12 +83,12 @@ impl TestEnv {
             "\n[[service]]\nname = \"requests\"\nvip = \"{SERVICE_ADDRESS}\"\nprotocol = \"udp\"\nudp = \"packet\"\n\
              policy = \"{policy}\"\n"
         );
-        let load = LoadSource::PacedServer;
+        let load_source = LoadSource::PacedServer;
         Fleet::start(
             &self.testbed,
             FleetOptions {
                 policy: policy.clone(),
-                load_source: load,
+                load_source,
                 steers_connections: false,
                 fleet_text: more,
                 tables_by_interval: true,
@@ -107,9 +107,9 @@ impl TestEnv {
         let numbers = self.testbed.server_numbers().into_iter();
         let dispatchers = numbers.map(|number| Dispatcher::start(&self.testbed, number, &text, *cores));
         let dispatchers: Vec<Dispatcher<'_>> = dispatchers.collect::<anyhow::Result<_>>()?;
-        let rate = load * f64::from(*cores) * f64::from(*servers) / (service.mean() * unit_us / 1e6);
+        let rate_rps = load * f64::from(*cores) * f64::from(*servers) / (service.mean() * unit_us / 1e6);
         let seed = *config.seeds.first().context("a run without a seed")?;
-        let requests = RequestLoad { service: service.clone(), unit_us: *unit_us, rate_rps: rate, seconds, seed };
+        let requests = RequestLoad { service: service.clone(), unit_us: *unit_us, rate_rps, seconds, seed };
         let seen = requests.send(&self.testbed)?;
         let by_server = dispatchers.iter().map(Dispatcher::dispatched_count).collect::<anyhow::Result<Vec<u64>>>()?;
         dispatchers.into_iter().try_for_each(Dispatcher::stop)?;

@@ -141,8 +141,8 @@ impl TestEnv {
 
     fn measure(&self, config: &rpc::Config, unit_us: f64, seconds: f64) -> anyhow::Result<Measurement> {
         let rpc::Config { policy, service, load, cores, seed, .. } = config;
-        let rate = load * f64::from(*cores) / (service.mean() * unit_us / 1e6);
-        let requests = RequestLoad { service: service.clone(), unit_us, rate_rps: rate, seconds, seed: *seed };
+        let rate_rps = load * f64::from(*cores) / (service.mean() * unit_us / 1e6);
+        let requests = RequestLoad { service: service.clone(), unit_us, rate_rps, seconds, seed: *seed };
         let seen = requests.send(&self.testbed)?;
         let (sent, lost) = seen.requests_and_lost();
         ensure!(lost == 0, "{policy} at a load of {load}: {lost} of {sent} requests were lost");

@@ -65,8 +65,8 @@ impl TestEnv {
             testbed.pin_directory().join("dispatch").display()
         );
         fs::write(&config, text).with_context(|| config.display().to_string())?;
-        let (purged, link) = attach_drop_counter(&testbed)?;
-        let mut env = Self { purged_counter: purged, _purge_link: link, daemon: None, server, config, testbed };
+        let (purged_counter, link) = attach_drop_counter(&testbed)?;
+        let mut env = Self { purged_counter, _purge_link: link, daemon: None, server, config, testbed };
         env.attach(WORKER_COUNT)?;
         Ok(env)
     }

@@ -35,7 +35,7 @@ pub(super) fn write_controller_files(
     options: &FleetOptions,
     pool: &BTreeMap<u16, AdminState>,
 ) -> anyhow::Result<()> {
-    let store = options.store_directory.clone().unwrap_or_else(|| testbed.directory().join("controller.redb"));
+    let store = options.store_file.clone().unwrap_or_else(|| testbed.directory().join("controller.redb"));
     let listen = format!("listen = \"{}\"\n", controller_address_in(options.control_family, 1));
     let tokens = testbed.directory();
     let mut text = format!("{listen}store = {store:?}\ntoken_directory = {tokens:?}\n");

@@ -48,8 +48,8 @@ pub struct FleetOptions {
     /// Document of the fleet, applied by `coreward apply`; `None`: the controller reads a file, which
     /// [`Fleet::set_pool`](super::Fleet::set_pool) writes.
     pub applied_document: Option<String>,
-    /// Directory of the controller's records; `None`: a part of the testbed's directory.
-    pub store_directory: Option<PathBuf>,
+    /// Store file of the controller; `None`: controller.redb in the testbed's directory.
+    pub store_file: Option<PathBuf>,
     /// Family of the first controller's address, and of the load balancers' addresses for each other; IPv6 needs an
     /// IPv6 testbed.
     pub control_family: AddressFamily,
@@ -91,7 +91,7 @@ impl Default for FleetOptions {
             shared_store_config: None,
             other_controllers: Vec::new(),
             applied_document: None,
-            store_directory: None,
+            store_file: None,
             control_family: AddressFamily::Ipv4,
             controller_count: 1,
             etcd_endpoints: Vec::new(),

@@ -113,7 +113,7 @@ struct Server<'a> {
 impl<'a> Server<'a> {
     fn new(args: &'a KeyValueServerArgs) -> anyhow::Result<Self> {
         let store = Store::with_keys(args.keys, args.value_bytes.into(), args.keys as usize + MAX_ADDED_PAIR_COUNT);
-        let pace = if args.paced {
+        let service_time = if args.paced {
             let more = args.service_us.clone().unwrap_or_default();
             ServiceTime::EmulatedTime(ServiceTimes::turbo(args.multiplier)?.overridden_by(&more))
         } else {
@@ -127,7 +127,7 @@ impl<'a> Server<'a> {
         }
         let busy_file =
             args.busy_file.as_ref().map(|path| CounterFile::create(path, args.workers.into())).transpose()?;
-        Ok(Self { args, store: Arc::new(store), service_time: pace, counter_file, busy_file, sockets: Vec::new() })
+        Ok(Self { args, store: Arc::new(store), service_time, counter_file, busy_file, sockets: Vec::new() })
     }
 
     fn busy_ns(&self, worker: u8) -> Option<&'static AtomicU64> {

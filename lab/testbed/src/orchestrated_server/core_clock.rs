@@ -32,8 +32,8 @@ impl CoreClock {
     /// which the core switches to another service.
     pub fn new(slice: Duration, sleep: Duration, switch: Duration) -> Self {
         let [slice_ns, sleep_ns, switch_ns] = [slice, sleep, switch].map(|time| time.as_nanos() as u64);
-        let (virtual_ns, woke_ns) = (Cell::new(0), Cell::new(0));
-        Self { slice_ns, sleep_ns, switch_ns, service: Cell::new(0), virtual_end_ns: virtual_ns, woke_ns }
+        let (virtual_end_ns, woke_ns) = (Cell::new(0), Cell::new(0));
+        Self { slice_ns, sleep_ns, switch_ns, service: Cell::new(0), virtual_end_ns, woke_ns }
     }
 
     /// Sleeps for the service time of a request. `yield_point` may serve other requests meanwhile.

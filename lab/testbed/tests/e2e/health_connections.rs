@@ -99,13 +99,8 @@ fn parse(packet: &[u8]) -> Option<TcpSegment> {
     let port = |at: usize| Some(u16::from_be_bytes(packet.get(at..at + 2)?.try_into().ok()?));
     let flags = packet.get(33)?;
     let from_load_balancer = address(12)? == load_balancer_address(1);
-    let (opens, resets) = (flags & 0x12 == 0x02, flags & 0x04 != 0);
-    from_load_balancer.then_some(TcpSegment {
-        to: address(16)?,
-        ports: (port(20)?, port(22)?),
-        is_syn: opens,
-        is_rst: resets,
-    })
+    let (is_syn, is_rst) = (flags & 0x12 == 0x02, flags & 0x04 != 0);
+    from_load_balancer.then_some(TcpSegment { to: address(16)?, ports: (port(20)?, port(22)?), is_syn, is_rst })
 }
 
 /// Starts nginx at the ports that answer. At other ports the kernel opens connections, and no process accepts them.

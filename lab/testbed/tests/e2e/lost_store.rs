@@ -118,13 +118,9 @@ fn rebooted_load_balancer_without_controller_takes_new_connections() {
     let testbed = Testbed::create(options).unwrap();
     let _nginx = [1, 2].map(|number| testbed.start_nginx(number).unwrap());
     let load_balancer_text = format!("metrics = \"{METRICS_ADDRESS}\"\n");
-    let applied = Some(format!("table_lifetime = \"1s\"\n{DOCUMENT}{BUCKET_SERVICE_CONFIG}"));
-    let options = FleetOptions {
-        steers_connections: false,
-        applied_document: applied,
-        load_balancer_text,
-        ..FleetOptions::default()
-    };
+    let applied_document = Some(format!("table_lifetime = \"1s\"\n{DOCUMENT}{BUCKET_SERVICE_CONFIG}"));
+    let options =
+        FleetOptions { steers_connections: false, applied_document, load_balancer_text, ..FleetOptions::default() };
     let mut fleet = Fleet::start(&testbed, options).unwrap();
     let metric = |name: &str| {
         let page = metrics_page(&testbed, testbed.load_balancer(1).unwrap(), METRICS_ADDRESS).ok()?;

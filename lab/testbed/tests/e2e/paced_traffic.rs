@@ -50,7 +50,7 @@ fn every_request_is_served_by_the_clock() -> anyhow::Result<()> {
 fn broken_connections_are_counted_by_kind() -> anyhow::Result<()> {
     skip_if!(missing_testbed_rights(), Ok(()));
     let testbed = Testbed::create_direct("tbroken")?;
-    let log = |requests: u32| ArrivalLog {
+    let log = |request_count: u32| ArrivalLog {
         seed: 0,
         duration_us: 10_000_000,
         source_address_count: 1,
@@ -59,7 +59,7 @@ fn broken_connections_are_counted_by_kind() -> anyhow::Result<()> {
                 start_us: 0,
                 source_address_index: 0,
                 source_port: 20_000 + i,
-                request_count: requests,
+                request_count,
                 interval_us: 100_000,
                 service_us: 1_000,
             })

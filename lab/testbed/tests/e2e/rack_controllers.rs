@@ -40,8 +40,8 @@ struct LoadWriter {
 impl LoadWriter {
     fn start(testbed: &Testbed) -> Self {
         let files: Vec<_> = testbed.server_numbers().into_iter().map(|n| (n, busy_file(testbed, n))).collect();
-        let idle = Arc::new(AtomicU16::new(NO_SERVER));
-        let reported = idle.clone();
+        let idle_server = Arc::new(AtomicU16::new(NO_SERVER));
+        let reported = idle_server.clone();
         let writing = std::thread::spawn(move || {
             let (mut busy_ns, mut before) = (BTreeMap::new(), Instant::now());
             while reported.load(Ordering::Relaxed) != END_LOAD {
@@ -56,7 +56,7 @@ impl LoadWriter {
                 std::thread::sleep(Duration::from_millis(20));
             }
         });
-        Self { idle_server: idle, writer_thread: Some(writing) }
+        Self { idle_server, writer_thread: Some(writing) }
     }
 
     fn set_idle(&self, server: u16) {

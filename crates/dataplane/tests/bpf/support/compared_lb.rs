@@ -74,9 +74,9 @@ fn slot(service: ServiceIndex) -> usize {
 impl ComparedLb {
     /// Loads the program with [`UNLIMITED`] broadcasts, and its model.
     pub fn load(options: Options, own_mac: MacAddress) -> Self {
-        let broadcast = [BroadcastRates::uniform(UNLIMITED); intf::LIMITED_KIND_COUNT as usize];
+        let broadcast_limits = [BroadcastRates::uniform(UNLIMITED); intf::LIMITED_KIND_COUNT as usize];
         let lb_stamping_clock = LbStampingClock::Ticks;
-        let options = Options { broadcast_limits: broadcast, lb_stamping_clock, ..options };
+        let options = Options { broadcast_limits, lb_stamping_clock, ..options };
         let mut compared = Self::load_alone(options.clone(), own_mac);
         compared.model = Some(RefCell::new(model_of(&compared.lb, &options, own_mac)));
         compared

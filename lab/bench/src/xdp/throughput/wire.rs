@@ -73,10 +73,10 @@ impl NapiThread {
     pub fn start(device: &str, cpu: usize) -> anyhow::Result<Self> {
         namespace::with_sysfs(&format!("echo 1 > /sys/class/net/{device}/threaded"))
             .with_context(|| format!("threaded NAPI for {device}"))?;
-        let process = process_named(&format!("napi/{device}-"))?;
-        cpus::bind_to_cpu(process, cpu)?;
-        raise_priority(process)?;
-        Ok(Self { device: device.to_owned(), pid: process })
+        let pid = process_named(&format!("napi/{device}-"))?;
+        cpus::bind_to_cpu(pid, cpu)?;
+        raise_priority(pid)?;
+        Ok(Self { device: device.to_owned(), pid })
     }
 
     /// Waits until the thread sleeps and has received all frames, and returns its usage. Fails when the thread or the

@@ -36,10 +36,10 @@ impl Legend {
             entries.push((index, label, (x, row * ROW_HEIGHT_PX)));
             x += wide + ENTRY_SPACING_PX;
         }
-        let looks = (0..scenario.series.len()).map(|index| scenario.series_style(index)).collect();
+        let styles = (0..scenario.series.len()).map(|index| scenario.series_style(index)).collect();
         Self {
             entries,
-            styles: looks,
+            styles,
             remark_lines: style::wrap_text(&remark(scenario, table), SMALL_SIZE, width),
             row_count: row + 1,
         }

@@ -41,17 +41,17 @@ impl<'a> PanelFrame<'a> {
     pub fn new(
         scenario: &Scenario,
         panel: &'a Panel,
-        numbers: &'a PanelTable,
+        panel_table: &'a PanelTable,
         origin: (i32, i32),
         size: (i32, i32),
     ) -> Self {
-        let styles = numbers.curves.iter().map(|curve| {
+        let styles = panel_table.curves.iter().map(|curve| {
             let same = |series: &crate::figure::scenario::Series| *series.label.get_ref() == curve.label;
             scenario.series_style(scenario.series.iter().position(same).unwrap_or(0))
         });
         let (top, bottom) = (origin.1 + TOP_MARGIN_PX, origin.1 + size.1 - BOTTOM_MARGIN_PX);
         let marks = panel.mark.iter().map(|mark| mark.y);
-        let heights: Vec<f64> = numbers.curves.iter().flat_map(heights).chain(marks).collect();
+        let heights: Vec<f64> = panel_table.curves.iter().flat_map(heights).chain(marks).collect();
         let y = AxisScale::new(&heights, panel.y.range, panel.y.log, true, (bottom, top));
         let y = if panel.draw == PlotType::Bars && panel.y.range.is_none() {
             y.extended_by(BAR_HEADROOM_FRACTION)
@@ -61,23 +61,15 @@ impl<'a> PanelFrame<'a> {
         let widest = y.ticks().iter().map(|(_, label)| style::text_width(label, SMALL_SIZE)).max().unwrap_or(0);
         let names = if panel.mark.is_empty() { RIGHT_MARGIN_PX } else { MARK_RIGHT_MARGIN_PX };
         let (left, right) = (origin.0 + Y_LABEL_OFFSET_PX + 20 + widest, origin.0 + size.0 - names);
-        let x_values: Vec<f64> = numbers.curves.iter().flat_map(x_values).collect();
+        let x_values: Vec<f64> = panel_table.curves.iter().flat_map(x_values).collect();
         let x_log = panel.x.as_ref().is_some_and(|sweep| sweep.log);
         let x = match panel.draw {
             PlotType::Lines => AxisScale::new(&x_values, None, x_log, false, (left, right)),
             PlotType::Bars => {
-                AxisScale::new(&[], Some([0.0, bar_x_values(numbers).len() as f64]), false, true, (left, right))
+                AxisScale::new(&[], Some([0.0, bar_x_values(panel_table).len() as f64]), false, true, (left, right))
             }
         };
-        Self {
-            panel,
-            panel_table: numbers,
-            styles: styles.collect(),
-            x,
-            y,
-            data_area: (left, top, right, bottom),
-            origin,
-        }
+        Self { panel, panel_table, styles: styles.collect(), x, y, data_area: (left, top, right, bottom), origin }
     }
 
     pub fn draw(&self, area: &Area<'_>) -> DrawResult {

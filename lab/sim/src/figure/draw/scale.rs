@@ -18,21 +18,27 @@ const MINOR_TICK_MAX_DECADES: f64 = 2.2;
 impl AxisScale {
     /// Returns an axis over `values` with a margin; `range` overrides the values. With `from_zero`, a linear axis
     /// starts at 0 unless a value is negative.
-    pub fn new(values: &[f64], range: Option<[f64; 2]>, log: bool, from_zero: bool, pixels: (i32, i32)) -> Self {
-        let usable = values.iter().copied().filter(|value| value.is_finite() && (!log || *value > 0.0));
+    pub fn new(
+        values: &[f64],
+        range: Option<[f64; 2]>,
+        is_log: bool,
+        from_zero: bool,
+        pixel_range: (i32, i32),
+    ) -> Self {
+        let usable = values.iter().copied().filter(|value| value.is_finite() && (!is_log || *value > 0.0));
         let (least, greatest) =
             usable.fold((f64::INFINITY, f64::NEG_INFINITY), |(low, high), value| (low.min(value), high.max(value)));
         let (low, high) = match range {
             Some([low, high]) => (low, high),
-            None if least > greatest => (if log { 0.1 } else { 0.0 }, 1.0),
-            None if log => (least / 1.25, greatest * 1.25),
+            None if least > greatest => (if is_log { 0.1 } else { 0.0 }, 1.0),
+            None if is_log => (least / 1.25, greatest * 1.25),
             None => {
                 let room = if greatest > least { (greatest - least) * 0.05 } else { greatest.abs().max(1.0) * 0.05 };
                 let low = if from_zero && least >= 0.0 { 0.0 } else { least - room };
                 (low, greatest + room)
             }
         };
-        Self { low, high, is_log: log, pixel_range: pixels }
+        Self { low, high, is_log, pixel_range }
     }
 
     /// Returns the axis, extended by a fraction of its length.

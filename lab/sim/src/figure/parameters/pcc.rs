@@ -113,8 +113,8 @@ fn with_bits(method: Option<ParsedText<Method>>, swept: SweepAxis, value: f64) -
     let unfit = ParameterError::Value { swept, value };
     let up_to = |most: u8| if bits <= most { Ok(bits) } else { Err(unfit) };
     match (swept, method) {
-        (SweepAxis::TagBits, Some(ParsedText(Method::HistoryTag { renews_tags: fresh, layout, .. }))) => {
-            Ok(Method::HistoryTag { bits: up_to(TAG_BITS_MAX)?, renews_tags: fresh, layout })
+        (SweepAxis::TagBits, Some(ParsedText(Method::HistoryTag { renews_tags, layout, .. }))) => {
+            Ok(Method::HistoryTag { bits: up_to(TAG_BITS_MAX)?, renews_tags, layout })
         }
         (SweepAxis::TagBits, Some(ParsedText(Method::HashIndex { bits, layout, .. }))) => {
             Ok(Method::HashIndex { bits, tag_bits: up_to(TAG_BITS_MAX)?, layout })

@@ -64,8 +64,8 @@ impl RingLeaderServer {
     fn step(&mut self, now: Tick) {
         if self.answers.next_arrival() == now {
             let Some((_, (service, changes))) = self.answers.receive() else { return };
-            for AssignmentChange { service, core, is_running: runs } in changes {
-                self.server.dispatcher.set_enabled(service, core, runs);
+            for AssignmentChange { service, core, is_running } in changes {
+                self.server.dispatcher.set_enabled(service, core, is_running);
             }
             self.monitors[usize::from(service)].rearm();
             self.server.release(now);

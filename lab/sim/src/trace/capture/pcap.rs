@@ -53,13 +53,13 @@ pub fn read(mut reader: Reader, out: &mut FrameParser) -> Result<(), StopReason>
 }
 
 fn parse_file_header(header: &[u8; FILE_HEADER_BYTES]) -> Result<(Encoding, LinkType), StopReason> {
-    let (big_endian, unit_ns) = match header[..4] {
+    let (is_big_endian, unit_ns) = match header[..4] {
         [0xa1, 0xb2, 0xc3, 0xd4] => (true, 1_000),
         [0xa1, 0xb2, 0x3c, 0x4d] => (true, 1),
         [0x4d, 0x3c, 0xb2, 0xa1] => (false, 1),
         _ => (false, 1_000),
     };
-    let encoding = Encoding { is_big_endian: big_endian, unit_ns };
+    let encoding = Encoding { is_big_endian, unit_ns };
     // The upper bits describe a frame check sequence.
     let link = encoding.parse_u32(header[20..24].try_into().expect("four bytes")) & 0xffff;
     Ok((encoding, LinkType::try_from(link)?))
