@@ -193,12 +193,7 @@ fn run_with_coreward(
     }
     let mut fleet = Fleet::start(
         testbed,
-        FleetOptions {
-            load_source: LoadSource::PacedServer,
-            forwarding: options.network.forwarding,
-            servers_family: options.network.family,
-            ..Default::default()
-        },
+        FleetOptions { load_source: LoadSource::PacedServer, ..options.network.fleet_options() },
     )?;
     let first_table = table_generation(&fleet, testbed)?;
     let before = all_counters(testbed)?;

@@ -4,6 +4,7 @@ use clap::builder::{PossibleValuesParser, TypedValueParser};
 use coreward_model::forwarding::Forwarding;
 
 use crate::addresses::AddressFamily;
+use crate::fleet::FleetOptions;
 use crate::topology::TestbedOptions;
 
 /// Options of the network of a testbed.
@@ -25,6 +26,11 @@ impl NetworkOptions {
             family: self.family,
             ..TestbedOptions::default()
         }
+    }
+
+    /// Returns the options of a fleet in this network.
+    pub fn fleet_options(self) -> FleetOptions {
+        FleetOptions { forwarding: self.forwarding, servers_family: self.family, ..FleetOptions::default() }
     }
 }
 

@@ -162,11 +162,9 @@ pub fn run(instance: &str, options: &ChaosArgs) -> anyhow::Result<ChaosOutcome> 
         controller_count: options.controllers,
         server_racks,
         tls: true,
-        forwarding: options.network.forwarding,
-        servers_family: options.network.family,
         etcd_endpoints: etcd.as_ref().map(Etcd::endpoints).unwrap_or_default(),
         load_balancer_text: format!("metrics = \"{}\"\n", invariants::METRICS_ADDRESS),
-        ..FleetOptions::default()
+        ..options.network.fleet_options()
     };
     let fleet = Fleet::start(&testbed, fleet_options)?;
     let env = TestEnv::new(&testbed, fleet, disk, preload, etcd, options.upgrade_binary.clone())?;

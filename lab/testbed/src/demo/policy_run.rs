@@ -53,9 +53,7 @@ impl PolicyTestbed {
             policy: policy.to_owned(),
             load_source: LoadSource::PacedServer,
             tables_by_interval: options.tables == TableTrigger::Interval,
-            forwarding: options.network.forwarding,
-            servers_family: options.network.family,
-            ..FleetOptions::default()
+            ..options.network.fleet_options()
         };
         let mut fleet = Fleet::start(&testbed, fleet_options).with_context(|| format!("policy {policy}"))?;
         let mut pool = fleet.pool().clone();
