@@ -115,6 +115,11 @@ impl CoreAllocation {
         Self { mode, reserved, services_by_core: (0..cores).map(runs).collect() }
     }
 
+    /// Returns the number of cores that run services.
+    pub fn core_count(&self) -> u16 {
+        self.services_by_core.len() as u16
+    }
+
     /// Returns whether `service` runs on `core`.
     pub fn is_running(&self, service: u8, core: u16) -> bool {
         self.services_by_core[usize::from(core)][usize::from(service)]

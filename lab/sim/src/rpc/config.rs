@@ -5,7 +5,7 @@ use std::num::NonZeroU32;
 use coreward_model::dispatch::CoreAssignment;
 
 use super::ticks::{TICKS_PER_UNIT, Tick};
-use super::{Policy, ServiceTimeDistribution};
+use super::{Allocator, JbsrqOptions, Policy, ServiceTimeDistribution};
 
 /// Configuration of a simulation. Times are in units of service time (see [`ServiceTimeDistribution`]).
 #[derive(Debug, Clone, PartialEq)]
@@ -96,6 +96,9 @@ pub enum Error {
         "policy {policy}: {services} services on {cores} cores: expected two services (bimodal) and at least 2 cores"
     )]
     NotTwoServices { policy: Policy, services: u8, cores: u16 },
+    /// A core for an allocator of cores that never change.
+    #[error("policy {0}: allocator=core: expected assignment=dedicated or hybrid")]
+    NothingToAllocate(Policy),
     /// Invalid service level objective.
     #[error("SLO {0}: expected a number above 0, in multiples of the service time")]
     Slo(f64),
@@ -116,6 +119,9 @@ impl Config {
         match self.policy {
             Policy::Rss => of_policy.min(f64::from(buckets) / f64::from(cores * buckets.div_ceil(cores))),
             Policy::RssRebalanced(_) => of_policy.min(f64::from(buckets) / f64::from(cores)),
+            Policy::RankedQueue(ref options) => {
+                of_policy * f64::from(options.worker_count(self.cores)) / f64::from(self.cores)
+            }
             _ => of_policy,
         }
     }
@@ -157,19 +163,30 @@ impl Config {
         if self.queue_limit == Some(0) {
             return Err(Error::ZeroQueueLimit);
         }
-        if let Policy::RankedQueue(options) = &self.policy
-            && options.assignment != CoreAssignment::CompleteShare
-        {
-            let services = options.priorities.service_count(self.service.class_times().len() as u8);
-            if services != 2 || self.cores < 2 {
-                return Err(Error::NotTwoServices { policy: self.policy.clone(), services, cores: self.cores });
-            }
+        if let Policy::RankedQueue(options) = &self.policy {
+            self.check_assignment(options)?;
         }
         if let Policy::GroupedFcfs { groups, cores_each } = self.policy {
             let grouped = u32::from(groups.get()) * u32::from(cores_each.get());
             if grouped != u32::from(self.cores) {
                 return Err(Error::Groups { policy: self.policy.clone(), grouped, cores: self.cores });
             }
+        }
+        Ok(())
+    }
+
+    /// Checks that cores can change between services.
+    fn check_assignment(&self, options: &JbsrqOptions) -> Result<(), Error> {
+        if options.assignment == CoreAssignment::CompleteShare {
+            return match options.allocator {
+                Allocator::Nic => Ok(()),
+                Allocator::Core => Err(Error::NothingToAllocate(self.policy.clone())),
+            };
+        }
+        let services = options.priorities.service_count(self.service.class_times().len() as u8);
+        let cores = options.worker_count(self.cores);
+        if services != 2 || cores < 2 {
+            return Err(Error::NotTwoServices { policy: self.policy.clone(), services, cores });
         }
         Ok(())
     }

@@ -33,6 +33,27 @@ pub struct JbsrqOptions {
     pub interval: f64,
     /// `reserved`: cores that each service keeps for itself, unless all services share all cores
     pub reserved: ReservedCores,
+    /// `allocator`: place of the core allocator's load monitor
+    pub allocator: Allocator,
+}
+
+/// Place of the load monitor whose hints change the assignment of cores.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Allocator {
+    /// `nic`: the monitor takes no core (RingLeader)
+    Nic,
+    /// `core`: the monitor takes a whole core, the last one (IOKernel of Caladan, OSDI'20)
+    Core,
+}
+
+impl JbsrqOptions {
+    /// Returns the number of cores that serve requests, of `cores`.
+    pub fn worker_count(&self, cores: u16) -> u16 {
+        match self.allocator {
+            Allocator::Nic => cores,
+            Allocator::Core => cores.saturating_sub(1),
+        }
+    }
 }
 
 /// Order of service.
@@ -76,11 +97,12 @@ impl Default for JbsrqOptions {
             assignment: CoreAssignment::CompleteShare,
             interval: 5.0 / 3.0,
             reserved: ReservedCores([1, 1]),
+            allocator: Allocator::Nic,
         }
     }
 }
 
-const OPTIONS: [&str; 10] = [
+const OPTIONS: [&str; 11] = [
     "lambda=0..1",
     "depth=N",
     "rank=jbsrq|global|per-service",
@@ -91,6 +113,7 @@ const OPTIONS: [&str; 10] = [
     "assignment=share|dedicated|hybrid",
     "interval=TIME",
     "reserved=N[:N]",
+    "allocator=nic|core",
 ];
 
 /// Parses `lambda=0.2,depth=4,...`; an error states the expected form.
@@ -128,6 +151,9 @@ impl FromStr for JbsrqOptions {
                 "reserved" => {
                     options.reserved = value.parse().map_err(|error: InvalidReservedCores| error.to_string())?
                 }
+                "allocator" => {
+                    options.allocator = find_by_name(&ALLOCATORS, value).ok_or_else(|| wrong("nic or core"))?
+                }
                 "priorities" => {
                     options.priorities = match value {
                         "classes" => Priorities::Classes,
@@ -148,6 +174,8 @@ const RANKS: [(&str, RankRule); 3] =
 
 /// Schedulers of RingLeader and SIGCOMM'16.
 const SCHEDULERS: [(&str, Selection); 2] = [("feo", Selection::FirstEligible), ("pifo", Selection::Pifo)];
+
+const ALLOCATORS: [(&str, Allocator); 2] = [("nic", Allocator::Nic), ("core", Allocator::Core)];
 
 fn find_by_name<T: Copy>(names: &[(&str, T)], name: &str) -> Option<T> {
     names.iter().find(|(known, _)| *known == name).map(|(_, value)| *value)
@@ -181,6 +209,7 @@ impl fmt::Display for JbsrqOptions {
             ("assignment", self.assignment.to_string(), default.assignment.to_string()),
             ("interval", self.interval.to_string(), default.interval.to_string()),
             ("reserved", self.reserved.to_string(), default.reserved.to_string()),
+            ("allocator", name_of(&ALLOCATORS, self.allocator), name_of(&ALLOCATORS, default.allocator)),
         ];
         let differing = options.iter().filter(|(_, value, default)| value != default);
         let texts: Vec<String> = differing.map(|(name, value, _)| format!("{name}={value}")).collect();

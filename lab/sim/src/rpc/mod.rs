@@ -20,7 +20,7 @@ use coreward_model::rss::IndirectionTable;
 
 pub use class_bounds::ClassBoundOptions;
 pub use config::{Config, Error};
-pub use jbsrq::{JbsrqOptions, Priorities};
+pub use jbsrq::{Allocator, JbsrqOptions, Priorities};
 pub use outcome::{ClassLatency, LatencySummary, WindowLatency};
 use outcome::{Observer, Recorder};
 pub use peak::{PeakConfig, PeakLoadEstimate, SloMetric, SloUnit, find_peak_load};

@@ -200,6 +200,7 @@ mod tests {
             "jbsrq:lambda=0.5",
             "jbsrq:rank=global,scheduler=pifo",
             "jbsrq:rank=per-service",
+            "jbsrq:assignment=dedicated,allocator=core",
             "jbsrq-fifo",
             "jbsrq-fifo:reserved=2",
             "rss",

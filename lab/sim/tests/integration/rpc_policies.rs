@@ -116,6 +116,23 @@ fn cores_that_cannot_change_hands_are_two_servers() {
 }
 
 #[test]
+fn allocator_on_a_core_leaves_the_others() {
+    // All 16 worker cores are reserved, 8 for each service; core 17 is the allocator's.
+    let alone = simulated("jbsrq:assignment=dedicated,reserved=8", 16, "bimodal:0.1:9", 0.5);
+    let policy = "jbsrq:assignment=dedicated,reserved=8,allocator=core";
+    let beside = simulated(policy, 17, "bimodal:0.1:9", 0.5 * 16.0 / 17.0);
+    assert_eq!(alone.classes, beside.classes);
+    let config = |load| Config {
+        policy: "jbsrq:assignment=dedicated,allocator=core".parse().unwrap(),
+        service: "bimodal:0.1:9".parse().unwrap(),
+        load,
+        ..Config::default()
+    };
+    let error = run(&config(0.95)).unwrap_err().to_string();
+    assert!(error.contains("load 0.95: expected less than 0.9375"), "{error}");
+}
+
+#[test]
 fn load_hints_move_cores_to_the_loaded_service() {
     // The long requests need 9.3 cores: more than half of 16.
     let service = "bimodal:0.2:20";
@@ -173,4 +190,9 @@ fn invalid_configurations_are_rejected() {
     assert!(error(Config { cores: 300, load: 0.9, ..with("rss") }).contains("expected less than 0.853"));
     assert!(error(with("dfcfs:3,4")).contains("its groups have 12 cores, the server has 16"));
     assert!(error(with("jbsrq:assignment=hybrid")).contains("1 services on 16 cores: expected two services"));
+    let two = Config { service: "bimodal:0.1:9".parse().unwrap(), cores: 2, ..with("jbsrq:assignment=dedicated") };
+    run(&two).unwrap();
+    let policy: Policy = "jbsrq:assignment=dedicated,allocator=core".parse().unwrap();
+    assert!(error(Config { policy, ..two }).contains("2 services on 1 cores: expected two services"));
+    assert!(error(with("jbsrq:allocator=core")).ends_with("expected assignment=dedicated or hybrid"));
 }

@@ -130,7 +130,7 @@ fn units_to_us(time: f64, unit_us: f64) -> u64 {
 
 /// Returns the options of `coreward-lab testbed orchestrated-server` for a simulated server.
 fn server_options(config: &Config, options: &JbsrqOptions, unit_us: f64) -> Vec<String> {
-    let cores: Vec<String> = (0..config.cores).map(|core| core.to_string()).collect();
+    let cores: Vec<String> = (0..options.worker_count(config.cores)).map(|core| core.to_string()).collect();
     vec![
         "--paced".to_owned(),
         "--keys=1".to_owned(),

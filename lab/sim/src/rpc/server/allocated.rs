@@ -33,7 +33,8 @@ pub struct RingLeaderServer {
 const CALM_EPOCHS: u32 = 4;
 
 impl RingLeaderServer {
-    /// `interval`: interval of the load monitors' checks. `latency`: one-way latency of the interface.
+    /// `cores`: number of cores; those above `allocation`'s serve no requests. `interval`: interval of the load
+    /// monitors' checks. `latency`: one-way latency of the interface.
     pub fn new(
         mut server: PriorityNicServer,
         cores: u16,
@@ -43,7 +44,8 @@ impl RingLeaderServer {
     ) -> Self {
         for core in 0..cores {
             for service in [0, 1] {
-                server.dispatcher.set_enabled(service, core, allocation.is_running(service, core));
+                let runs = core < allocation.core_count() && allocation.is_running(service, core);
+                server.dispatcher.set_enabled(service, core, runs);
             }
         }
         let epoch = Epoch::new(NonZeroU64::new(interval).unwrap_or(NonZeroU64::MIN));

@@ -91,7 +91,7 @@ impl ServerSpec<'_> {
         if options.assignment == CoreAssignment::CompleteShare {
             return visitor.visit(server);
         }
-        let allocation = CoreAllocation::new(options.assignment, cores, options.reserved);
+        let allocation = CoreAllocation::new(options.assignment, options.worker_count(cores), options.reserved);
         visitor.visit(RingLeaderServer::new(server, cores, allocation, to_ticks(options.interval), latency))
     }
 }
