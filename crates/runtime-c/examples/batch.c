@@ -2,7 +2,8 @@
 /*
  * Two services on the same cores: service 0 answers requests at once, service 1 of a lower priority is a batch that
  * always has work. Its units are requests, too, so that cores take the next one by themselves and preempt it: a thread
- * keeps two of them per core under way. A unit counts the primes of a range. The results are printed at the end.
+ * keeps two of them per core under way. A unit counts the primes of a range. The results are printed at the end. With
+ * TIMER_US, units have no yield points; a timer of this period preempts them.
  */
 #include <arpa/inet.h>
 #include <pthread.h>
@@ -19,11 +20,12 @@
 #include "coreward_runtime.h"
 
 enum { INTERACTIVE, BATCH, SERVICES };
-enum { CORES = 256, UNITS_PER_CORE = 2, NUMBERS_PER_UNIT = 2000 };
+enum { CORES = 256, UNITS_PER_CORE = 2, NUMBERS_PER_UNIT = 20000 };
 
 static struct coreward_runtime *runtime;
 static struct sockaddr_in batch_address = {.sin_family = AF_INET};
 static atomic_bool is_ended;
+static struct coreward_serve_options options;
 static atomic_ullong requests, units, primes;
 
 static void stop(int signal)
@@ -51,7 +53,8 @@ static ptrdiff_t run_unit(const struct coreward_request *request, uint8_t *respo
 	memcpy(&unit, request->payload, sizeof(unit));
 	for (uint32_t number = 0; number < NUMBERS_PER_UNIT; number++) {
 		found += is_prime(unit * NUMBERS_PER_UNIT + number);
-		coreward_yield_point(context);
+		if (!options.timer_ns)
+			coreward_yield_point(context);
 	}
 	memcpy(response, &found, sizeof(found));
 	return sizeof(found);
@@ -78,7 +81,7 @@ static void *serve(void *core)
 
 	for (uint8_t service = 0; !has_failed && service < SERVICES; service++)
 		has_failed = coreward_enable_service(worker, service, (uint16_t)(uintptr_t)core);
-	has_failed = has_failed || coreward_serve(worker, handle, NULL, NULL, &counters);
+	has_failed = has_failed || coreward_serve(worker, handle, NULL, &options, &counters);
 	if (has_failed)
 		fprintf(stderr, "core %lu: %s\n", (unsigned long)(uintptr_t)core, coreward_last_error());
 	coreward_worker_free(worker);
@@ -128,10 +131,11 @@ int main(int count, char **arguments)
 	pthread_t threads[CORES];
 	void *result;
 
-	if (count != 4) {
-		fprintf(stderr, "usage: batch MEMORY PORT BATCH_PORT\n");
+	if (count != 4 && count != 5) {
+		fprintf(stderr, "usage: batch MEMORY PORT BATCH_PORT [TIMER_US]\n");
 		return 1;
 	}
+	options.timer_ns = count == 5 ? atoll(arguments[4]) * 1000 : 0;
 	if (client < 0 || setsockopt(client, SOL_SOCKET, SO_RCVTIMEO, &timeout, sizeof(timeout)) ||
 	    !connect_to(arguments))
 		return 1;

@@ -96,6 +96,11 @@ struct coreward_serve_options {
    */
   uint64_t sleep_ns;
   /**
+   * Period of a timer that preempts handlers also between yield points (no timer). Two threads of the core then call
+   * the handler, which must not hold a lock that requests of higher priority need.
+   */
+  uint64_t timer_ns;
+  /**
    * Requests without a response in one LoadFeedback, at most (4).
    */
   uint32_t feedback_batch;
@@ -107,7 +112,7 @@ struct coreward_serve_counters {
    */
   uint64_t served;
   /**
-   * Requests that were served inside another one of lower priority.
+   * Requests that were served before another one of lower priority ended.
    */
   uint64_t preempting;
   /**

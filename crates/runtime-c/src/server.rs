@@ -69,6 +69,9 @@ pub struct ServeOptions {
     pub spin_ns: u64,
     /// Time that an idle worker sleeps between two polls (50 us).
     pub sleep_ns: u64,
+    /// Period of a timer that preempts handlers also between yield points (no timer). Two threads of the core then call
+    /// the handler, which must not hold a lock that requests of higher priority need.
+    pub timer_ns: u64,
     /// Requests without a response in one LoadFeedback, at most (4).
     pub feedback_batch: u32,
 }
@@ -78,7 +81,7 @@ pub struct ServeOptions {
 pub struct ServeCounters {
     /// Requests that ended.
     pub served: u64,
-    /// Requests that were served inside another one of lower priority.
+    /// Requests that were served before another one of lower priority ended.
     pub preempting: u64,
     /// Responses that fit no slot and were not sent.
     pub too_long: u64,
@@ -109,9 +112,15 @@ pub unsafe extern "C" fn coreward_allocator_free(allocator: *mut Allocator) {
     unsafe { free(allocator) }
 }
 
+/// Argument of the handler.
+struct UserData(*mut c_void);
+
+// SAFETY: only the handler uses it, on the threads that the interface's contract names.
+unsafe impl Sync for UserData {}
+
 struct Callbacks<'a> {
     handler: unsafe extern "C" fn(*const Request, *mut u8, usize, *mut Context, *mut c_void) -> isize,
-    user_data: *mut c_void,
+    user_data: UserData,
     allocator: Option<&'a CoreAllocator>,
     capacity: usize,
 }
@@ -129,8 +138,9 @@ impl serve::Handler for Callbacks<'_> {
         let mut context = context;
         let context = from_mut(&mut context).cast::<Context>();
         // SAFETY: the handler keeps to its contract, and `context` lives until it returns.
-        let length =
-            unsafe { (self.handler)(&raw const found, response.as_mut_ptr(), self.capacity, context, self.user_data) };
+        let length = unsafe {
+            (self.handler)(&raw const found, response.as_mut_ptr(), self.capacity, context, self.user_data.0)
+        };
         let Ok(length) = usize::try_from(length) else { return Reply::Nothing };
         // SAFETY: the handler has written so many bytes; of a longer response only the capacity's.
         unsafe { response.set_len(length.min(self.capacity)) };
@@ -178,9 +188,15 @@ pub unsafe extern "C" fn coreward_serve(
     let allocator = allocator.and_then(|allocator| unsafe { shared_ref(allocator) }).map(|shared| &shared.allocator);
     let Worker { worker, shared } = worker;
     let capacity = shared.payload_bytes();
-    let functions = Callbacks { handler, user_data: user, allocator, capacity };
+    let functions = Callbacks { handler, user_data: UserData(user), allocator, capacity };
     let attached = allocator.map_or(Ok(()), |allocator| allocator.attach(worker));
-    match attached.and_then(|()| worker.serve(&functions, serve_options(options), &shared.stop)) {
+    let timer_ns = options.map_or(0, |options| options.timer_ns);
+    let (options, stop) = (serve_options(options), &shared.stop);
+    let served = attached.and_then(|()| match timer_ns {
+        0 => worker.serve(&functions, options, stop),
+        _ => worker.serve_with_timer(&functions, options, Duration::from_nanos(timer_ns), stop),
+    });
+    match served {
         Ok(found) => {
             // SAFETY: by the interface's contract.
             if let Some(place) = unsafe { counters.as_mut() } {

@@ -3,7 +3,9 @@
 //! A handler calls [`Context::yield_point`] now and then. When its quantum is used up and a request of higher priority
 //! waits, that request is served there, on the same stack, before the handler continues. So a request of higher
 //! priority waits at most for one quantum and the time between two yield points. A handler without yield points runs to
-//! its end.
+//! its end, unless [`Worker::serve_with_timer`] preempts it.
+
+mod timer;
 
 use std::net::SocketAddrV4;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
@@ -70,7 +72,7 @@ impl Default for ServeOptions {
 pub struct ServeCounters {
     /// Requests that ended.
     pub served: u64,
-    /// Requests that were served inside another one of lower priority.
+    /// Requests that were served before another one of lower priority ended.
     pub preempting: u64,
     /// Responses that fit no slot and were not sent.
     pub too_long: u64,
@@ -78,10 +80,11 @@ pub struct ServeCounters {
 
 const ORCHESTRATOR_CHECK_INTERVAL: Duration = Duration::from_millis(100);
 
-struct Server<'w, 'r> {
+struct Server<'w, 'r, H: ?Sized> {
     worker: &'w mut Worker<'r>,
-    handler: &'w dyn Handler,
+    handler: &'w H,
     options: ServeOptions,
+    slice: Slice,
     /// Response buffer of each priority: at most one request of each priority runs at a time.
     response_buffers: Vec<Vec<u8>>,
     /// Number of each service's completed requests without a response that were not reported.
@@ -91,42 +94,54 @@ struct Server<'w, 'r> {
     counters: ServeCounters,
 }
 
+/// Time in which a handler runs without yielding.
+#[derive(Debug, Clone, Copy)]
+struct Slice {
+    /// Priority of the handler, which those below preempt; 0: no handler runs, or none can be preempted.
+    priority: u8,
+    started: Instant,
+}
+
 /// A handler's view of its core.
 pub struct Context<'c> {
     server: &'c mut (dyn Preempt + 'c),
-    priority: u8,
-    quantum: Duration,
-    slice_started: Instant,
+    core: u16,
     error: Option<RuntimeError>,
 }
 
 trait Preempt {
-    fn is_preempted(&mut self, priority: u8) -> bool;
-    fn serve_higher_priorities(&mut self, priority: u8) -> Result<(), RuntimeError>;
-    fn core(&self) -> u16;
+    fn try_yield(&mut self) -> Result<(), RuntimeError>;
+}
+
+/// Exclusive access to a server, either as its only user or by a lock.
+trait Access<'w, 'r: 'w>: Preempt {
+    type Handler: Handler + ?Sized + 'w;
+
+    fn with<T>(&mut self, call: impl FnOnce(&mut Server<'w, 'r, Self::Handler>) -> T) -> T;
+}
+
+impl<'w, 'r: 'w, H: Handler + ?Sized> Access<'w, 'r> for Server<'w, 'r, H> {
+    type Handler = H;
+
+    #[inline]
+    fn with<T>(&mut self, call: impl FnOnce(&mut Self) -> T) -> T {
+        call(self)
+    }
 }
 
 impl Context<'_> {
     /// Acts on a hint and serves waiting requests of higher priority if the handler's quantum is used up.
     pub fn yield_point(&mut self) {
         if self.error.is_none()
-            && let Err(error) = self.try_yield()
+            && let Err(error) = self.server.try_yield()
         {
             // Returned to the caller of `serve` when the handler ends.
             self.error = Some(error);
         }
     }
 
-    fn try_yield(&mut self) -> Result<(), RuntimeError> {
-        if self.server.is_preempted(self.priority) && self.slice_started.elapsed() >= self.quantum {
-            self.server.serve_higher_priorities(self.priority)?;
-            self.slice_started = Instant::now();
-        }
-        Ok(())
-    }
-
     pub fn core(&self) -> u16 {
-        self.server.core()
+        self.core
     }
 }
 
@@ -139,83 +154,150 @@ impl Worker<'_> {
         options: ServeOptions,
         stop: &AtomicBool,
     ) -> Result<ServeCounters, RuntimeError> {
-        let response_buffers = vec![Vec::new(); self.segment.geometry.priority_count.into()];
-        let (unreported_counts, unreported_services, counters) = ([0; MAX_SERVICES], 0, ServeCounters::default());
-        let mut server = Server {
-            worker: self,
-            handler,
-            options,
-            response_buffers,
-            unreported_counts,
-            unreported_services,
-            counters,
-        };
-        server.run(stop)?;
+        let mut server = Server::new(self, handler, options);
+        run(&mut server, options, stop)?;
         server.drain_and_detach()?;
         Ok(server.counters)
     }
 }
 
-impl Preempt for Server<'_, '_> {
-    #[inline]
-    fn is_preempted(&mut self, priority: u8) -> bool {
-        self.worker.highest_priority_request(priority).is_some() || self.worker.has_hint()
-    }
-
-    fn serve_higher_priorities(&mut self, priority: u8) -> Result<(), RuntimeError> {
-        // Requests of higher priority may not end, and a service has one hint in flight: it would get no further core.
-        self.act_on_hint()?;
-        while let Some((higher, slot)) = self.worker.highest_priority_request(priority) {
-            self.counters.preempting += 1;
-            self.serve_request(higher, slot)?;
-            self.act_on_hint()?;
-        }
-        Ok(())
-    }
-
-    fn core(&self) -> u16 {
-        self.worker.core
+impl<H: Handler + ?Sized> Preempt for Server<'_, '_, H> {
+    fn try_yield(&mut self) -> Result<(), RuntimeError> {
+        try_yield(self)
     }
 }
 
-impl Server<'_, '_> {
-    fn run(&mut self, stop: &AtomicBool) -> Result<(), RuntimeError> {
-        let mut idle_since = Instant::now();
-        let mut checked = idle_since;
-        while !stop.load(Relaxed) {
-            if self.serve_one()? {
-                idle_since = Instant::now();
-                continue;
-            }
-            self.report_all_completions()?;
-            if checked.elapsed() >= ORCHESTRATOR_CHECK_INTERVAL {
-                self.worker.check_orchestrator()?;
-                checked = Instant::now();
-            }
-            if idle_since.elapsed() < self.options.spin || self.options.sleep.is_zero() {
-                std::hint::spin_loop();
-            } else {
-                std::thread::sleep(self.options.sleep);
-            }
+#[inline]
+fn try_yield<'w, 'r: 'w>(server: &mut impl Access<'w, 'r>) -> Result<(), RuntimeError> {
+    let Some(priority) = server.with(|server| server.preempted_priority()) else { return Ok(()) };
+    serve_higher_priorities(server, priority)?;
+    server.with(|server| server.slice.started = Instant::now());
+    Ok(())
+}
+
+/// Serves requests until `stop` is set.
+fn run<'w, 'r: 'w>(
+    server: &mut impl Access<'w, 'r>,
+    options: ServeOptions,
+    stop: &AtomicBool,
+) -> Result<(), RuntimeError> {
+    let mut idle_since = Instant::now();
+    let mut checked = idle_since;
+    while !stop.load(Relaxed) {
+        if serve_one(server)? {
+            idle_since = Instant::now();
+            continue;
         }
-        Ok(())
+        server.with(|server| server.report_all_completions())?;
+        if checked.elapsed() >= ORCHESTRATOR_CHECK_INTERVAL {
+            server.with(|server| server.worker.check_orchestrator())?;
+            checked = Instant::now();
+        }
+        if idle_since.elapsed() < options.spin || options.sleep.is_zero() {
+            std::hint::spin_loop();
+        } else {
+            std::thread::sleep(options.sleep);
+        }
+    }
+    Ok(())
+}
+
+/// Acts on a waiting hint, and serves a waiting request. Returns whether a request was served.
+#[inline]
+fn serve_one<'w, 'r: 'w>(server: &mut impl Access<'w, 'r>) -> Result<bool, RuntimeError> {
+    let Some((priority, slot)) = server.with(|server| server.next_request(u8::MAX))? else { return Ok(false) };
+    serve_request(server, priority, slot)?;
+    Ok(true)
+}
+
+fn serve_higher_priorities<'w, 'r: 'w>(server: &mut impl Access<'w, 'r>, priority: u8) -> Result<(), RuntimeError> {
+    while let Some((higher, slot)) = server.with(|server| server.next_request(priority))? {
+        server.with(|server| server.counters.preempting += 1);
+        serve_request(server, higher, slot)?;
+    }
+    Ok(())
+}
+
+fn serve_request<'w, 'r: 'w>(server: &mut impl Access<'w, 'r>, priority: u8, slot: u32) -> Result<(), RuntimeError> {
+    let Started { header, payload, mut response, handler, core, interrupted } =
+        server.with(|server| server.start_request(priority, slot))?;
+    let request = Request { client: client_address(&header), service: header.service as u8, payload };
+    let mut context = Context { server, core, error: None };
+    let reply = handler.handle(&request, &mut response, &mut context);
+    if let Some(error) = context.error {
+        return Err(error);
+    }
+    server.with(|server| server.end_request(priority, header, reply, response, interrupted))
+}
+
+/// A request that a handler is to serve.
+struct Started<'w, H: ?Sized> {
+    header: SlotHeader,
+    payload: &'w [u8],
+    response: Vec<u8>,
+    handler: &'w H,
+    core: u16,
+    interrupted: Slice,
+}
+
+impl<'w, 'r: 'w, H: Handler + ?Sized> Server<'w, 'r, H> {
+    fn new(worker: &'w mut Worker<'r>, handler: &'w H, options: ServeOptions) -> Self {
+        let response_buffers = vec![Vec::new(); worker.segment.geometry.priority_count.into()];
+        Self {
+            worker,
+            handler,
+            options,
+            slice: Slice { priority: 0, started: Instant::now() },
+            response_buffers,
+            unreported_counts: [0; MAX_SERVICES],
+            unreported_services: 0,
+            counters: ServeCounters::default(),
+        }
     }
 
-    /// Acts on a waiting hint, and serves a waiting request. Returns whether a request was served.
+    /// Returns the running handler's priority if its quantum is used up and a hint, or a request of higher priority,
+    /// waits.
     #[inline]
-    fn serve_one(&mut self) -> Result<bool, RuntimeError> {
-        self.act_on_hint()?;
-        let Some((priority, slot)) = self.worker.highest_priority_request(u8::MAX) else { return Ok(false) };
-        self.serve_request(priority, slot)?;
-        Ok(true)
+    fn preempted_priority(&self) -> Option<u8> {
+        let Slice { priority, started } = self.slice;
+        let is_due = self.worker.highest_priority_request(priority).is_some() || self.worker.has_hint();
+        (is_due && started.elapsed() >= self.options.quantum).then_some(priority)
     }
 
+    fn start_request(&mut self, priority: u8, slot: u32) -> Result<Started<'w, H>, RuntimeError> {
+        let (header, payload) = self.worker.read_request(priority, slot)?;
+        let mut response = std::mem::take(&mut self.response_buffers[usize::from(priority)]);
+        response.clear();
+        let interrupted = std::mem::replace(&mut self.slice, Slice { priority, started: Instant::now() });
+        let (handler, core) = (self.handler, self.worker.core);
+        Ok(Started { header, payload, response, handler, core, interrupted })
+    }
+
+    fn end_request(
+        &mut self,
+        priority: u8,
+        header: SlotHeader,
+        reply: Reply,
+        response: Vec<u8>,
+        interrupted: Slice,
+    ) -> Result<(), RuntimeError> {
+        self.slice = interrupted;
+        self.worker.return_slot(priority);
+        self.counters.served += 1;
+        let is_sent = reply == Reply::Send && self.send_response(header, &response)?;
+        self.response_buffers[usize::from(priority)] = response;
+        if is_sent { Ok(()) } else { self.complete_without_response(header.service as u8) }
+    }
+
+    /// Acts on a waiting hint. Returns priority and slot of the next request of a priority above `limit`.
     #[inline]
-    fn act_on_hint(&mut self) -> Result<(), RuntimeError> {
-        match self.worker.next_hint() {
-            Some(hint) => self.handler.load_hint(hint, self.worker),
-            None => Ok(()),
+    fn next_request(&mut self, limit: u8) -> Result<Option<(u8, u32)>, RuntimeError> {
+        // Before each request: requests of higher priority may not end, and a service has one hint in flight, without
+        // which it gets no further core.
+        if let Some(hint) = self.worker.next_hint() {
+            self.handler.load_hint(hint, self.worker)?;
         }
+        Ok(self.worker.highest_priority_request(limit))
     }
 
     fn drain_and_detach(&mut self) -> Result<(), RuntimeError> {
@@ -225,29 +307,11 @@ impl Server<'_, '_> {
         }
         self.worker.wait_until_messages_are_read()?;
         while let Some((priority, slot)) = self.worker.highest_priority_request(u8::MAX) {
-            self.serve_request(priority, slot)?;
+            serve_request(self, priority, slot)?;
         }
         self.report_all_completions()?;
         self.worker.wait_until_messages_are_read()?;
         self.worker.wait_until_responses_are_read()
-    }
-
-    fn serve_request(&mut self, priority: u8, slot: u32) -> Result<(), RuntimeError> {
-        let (header, payload) = self.worker.read_request(priority, slot)?;
-        let request = Request { client: client_address(&header), service: header.service as u8, payload };
-        let mut response = std::mem::take(&mut self.response_buffers[usize::from(priority)]);
-        response.clear();
-        let (handler, quantum, slice_started) = (self.handler, self.options.quantum, Instant::now());
-        let mut context = Context { server: self, priority, quantum, slice_started, error: None };
-        let reply = handler.handle(&request, &mut response, &mut context);
-        if let Some(error) = context.error {
-            return Err(error);
-        }
-        self.worker.return_slot(priority);
-        self.counters.served += 1;
-        let is_sent = reply == Reply::Send && self.send_response(header, &response)?;
-        self.response_buffers[usize::from(priority)] = response;
-        if is_sent { Ok(()) } else { self.complete_without_response(request.service) }
     }
 
     /// Sends a response, which also completes the unreported requests of its service. Returns whether it fits a slot.

@@ -79,13 +79,18 @@ fn measure(args: &Args) -> anyhow::Result<Report> {
     let mut trips = Table::new(&["round trip, ns", "median", "p99", "goal", "verdict"]);
     let count = args.operations.min(200_000);
     let (mut requests, mut lines) = (Vec::new(), Vec::new());
+    let (mut yielding, mut preempted) = (Vec::new(), Vec::new());
     for _ in 0..args.rounds {
-        requests.push(measure_round_trip(count)?);
+        requests.push(measure_round_trip(count, None)?);
         lines.push(line_round_trip(count)?);
+        yielding.push(measure_round_trip(count / 100, Some(LowPriority::Yielding))?);
+        preempted.push(measure_round_trip(count / 100, Some(LowPriority::PreemptedByTimer))?);
     }
     for (name, rounds, goal) in [
         ("request and response", requests, Some(Goal::AtMost(400.0))),
         ("one cache line there, another one back: the machine's floor", lines, None),
+        ("during a handler of 1 ms that yields every 1 us, quantum 5 us", yielding, None),
+        ("during a handler of 1 ms without yield points, timer of 50 us", preempted, None),
     ] {
         let middle = |quantile: usize| median(&rounds.iter().map(|trip| trip[quantile]).collect::<Vec<f64>>());
         let (trip, slow_trip) = (middle(0).context("a round")?, middle(1).context("a round")?);
@@ -275,17 +280,54 @@ fn complete_all(runtime: &Runtime, cores: u16, stop: &AtomicBool) -> anyhow::Res
     Ok(())
 }
 
-struct Echo;
+/// Handler of low priority that runs while round trips are measured.
+#[derive(Clone, Copy, PartialEq)]
+enum LowPriority {
+    Yielding,
+    PreemptedByTimer,
+}
+
+const LOW_PRIORITY_TIME: Duration = Duration::from_millis(1);
+const YIELD_INTERVAL: Duration = Duration::from_micros(1);
+const TIMER_PERIOD: Duration = Duration::from_micros(50);
+
+/// Answers to service 0 at once. Computes for service 1.
+struct Echo(Option<LowPriority>);
 
 impl Handler for Echo {
-    fn handle(&self, request: &Request<'_>, response: &mut Vec<u8>, _context: &mut Context<'_>) -> Reply {
-        response.extend_from_slice(request.payload);
-        Reply::Send
+    fn handle(&self, request: &Request<'_>, response: &mut Vec<u8>, context: &mut Context<'_>) -> Reply {
+        if request.service == 0 {
+            response.extend_from_slice(request.payload);
+            return Reply::Send;
+        }
+        let started = Instant::now();
+        while started.elapsed() < LOW_PRIORITY_TIME {
+            let slice = Instant::now();
+            while slice.elapsed() < YIELD_INTERVAL {
+                std::hint::spin_loop();
+            }
+            if self.0 == Some(LowPriority::Yielding) {
+                context.yield_point();
+            }
+        }
+        Reply::Nothing
+    }
+}
+
+/// Submits a request of low priority unless one is outstanding, and waits a part of its time, another one each trip.
+fn keep_low_priority_busy(engine: &mut Engine, trip: u64) {
+    let low = engine.service_counters()[1];
+    if low.completed == low.received {
+        submit(engine, trip, 1);
+    }
+    let (started, part) = (Instant::now(), (trip % 8) as u32 + 1);
+    while started.elapsed() < LOW_PRIORITY_TIME / 10 * part {
+        engine.poll(trip, &mut |_, _, _| ());
     }
 }
 
 /// Returns median and 99th percentile of the time from a request to its response (ns), with one request at a time.
-fn measure_round_trip(trips: u64) -> anyhow::Result<[f64; 2]> {
+fn measure_round_trip(trips: u64, low_priority: Option<LowPriority>) -> anyhow::Result<[f64; 2]> {
     let (_directory, path, mut engine) = engine(1)?;
     let runtime = Runtime::connect(&path)?;
     let stop = AtomicBool::new(false);
@@ -294,7 +336,12 @@ fn measure_round_trip(trips: u64) -> anyhow::Result<[f64; 2]> {
             bind_to_cpu(THIS_THREAD, CPUS[1])?;
             let mut workers = connect(&runtime, 1, address())?;
             let options = ServeOptions { sleep: Duration::ZERO, ..ServeOptions::default() };
-            workers[0].serve(&Echo, options, &stop)?;
+            match low_priority {
+                Some(LowPriority::PreemptedByTimer) => {
+                    workers[0].serve_with_timer(&Echo(low_priority), options, TIMER_PERIOD, &stop)?
+                }
+                _ => workers[0].serve(&Echo(low_priority), options, &stop)?,
+            };
             Ok(())
         });
         let mut times = Vec::with_capacity(trips as usize);
@@ -303,6 +350,9 @@ fn measure_round_trip(trips: u64) -> anyhow::Result<[f64; 2]> {
             std::thread::yield_now();
         }
         for trip in 0..trips {
+            if low_priority.is_some() {
+                keep_low_priority_busy(&mut engine, trip);
+            }
             let started = Instant::now();
             submit(&mut engine, trip, 0);
             let mut answers = 0;

@@ -7,6 +7,15 @@ use crate::server::{StopOnDrop, ask, client, compile, end, free_address, orchest
 
 #[test]
 fn requests_preempt_a_batch_that_always_has_work() {
+    preempt_batch(None);
+}
+
+#[test]
+fn timer_preempts_a_batch_without_yield_points() {
+    preempt_batch(Some("50"));
+}
+
+fn preempt_batch(timer_us: Option<&str>) {
     let directory = tempfile::tempdir().unwrap();
     let (memory, [interactive, batch]) = (directory.path().join("cores"), [free_address(), free_address()]);
     let services = format!(
@@ -15,7 +24,11 @@ fn requests_preempt_a_batch_that_always_has_work() {
     );
     let mut daemon = orchestrator_of(&memory, &services);
     let mut server = Command::new(compile(directory.path(), "batch", &[]));
-    server.arg(&memory).args([interactive, batch].map(|address| address.port().to_string())).stdout(Stdio::piped());
+    server
+        .arg(&memory)
+        .args([interactive, batch].map(|address| address.port().to_string()))
+        .args(timer_us)
+        .stdout(Stdio::piped());
     let stop = AtomicBool::new(false);
     let output = std::thread::scope(|scope| {
         let _end = StopOnDrop(&stop);

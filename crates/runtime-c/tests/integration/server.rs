@@ -21,7 +21,9 @@ pub fn compile(directory: &Path, example: &str, options: &[&str]) -> PathBuf {
     let mut compiler = Command::new("cc");
     compiler.args(["-std=c11", "-Wall", "-Wextra", "-Werror", "-D_GNU_SOURCE", "-pthread", "-o"]).arg(&program);
     compiler.arg(root.join("examples").join(format!("{example}.c"))).arg("-I").arg(root.join("include"));
-    compiler.arg("-L").arg(&libraries).arg(format!("-Wl,-rpath,{}", libraries.display())).arg("-lcoreward_runtime_c");
+    // As DT_RPATH, which precedes LD_LIBRARY_PATH: that may have an older library.
+    let path = format!("-Wl,--disable-new-dtags,-rpath,{}", libraries.display());
+    compiler.arg("-L").arg(&libraries).arg(path).arg("-lcoreward_runtime_c");
     compiler.args(options);
     let output = compiler.output().unwrap();
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));

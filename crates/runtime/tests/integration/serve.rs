@@ -3,7 +3,7 @@
 use std::path::Path;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use coreward_model::dispatch::LoadHint;
 use coreward_runtime::RuntimeError;
@@ -12,7 +12,7 @@ use coreward_runtime::message::{HintMessage, Message};
 use coreward_runtime::serve::{Context, Handler, Reply, Request, ServeCounters, ServeOptions};
 use coreward_runtime::worker::{Runtime, Worker};
 
-use crate::shared_memory::{address, attach_worker, orchestrator, receive_all_messages, request};
+use crate::shared_memory::{GEOMETRY, address, attach_worker, orchestrator, receive_all_messages, request};
 
 /// Serves two services and records events.
 #[derive(Default)]
@@ -58,6 +58,7 @@ fn serve(
     path: &Path,
     handler: &(dyn Handler + Sync),
     options: ServeOptions,
+    timer: Option<Duration>,
     work: impl FnOnce(&mut CoreQueues),
 ) -> (ServeCounters, Vec<Message>, Vec<Vec<u8>>) {
     let runtime = Runtime::connect(path).unwrap();
@@ -66,7 +67,10 @@ fn serve(
     let stop = AtomicBool::new(false);
     let (mut sent, mut responses) = (Vec::new(), Vec::new());
     let counters = std::thread::scope(|scope| {
-        let server = scope.spawn(|| worker.serve(handler, options, &stop).unwrap());
+        let server = scope.spawn(|| match timer {
+            None => worker.serve(handler, options, &stop).unwrap(),
+            Some(period) => worker.serve_with_timer(handler, options, period, &stop).unwrap(),
+        });
         work(queues);
         stop.store(true, SeqCst);
         while !server.is_finished() {
@@ -78,11 +82,11 @@ fn serve(
     (counters, sent, responses)
 }
 
-fn events_with_quantum(quantum: Duration) -> (Vec<&'static str>, u64) {
+fn events_with_quantum(quantum: Duration, timer: Option<Duration>) -> (Vec<&'static str>, u64) {
     let (_directory, path, mut queues) = orchestrator();
     let handler = Recorder::default();
     let options = ServeOptions { quantum, ..ServeOptions::default() };
-    let (counters, sent, responses) = serve(&mut queues, &path, &handler, options, |queues| {
+    let (counters, sent, responses) = serve(&mut queues, &path, &handler, options, timer, |queues| {
         queues.send(0, 1, &request(1), b"low").unwrap();
         while !handler.low_has_started.load(SeqCst) {
             std::thread::yield_now();
@@ -97,8 +101,95 @@ fn events_with_quantum(quantum: Duration) -> (Vec<&'static str>, u64) {
 
 #[test]
 fn handler_yields_to_higher_priority_after_its_quantum() {
-    assert_eq!(events_with_quantum(Duration::ZERO), (vec!["low starts", "high", "low ends"], 1));
-    assert_eq!(events_with_quantum(Duration::from_secs(3600)), (vec!["low starts", "low ends", "high"], 0));
+    const HOUR: Duration = Duration::from_secs(3600);
+    for timer in [None, Some(Duration::from_millis(1))] {
+        let (events, preempting) = events_with_quantum(Duration::ZERO, timer);
+        assert_eq!((events, preempting), (vec!["low starts", "high", "low ends"], 1), "{timer:?}");
+        let (events, preempting) = events_with_quantum(HOUR, timer);
+        assert_eq!((events, preempting), (vec!["low starts", "low ends", "high"], 0), "{timer:?}");
+    }
+}
+
+/// Serves service 1 until a request of service 0 has been served, without yield points.
+#[derive(Default)]
+struct Endless {
+    low_has_started: AtomicBool,
+    high_has_ended: AtomicBool,
+}
+
+impl Handler for Endless {
+    fn handle(&self, request: &Request<'_>, _response: &mut Vec<u8>, _context: &mut Context<'_>) -> Reply {
+        if request.service == 0 {
+            self.high_has_ended.store(true, SeqCst);
+            return Reply::Nothing;
+        }
+        self.low_has_started.store(true, SeqCst);
+        let started = Instant::now();
+        while !self.high_has_ended.load(SeqCst) {
+            assert!(started.elapsed() < Duration::from_secs(10), "not preempted");
+            std::hint::spin_loop();
+        }
+        Reply::Nothing
+    }
+}
+
+#[test]
+fn timer_preempts_a_handler_without_yield_points() {
+    let (_directory, path, mut queues) = orchestrator();
+    let (handler, period) = (Endless::default(), Duration::from_micros(50));
+    let (counters, ..) = serve(&mut queues, &path, &handler, ServeOptions::default(), Some(period), |queues| {
+        queues.send(0, 1, &request(1), b"low").unwrap();
+        while !handler.low_has_started.load(SeqCst) {
+            std::thread::yield_now();
+        }
+        queues.send(0, 0, &request(0), b"high").unwrap();
+    });
+    assert_eq!((counters.served, counters.preempting), (2, 1));
+}
+
+/// Computes for some time, and answers with the request's payload.
+struct Echo;
+
+impl Handler for Echo {
+    fn handle(&self, request: &Request<'_>, response: &mut Vec<u8>, context: &mut Context<'_>) -> Reply {
+        let rounds = if request.service == 0 { 10 } else { 2000 };
+        for round in 0..rounds {
+            std::hint::black_box(round);
+            if round == 1000 {
+                context.yield_point();
+            }
+        }
+        response.extend_from_slice(request.payload);
+        Reply::Send
+    }
+}
+
+#[test]
+fn every_request_is_answered_once_with_a_timer() {
+    let (_directory, path, mut queues) = orchestrator();
+    let options = ServeOptions { quantum: Duration::from_nanos(1), ..ServeOptions::default() };
+    let mut answered = Vec::new();
+    let (counters, _, rest) = serve(&mut queues, &path, &Echo, options, Some(Duration::from_micros(1)), |queues| {
+        for number in 0..20_000_u32 {
+            let service = (number % 2) as u8;
+            // As many requests as the ring of responses has slots.
+            while number as usize - answered.len() >= usize::from(GEOMETRY.priority_count) * GEOMETRY.slots as usize
+                || queues.send(0, service, &request(service), &number.to_le_bytes()).is_err()
+            {
+                queues.receive_responses(0, 9, |_, payload| answered.push(payload.unwrap().to_vec()));
+                std::thread::yield_now();
+            }
+        }
+    });
+    answered.extend(rest);
+    let numbers = |service: u32| {
+        let numbers = answered.iter().map(|payload| u32::from_le_bytes(payload[..].try_into().unwrap()));
+        numbers.filter(|number| number % 2 == service).collect::<Vec<_>>()
+    };
+    assert_eq!((counters.served, answered.len()), (20_000, 20_000));
+    for service in [0, 1] {
+        assert_eq!(numbers(service), (service..20_000).step_by(2).collect::<Vec<_>>(), "in the order of arrival");
+    }
 }
 
 #[test]
@@ -106,7 +197,7 @@ fn hint_is_acted_on_at_a_yield_point() {
     let (_directory, path, mut queues) = orchestrator();
     let handler = Recorder::default();
     let options = ServeOptions { quantum: Duration::ZERO, ..ServeOptions::default() };
-    serve(&mut queues, &path, &handler, options, |queues| {
+    serve(&mut queues, &path, &handler, options, None, |queues| {
         queues.send(0, 1, &request(1), b"low").unwrap();
         while !handler.low_has_started.load(SeqCst) {
             std::thread::yield_now();
@@ -156,7 +247,7 @@ fn feedback_is_batched_and_sent_before_the_end() {
 #[test]
 fn response_without_room_completes_its_request() {
     let (_directory, path, mut queues) = orchestrator();
-    let (counters, sent, responses) = serve(&mut queues, &path, &Silent, ServeOptions::default(), |queues| {
+    let (counters, sent, responses) = serve(&mut queues, &path, &Silent, ServeOptions::default(), None, |queues| {
         queues.send(0, 1, &request(1), b"").unwrap();
     });
     assert_eq!((counters.too_long, counters.served, responses), (1, 1, vec![]));
@@ -169,7 +260,7 @@ fn response_without_room_completes_its_request() {
 fn hints_reach_the_handler() {
     let (_directory, path, mut queues) = orchestrator();
     let handler = Recorder::default();
-    let (_, sent, _) = serve(&mut queues, &path, &handler, ServeOptions::default(), |queues| {
+    let (_, sent, _) = serve(&mut queues, &path, &handler, ServeOptions::default(), None, |queues| {
         queues.send_hint(0, HintMessage { service: 1, hint: LoadHint::ScaleUp, waiting_services: 0 }).unwrap();
         while handler.events.lock().unwrap().is_empty() {
             std::thread::yield_now();
