@@ -217,7 +217,21 @@ impl Case {
         }
         let watched = watching.and_then(|()| agent::end_watch(guest));
         tally.check(&named("the agent sees it"), watched.and_then(|watched| check_agreement(&measured, &watched)));
+        if setting.expects_in_force {
+            let found = self.check_gue(guest, wire);
+            tally.check(&named("the outer header of GUE selects the queue"), found);
+        }
         Ok(())
+    }
+
+    /// Checks that packets in GUE arrive on the queues that their outer headers predict.
+    fn check_gue(&self, guest: &mut Guest, wire: &GuestLink) -> Result<String> {
+        if self.nic == Nic::Igb {
+            // The driver's default omits the ports of UDP.
+            guest.run("ethtool -N eth0 rx-flow-hash udp4 sdfn && ethtool -N eth0 rx-flow-hash udp6 sdfn")?;
+        }
+        let measured = rss::measure_gue(guest, self.nic, wire)?;
+        if measured.is_in_force() { Ok(measured.to_string()) } else { Err(anyhow!(measured.to_string())) }
     }
 
     /// Checks the daemon with `manage_rss = true`, from its start to its end.

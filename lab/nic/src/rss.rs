@@ -9,7 +9,7 @@ use coreward_model::FourTuple;
 use coreward_model::rss::{IndirectionTable, RssConfig, RssKey};
 
 use crate::guest::{Guest, Nic};
-use crate::wire::{FLOWS_PER_FAMILY, GuestLink, flows};
+use crate::wire::{FLOWS_PER_FAMILY, GuestLink, flows, gue_flows};
 
 /// Time limit for a SYN to appear in the guest's counters.
 const ARRIVAL_TIMEOUT: Duration = Duration::from_secs(2);
@@ -105,11 +105,25 @@ pub fn predicted_queue(rss: &RssConfig, flow: &FourTuple) -> u16 {
 /// Sends the SYN of each flow, and returns the queue whose driver counter grows. Fails when a SYN does not arrive, or
 /// changes more than one counter.
 pub fn measure(guest: &mut Guest, nic: Nic, wire: &GuestLink) -> Result<Measurement> {
+    measure_flows(guest, nic, flows(), |flow| wire.send_syn(flow))
+}
+
+/// As [`measure`], with SYNs in the outer headers of a load balancer that forwards by GUE.
+pub fn measure_gue(guest: &mut Guest, nic: Nic, wire: &GuestLink) -> Result<Measurement> {
+    measure_flows(guest, nic, gue_flows(), |outer| wire.send_gue_syn(outer))
+}
+
+fn measure_flows(
+    guest: &mut Guest,
+    nic: Nic,
+    flows: impl Iterator<Item = FourTuple>,
+    send: impl Fn(&FourTuple) -> Result<()>,
+) -> Result<Measurement> {
     let shown_rss = read_rss(guest)?;
     let mut before = counters(guest, nic)?;
     let mut flow_queues = Vec::new();
-    for flow in flows() {
-        wire.send_syn(&flow)?;
+    for flow in flows {
+        send(&flow)?;
         let (queue, after) = wait_for_arrival(guest, nic, &before).with_context(|| format!("the SYN of {flow:?}"))?;
         flow_queues.push((flow, queue));
         before = after;

@@ -6,6 +6,7 @@ use std::os::fd::AsRawFd as _;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, bail};
+use coreward_intf as intf;
 use coreward_model::FourTuple;
 use nix::errno::Errno;
 use nix::sys::socket::{LinkAddr, MsgFlags, sendto};
@@ -21,6 +22,9 @@ pub const VIP: SocketAddrV4 = SocketAddrV4::new(Ipv4Addr::new(10, 200, 0, 1), 80
 pub const VIP_IPV6: SocketAddrV6 = SocketAddrV6::new(ipv6_address(VIP.ip().to_bits()), VIP.port(), 0, 0);
 /// Destination of packets that a guest forwards by a route.
 pub const FORWARDED_DESTINATION: SocketAddrV4 = SocketAddrV4::new(Ipv4Addr::new(10, 9, 0, 2), 80);
+/// Load balancer that encapsulates, and the server's address in its outer headers.
+const LOAD_BALANCER: Ipv4Addr = Ipv4Addr::new(10, 2, 0, 2);
+const SERVER: Ipv4Addr = Ipv4Addr::new(10, 2, 0, 11);
 /// Flows of a measurement over each of IPv4 and IPv6.
 pub const FLOWS_PER_FAMILY: u16 = 64;
 /// Flows of a measurement.
@@ -31,6 +35,7 @@ const OWN_MAC: [u8; 6] = [0x02, 0xc0, 0x4e, 0x00, 0x01, 0xfd];
 /// A timestamp option (RFC 7323) after two no-operations (RFC 9293).
 const TCP_OPTIONS: [u8; 12] = [1, 1, 8, 10, 0, 0, 0, 1, 0, 0, 0, 0];
 const TCP: u8 = 6;
+const UDP: u8 = 17;
 const SYN: u8 = 0x02;
 const ACK: u8 = 0x10;
 
@@ -44,13 +49,21 @@ pub fn flows() -> impl Iterator<Item = FourTuple> {
     flows_of_round(0).chain(flows_of_round(0).map(|flow| in_ipv6(&flow)))
 }
 
+/// Returns outer headers of a measurement, which differ in the source port only: first all of IPv4.
+pub fn gue_flows() -> impl Iterator<Item = FourTuple> {
+    let flows = flows_of_round(0)
+        .map(|flow| FourTuple::ipv4((LOAD_BALANCER, flow.client().port()), (SERVER, intf::GUE_PORT as u16)));
+    flows.clone().chain(flows.map(|flow| in_ipv6(&flow)))
+}
+
 fn in_ipv6(flow: &FourTuple) -> FourTuple {
-    let SocketAddr::V4(client) = flow.client() else { return *flow };
-    FourTuple::ipv6((ipv6_address(client.ip().to_bits()), client.port()), (*VIP_IPV6.ip(), VIP_IPV6.port()))
+    let (SocketAddr::V4(client), SocketAddr::V4(vip)) = (flow.client(), flow.vip()) else { return *flow };
+    let [client, vip] = [client, vip].map(|v4| (ipv6_address(v4.ip().to_bits()), v4.port()));
+    FourTuple::ipv6(client, vip)
 }
 
 /// Returns IPv4 flows, with different client addresses in each round (up to 250).
-pub fn flows_of_round(round: u8) -> impl Iterator<Item = FourTuple> {
+pub fn flows_of_round(round: u8) -> impl Iterator<Item = FourTuple> + Clone {
     (0..FLOWS_PER_FAMILY).map(move |flow| {
         // Steps coprime to 250 and 60,000, so that no address or port repeats.
         let [third, fourth] = [flow * 91 % 250, 1 + flow * 37 % 250].map(|byte| byte as u8);
@@ -96,18 +109,23 @@ impl GuestLink {
 
     /// Sends the flow's SYN. Fails when the kernel rejects it.
     pub fn send_syn(&self, flow: &FourTuple) -> Result<()> {
-        self.send(flow, SYN, 1)
+        self.send(flow, &frame(flow, SYN)?, 1)
+    }
+
+    /// Sends a SYN with an outer header by GUE. Fails when the kernel rejects it.
+    pub fn send_gue_syn(&self, outer: &FourTuple) -> Result<()> {
+        let inner = flows_of_round(0).next().context("a flow")?;
+        self.send(outer, &gue_frame(outer, &packet(&inner, SYN)?.1)?, 1)
     }
 
     /// Sends `count` packets of an established connection. Fails when the kernel rejects one.
     pub fn send_acks(&self, flow: &FourTuple, count: u32) -> Result<()> {
-        self.send(flow, ACK, count)
+        self.send(flow, &frame(flow, ACK)?, count)
     }
 
-    fn send(&self, flow: &FourTuple, flags: u8, count: u32) -> Result<()> {
-        let frame = frame(flow, flags)?;
+    fn send(&self, flow: &FourTuple, frame: &[u8], count: u32) -> Result<()> {
         for _ in 0..count {
-            match sendto(self.socket.as_raw_fd(), &frame, &self.tap, MsgFlags::empty()) {
+            match sendto(self.socket.as_raw_fd(), frame, &self.tap, MsgFlags::empty()) {
                 // The tap's queue is full: a lost packet.
                 Ok(_) | Err(Errno::ENOBUFS) => {}
                 Err(errno) => return Err(errno).with_context(|| format!("a packet of {flow:?}")),
@@ -119,21 +137,40 @@ impl GuestLink {
 
 /// Returns a TCP segment with a timestamp in a frame to the guest, like a Linux client's except for irrelevant options.
 fn frame(flow: &FourTuple, flags: u8) -> Result<Vec<u8>> {
+    let (ethertype, packet) = packet(flow, flags)?;
+    Ok([&MAC_ADDRESS[..], &OWN_MAC, &ethertype, &packet].concat())
+}
+
+/// Returns ethertype and IP packet of a TCP segment.
+fn packet(flow: &FourTuple, flags: u8) -> Result<([u8; 2], Vec<u8>)> {
     let mut tcp = tcp_segment(flow, flags);
     let length = tcp.len() as u8;
-    let (ethertype, header, addresses) = match (flow.client(), flow.vip()) {
-        (SocketAddr::V4(client), SocketAddr::V4(vip)) => {
-            ([0x08, 0x00], ipv4_header([*client.ip(), *vip.ip()], length), 12)
-        }
-        (SocketAddr::V6(client), SocketAddr::V6(vip)) => {
-            ([0x86, 0xdd], ipv6_header([*client.ip(), *vip.ip()], length), 8)
-        }
-        _ => bail!("{flow:?} has addresses of two families"),
-    };
+    let (ethertype, header, addresses) = ip_header(flow, TCP, length)?;
     let pseudo_header = [&header[addresses..], &[0, TCP, 0, length]].concat();
     let checksum = internet_checksum(&[&pseudo_header[..], &tcp].concat());
     tcp[16..18].copy_from_slice(&checksum.to_be_bytes());
-    Ok([&MAC_ADDRESS[..], &OWN_MAC, &ethertype, &header, &tcp].concat())
+    Ok((ethertype, [header, tcp].concat()))
+}
+
+/// Returns a frame with an IP packet in an outer header, without outer UDP checksum (docs/design.md).
+fn gue_frame(outer: &FourTuple, packet: &[u8]) -> Result<Vec<u8>> {
+    let length = 8 + packet.len() as u8;
+    let (ethertype, header, _) = ip_header(outer, UDP, length)?;
+    let ports = [outer.client(), outer.vip()].map(|socket| socket.port().to_be_bytes()).concat();
+    Ok([&MAC_ADDRESS[..], &OWN_MAC, &ethertype, &header, &ports, &[0, length, 0, 0], packet].concat())
+}
+
+/// Returns ethertype, header, and the offset of the addresses in the header.
+fn ip_header(flow: &FourTuple, protocol: u8, payload: u8) -> Result<([u8; 2], Vec<u8>, usize)> {
+    Ok(match (flow.client(), flow.vip()) {
+        (SocketAddr::V4(client), SocketAddr::V4(vip)) => {
+            ([0x08, 0x00], ipv4_header([*client.ip(), *vip.ip()], protocol, payload), 12)
+        }
+        (SocketAddr::V6(client), SocketAddr::V6(vip)) => {
+            ([0x86, 0xdd], ipv6_header([*client.ip(), *vip.ip()], protocol, payload), 8)
+        }
+        _ => bail!("{flow:?} has addresses of two families"),
+    })
 }
 
 /// Returns a TCP header without checksum.
@@ -145,18 +182,18 @@ fn tcp_segment(flow: &FourTuple, flags: u8) -> Vec<u8> {
     [&ports[..], &fields, &TCP_OPTIONS].concat()
 }
 
-fn ipv4_header(addresses: [Ipv4Addr; 2], payload: u8) -> Vec<u8> {
-    // version and header length, TOS, total length; identification 1, do not fragment; TTL 64, TCP, no checksum yet
-    let fields = [0x45, 0, 0, 20 + payload, 0, 1, 0x40, 0, 64, TCP, 0, 0];
+fn ipv4_header(addresses: [Ipv4Addr; 2], protocol: u8, payload: u8) -> Vec<u8> {
+    // version and header length, TOS, total length; identification 1, do not fragment; TTL 64, protocol, no checksum
+    let fields = [0x45, 0, 0, 20 + payload, 0, 1, 0x40, 0, 64, protocol, 0, 0];
     let mut header = [&fields[..], &addresses.map(|address| address.octets()).concat()].concat();
     let checksum = internet_checksum(&header);
     header[10..12].copy_from_slice(&checksum.to_be_bytes());
     header
 }
 
-fn ipv6_header(addresses: [Ipv6Addr; 2], payload: u8) -> Vec<u8> {
+fn ipv6_header(addresses: [Ipv6Addr; 2], protocol: u8, payload: u8) -> Vec<u8> {
     // version, traffic class, flow label; payload length, next header, hop limit
-    let fields = [0x60, 0, 0, 1, 0, payload, TCP, 64];
+    let fields = [0x60, 0, 0, 1, 0, payload, protocol, 64];
     [&fields[..], &addresses.map(|address| address.octets()).concat()].concat()
 }
 
@@ -178,6 +215,17 @@ mod tests {
         let all: BTreeSet<_> = (0..250).flat_map(flows_of_round).collect();
         assert_eq!(all.len(), 250 * usize::from(FLOWS_PER_FAMILY));
         assert_eq!(flows().collect::<BTreeSet<_>>().len(), usize::from(FLOW_COUNT));
+    }
+
+    #[test]
+    fn outer_headers_have_different_ports_and_whole_packets() {
+        assert_eq!(gue_flows().collect::<BTreeSet<_>>().len(), usize::from(FLOW_COUNT));
+        for (flow, header) in [(0, 20), (FLOWS_PER_FAMILY, 40)] {
+            let frame = gue_frame(&gue_flows().nth(flow.into()).unwrap(), &[7; 9]).unwrap();
+            let (ip, udp) = frame[14..].split_at(header);
+            assert!(header == 40 || internet_checksum(ip) == 0);
+            assert_eq!((udp.len(), &udp[2..8], &udp[8..]), (17, &[0x17, 0xc0, 0, 17, 0, 0][..], &[7; 9][..]));
+        }
     }
 
     #[test]
