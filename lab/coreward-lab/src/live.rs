@@ -78,6 +78,14 @@ pub const FIGURES: &[LiveFigure] = &[
     },
     LiveFigure {
         embedded_scenario: EmbeddedScenario {
+            name: "ringleader-rocksdb-live",
+            toml_text: include_str!("../../scenarios/live/ringleader-rocksdb-live.toml"),
+        },
+        measure: dispatch_figure::server_figure::measure,
+        interrupt: Some(dispatch_figure::interrupt),
+    },
+    LiveFigure {
+        embedded_scenario: EmbeddedScenario {
             name: "ringleader-cores-live",
             toml_text: include_str!("../../scenarios/live/ringleader-cores-live.toml"),
         },

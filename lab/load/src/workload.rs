@@ -88,6 +88,20 @@ impl FromStr for RequestMix {
     }
 }
 
+impl RequestMix {
+    /// Returns the types with their shares, which add up to 1.
+    pub fn shares(&self) -> &[(RequestType, f64)] {
+        &self.0
+    }
+
+    /// Returns the shortest service time of the types in [`TURBO_SERVICE_NS`] (us); `None` if it has not all of them.
+    pub fn unit_us(&self) -> Option<f64> {
+        let times = ServiceTimes::turbo(1.0).ok()?;
+        let times: Option<Vec<u32>> = self.0.iter().map(|(request_type, _)| times.get_ns(*request_type)).collect();
+        times?.into_iter().min().map(|ns| f64::from(ns) / 1e3)
+    }
+}
+
 impl fmt::Display for RequestMix {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         for (index, (request_type, share)) in self.0.iter().enumerate() {

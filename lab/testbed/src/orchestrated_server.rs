@@ -1,6 +1,6 @@
 //! `coreward-lab testbed orchestrated-server`: a key-value server on the cores of `coreward orchestrate`.
 //!
-//! It answers GET, PUT and SCAN like [`crate::key_value`], with one store for all cores. A request with a service time
+//! It answers GET, PUT and SCAN like [`crate::key_value`], with one database for all cores. A request with a service time
 //! first computes (paced: sleeps) for that time, and yields to requests of higher priority. When the orchestrator ends,
 //! the threads of the cores reconnect.
 
@@ -24,7 +24,8 @@ use coreward_runtime::worker::{Runtime, Worker};
 
 use crate::core_load_file::CounterFile;
 use crate::interrupt;
-use crate::key_value::store::{MAX_ADDED_PAIR_COUNT, Store};
+use crate::key_value::rocksdb::RocksDb;
+use crate::key_value::store::{Database, MAX_ADDED_PAIR_COUNT, Store};
 use core_clock::CoreClock;
 
 const RETRY_INTERVAL: Duration = Duration::from_millis(20);
@@ -46,6 +47,9 @@ pub struct OrchestratedServerArgs {
     /// Length of the values (bytes)
     #[arg(long, default_value_t = 32)]
     value_bytes: u16,
+    /// Directory of a RocksDB database with the keys [default: in memory]
+    #[arg(long, value_name = "DIRECTORY")]
+    rocksdb: Option<PathBuf>,
     /// Time after which a request yields to a request of higher priority (us)
     #[arg(long, default_value_t = 5)]
     quantum_us: u64,
@@ -95,7 +99,7 @@ impl OrchestratedServerArgs {
 }
 
 struct SharedState {
-    store: Store,
+    database: Box<dyn Database>,
     /// `None`: every service runs on every core.
     allocator: Option<CoreAllocator>,
     /// Number of workers that have connected.
@@ -131,7 +135,7 @@ impl Handler for CoreServer<'_> {
         }
         self.shared.add_busy(service, time);
         let mut writer = ResponseWriter::default();
-        self.shared.store.answer(&request, context.core(), &mut writer);
+        self.shared.database.answer(&request, context.core(), &mut writer);
         let mut datagrams = writer.finish();
         let (Some(only), None) = (datagrams.next(), datagrams.next()) else { return Reply::Nothing };
         response.extend_from_slice(only);
@@ -162,16 +166,24 @@ fn compute(time: Duration, context: &mut serve::Context<'_>) {
     }
 }
 
+fn open_database(args: &OrchestratedServerArgs) -> anyhow::Result<Box<dyn Database>> {
+    let value_length = args.value_bytes.into();
+    Ok(match &args.rocksdb {
+        Some(directory) => Box::new(RocksDb::open(directory, args.keys, value_length)?),
+        None => Box::new(Store::with_keys(args.keys, value_length, args.keys as usize + MAX_ADDED_PAIR_COUNT)),
+    })
+}
+
 /// Serves until SIGINT or SIGTERM, then prints the number of requests that each core served, as JSON. Fails when
-/// signals cannot be handled.
+/// signals cannot be handled, or the database cannot be opened.
 pub fn run(args: &OrchestratedServerArgs) -> anyhow::Result<()> {
     interrupt::catch()?;
-    let store = Store::with_keys(args.keys, args.value_bytes.into(), args.keys as usize + MAX_ADDED_PAIR_COUNT);
+    let database = open_database(args)?;
     let cores = args.cores.iter().max().map_or(0, |last| last + 1);
     let is_allocated = args.assignment != CoreAssignment::CompleteShare;
     let allocator = is_allocated.then(|| CoreAllocator::new(args.assignment, cores, args.reserved));
     let busy = args.busy_file.as_ref().map(|path| CounterFile::create(path, MAX_SERVICES)).transpose()?;
-    let server = SharedState { store, allocator, connected: AtomicUsize::new(0), busy };
+    let server = SharedState { database, allocator, connected: AtomicUsize::new(0), busy };
     let stop = AtomicBool::new(false);
     let served: Vec<u64> = std::thread::scope(|scope| {
         let (server, stop) = (&server, &stop);

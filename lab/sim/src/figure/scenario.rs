@@ -64,6 +64,9 @@ pub struct LiveParameters {
     pub seconds: Option<f64>,
     /// Length of the simulated unit of time in the measurement (us), if the scenario has one.
     pub unit_us: Option<f64>,
+    /// Mix of requests to a key-value store over RocksDB, as for `coreward-lab load --mix`; its classes are those of
+    /// `rpc.service`. Without a mix, requests only take time.
+    pub mix: Option<String>,
 }
 
 impl fmt::Display for LiveParameters {

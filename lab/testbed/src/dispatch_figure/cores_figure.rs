@@ -14,7 +14,7 @@ use coreward_sim::figure::live::{Progress, Sample};
 use coreward_sim::figure::scenario::Scenario;
 use coreward_sim::rpc::{Config, Policy};
 
-use super::orchestrator::Orchestrator;
+use super::orchestrator::{Orchestrator, Workload};
 use super::points::{self, find_measurement, key};
 use super::real_time_command;
 use super::requests::{Measurement, RequestLoad, raise_socket_limit};
@@ -81,9 +81,10 @@ fn measure_run(testbed: &Testbed, config: &Config, unit_us: f64, seconds: f64) -
     let Policy::RankedQueue(options) = policy else { bail!("policy {policy}: expected jbsrq") };
     let batch = service.class_times().get(BATCH_SERVICE).copied();
     let batch = batch.filter(|_| service.mean() == 1.0).context("service: expected bimodal:0:FACTOR, for the batch")?;
-    let orchestrator = Orchestrator::start(testbed, config, options, unit_us, Some(batch))?;
+    let orchestrator = Orchestrator::start(testbed, config, options, unit_us, Workload::TimeWithBatch(batch))?;
     let rate = |load: f64| load * f64::from(*cores) / (unit_us / 1e6);
-    let requests = RequestLoad { service: service.clone(), unit_us, rate_rps: rate(*load), seconds, seed: *seed };
+    let requests =
+        RequestLoad { service: service.clone(), mix: None, unit_us, rate_rps: rate(*load), seconds, seed: *seed };
     let bursts = RequestLoad { rate_rps: rate(BURST_LOAD), seconds: BURST_SECONDS, ..requests.clone() };
     let stop = AtomicBool::new(false);
     let (measured, sent) = std::thread::scope(|scope| {

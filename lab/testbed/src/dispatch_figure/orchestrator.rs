@@ -6,18 +6,23 @@ use std::path::{Path, PathBuf};
 use std::process::Stdio;
 
 use anyhow::{Context as _, ensure};
-use coreward_load::key_value::TYPE_OFFSET;
+use coreward_load::key_value::{DATAGRAM_BYTES_MAX, TYPE_OFFSET};
 use coreward_load::request_type::RequestType;
+use coreward_load::workload::RequestMix;
 use coreward_model::dispatch::{RankRule, Selection};
 use coreward_sim::rpc::{Config, JbsrqOptions};
 use serde_json::Value;
 
 use super::real_time_command;
+use super::requests::KEY_COUNT;
 use crate::addresses::SERVICE_ADDRESS;
 use crate::core_load_file::read_busy_file;
 use crate::fleet::{coreward_command, lab_command};
 use crate::process::{Process, TIMEOUT};
 use crate::topology::Testbed;
+
+/// Length of the values (bytes): 46 of them, with their keys, fit the one datagram that a core can answer with.
+const VALUE_BYTES: u16 = 10;
 
 /// Orchestrator of one service with its server; both are killed when dropped.
 #[derive(Debug)]
@@ -27,12 +32,24 @@ pub struct Orchestrator {
     busy_file: PathBuf,
 }
 
+/// Requests to the server of a figure.
+#[derive(Debug, Clone, Copy)]
+pub enum Workload<'a> {
+    /// They only take time.
+    Time,
+    /// They only take time; a batch of the second service always has requests of this service time (in units).
+    TimeWithBatch(f64),
+    /// They read and write a RocksDB database.
+    RocksDb(&'a RequestMix),
+}
+
 /// Returns the configuration of `coreward orchestrate` (docs/orchestrate.md) for a simulated server. `latency_us`:
 /// longest time that the daemon sleeps while cores have requests (us). Fails when the service has more classes than the
 /// protocol.
 pub fn configuration(
     config: &Config,
     options: &JbsrqOptions,
+    workload: Workload<'_>,
     memory: &Path,
     latency_us: u64,
 ) -> anyhow::Result<String> {
@@ -48,7 +65,7 @@ pub fn configuration(
     let (cores, depth) = (config.cores, options.depth);
     let mut text = format!(
         "memory = {memory:?}\ncores = {cores}\ndepth = {depth}\npolicy = \"{policy}\"\nscheduler = \"{scheduler}\"\n\
-         sleep = \"{latency_us}us\"\nwaiting = 16384\npayload = 256\nstall_after = \"10s\"\n"
+         sleep = \"{latency_us}us\"\nwaiting = 16384\npayload = {DATAGRAM_BYTES_MAX}\nstall_after = \"10s\"\n"
     );
     let services = options.priorities.service_count(config.service.class_times().len() as u8);
     for service in 0..services {
@@ -56,7 +73,11 @@ pub fn configuration(
         writeln!(text, "[[service]]\nlisten = \"{SERVICE_ADDRESS}\"\npriority = {priority}\nlambda = {lambda:?}")?;
         // The last service has all other requests.
         if service + 1 < services {
-            let value = RequestType::work(service).context("more classes than the protocol has")?.byte();
+            let request_type = match workload {
+                Workload::RocksDb(mix) => mix.shares().get(usize::from(service)).map(|(request_type, _)| *request_type),
+                Workload::Time | Workload::TimeWithBatch(_) => RequestType::work(service),
+            };
+            let value = request_type.context("more classes than the protocol or the mix has")?.byte();
             writeln!(text, "match = {{ offset = {TYPE_OFFSET}, value = {value} }}")?;
         }
     }
@@ -65,15 +86,14 @@ pub fn configuration(
 
 impl Orchestrator {
     /// Starts orchestrator and server on server 1 for the one service of `config`, and waits until all cores are
-    /// connected. `unit_us`: unit of service time (us). `batch`: service time of a batch that always has requests. Idle
-    /// cores and the waiting daemon sleep for the simulated latency of the interface. Fails when one of the two does
-    /// not start.
+    /// connected. `unit_us`: unit of service time (us). Idle cores and the waiting daemon sleep for the simulated
+    /// latency of the interface. Fails when one of the two does not start.
     pub fn start(
         testbed: &Testbed,
         config: &Config,
         options: &JbsrqOptions,
         unit_us: f64,
-        batch: Option<f64>,
+        workload: Workload<'_>,
     ) -> anyhow::Result<Self> {
         let path = |name: &str| testbed.directory().join(name);
         let (memory, busy_file, file) = (path("cores"), path("cores-busy"), path("orchestrate.toml"));
@@ -81,7 +101,8 @@ impl Orchestrator {
             // Files of an earlier orchestrator.
             let _ = fs::remove_file(left);
         }
-        fs::write(&file, configuration(config, options, &memory, units_to_us(config.latency, unit_us))?)?;
+        let latency_us = units_to_us(config.latency, unit_us);
+        fs::write(&file, configuration(config, options, workload, &memory, latency_us)?)?;
         let log = File::create(path("orchestrate.log"))?;
         let namespace = testbed.server(1)?;
         let mut command = real_time_command(coreward_command()?);
@@ -92,7 +113,11 @@ impl Orchestrator {
 
         let mut command = real_time_command(lab_command()?);
         command.args(["testbed", "orchestrated-server"]).args(server_options(config, options, unit_us));
-        command.args(batch.map(|time| format!("--batch-us={}", units_to_us(time, unit_us))));
+        match workload {
+            Workload::Time => (),
+            Workload::TimeWithBatch(time) => _ = command.arg(format!("--batch-us={}", units_to_us(time, unit_us))),
+            Workload::RocksDb(_) => _ = command.arg("--rocksdb").arg(path("rocksdb")),
+        }
         command.arg("--memory").arg(&memory).arg("--busy-file").arg(&busy_file);
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(log);
         let mut server = testbed.spawn(namespace, command)?;
@@ -133,7 +158,8 @@ fn server_options(config: &Config, options: &JbsrqOptions, unit_us: f64) -> Vec<
     let cores: Vec<String> = (0..options.worker_count(config.cores)).map(|core| core.to_string()).collect();
     vec![
         "--paced".to_owned(),
-        "--keys=1".to_owned(),
+        format!("--keys={KEY_COUNT}"),
+        format!("--value-bytes={VALUE_BYTES}"),
         format!("--cores={}", cores.join(",")),
         format!("--quantum-us={}", units_to_us(options.quantum, unit_us)),
         format!("--sleep-us={}", units_to_us(config.latency, unit_us)),
@@ -158,13 +184,13 @@ mod tests {
             ..Config::default()
         };
         let Policy::RankedQueue(options) = &config.policy else { panic!("{policy}") };
-        configuration(&config, options, Path::new("/run/cores"), 220).unwrap()
+        configuration(&config, options, Workload::Time, Path::new("/run/cores"), 220).unwrap()
     }
 
     #[test]
     fn simulated_policies_have_a_configuration() {
         let head = "memory = \"/run/cores\"\ncores = 3\n";
-        let rest = "sleep = \"220us\"\nwaiting = 16384\npayload = 256\nstall_after = \"10s\"\n";
+        let rest = "sleep = \"220us\"\nwaiting = 16384\npayload = 1472\nstall_after = \"10s\"\n";
         let first = "[[service]]\nlisten = \"10.200.0.1:80\"\npriority = 0\n";
         let second = "[[service]]\nlisten = \"10.200.0.1:80\"\npriority = 1\nlambda = 0.2\n";
         let priorities = format!(

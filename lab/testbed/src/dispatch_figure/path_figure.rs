@@ -109,7 +109,7 @@ impl TestEnv {
         let dispatchers: Vec<Dispatcher<'_>> = dispatchers.collect::<anyhow::Result<_>>()?;
         let rate_rps = load * f64::from(*cores) * f64::from(*servers) / (service.mean() * unit_us / 1e6);
         let seed = *config.seeds.first().context("a run without a seed")?;
-        let requests = RequestLoad { service: service.clone(), unit_us: *unit_us, rate_rps, seconds, seed };
+        let requests = RequestLoad { service: service.clone(), mix: None, unit_us: *unit_us, rate_rps, seconds, seed };
         let seen = requests.send(&self.testbed)?;
         let by_server = dispatchers.iter().map(Dispatcher::dispatched_count).collect::<anyhow::Result<Vec<u64>>>()?;
         dispatchers.into_iter().try_for_each(Dispatcher::stop)?;

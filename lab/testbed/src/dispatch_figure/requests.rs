@@ -7,6 +7,7 @@ use std::time::Duration;
 use anyhow::{Context as _, ensure};
 use coreward_load::event_loop::now_ns;
 use coreward_load::report::Report;
+use coreward_load::workload::RequestMix;
 use coreward_sim::figure::axes::Metric;
 use coreward_sim::rpc::ServiceTimeDistribution;
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
@@ -22,6 +23,8 @@ use crate::topology::Testbed;
 const FLOW_COUNT: u16 = 8192;
 /// First source port, the same in every run.
 const FIRST_PORT: u16 = 20_000;
+/// Number of the keys of a key-value store.
+pub const KEY_COUNT: u32 = 10_000;
 const WARM_UP_S: f64 = 0.3;
 const TIMEOUT_S: f64 = 2.0;
 /// Limit of the 99th percentile of the generator's lateness (us). Above it the machine was busy, the measurement is
@@ -40,6 +43,8 @@ const MAX_RETRY_PAUSE: Duration = Duration::from_secs(30);
 pub struct RequestLoad {
     /// Service times, in units.
     pub service: ServiceTimeDistribution,
+    /// Requests to a key-value store with the classes of `service`; `None`: requests only take time.
+    pub mix: Option<RequestMix>,
     /// Unit of service time (us).
     pub unit_us: f64,
     /// Requests per second.
@@ -68,7 +73,12 @@ impl RequestLoad {
     /// Sends all requests and waits for the responses; repeats this while the machine is busy. Fails when the generator
     /// fails, the machine stays busy, or no request was answered.
     pub fn send(&self, testbed: &Testbed) -> anyhow::Result<Measurement> {
-        let options = [("--service", self.service.to_string()), ("--multiplier", self.unit_us.to_string())];
+        let (workload, multiplier) = match &self.mix {
+            None => (("--service", self.service.to_string()), self.unit_us),
+            // The unit is the shortest request's time in Turbo's table.
+            Some(mix) => (("--mix", mix.to_string()), self.unit_us / mix.unit_us().context("a mix without times")?),
+        };
+        let options = [workload, ("--multiplier", multiplier.to_string()), ("--keys", KEY_COUNT.to_string())];
         let report = measure_undisturbed(testbed, SERVICE_ADDRESS, self.rate_rps, self.seconds, self.seed, &options)?;
         Ok(Measurement { report, unit_us: self.unit_us })
     }

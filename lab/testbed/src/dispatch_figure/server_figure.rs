@@ -4,6 +4,7 @@
 use std::collections::HashMap;
 
 use anyhow::{Context as _, ensure};
+use coreward_load::workload::RequestMix;
 use coreward_sim::figure::axes::Metric;
 use coreward_sim::figure::job::Job;
 use coreward_sim::figure::live::{Progress, Sample};
@@ -11,7 +12,7 @@ use coreward_sim::figure::scenario::Scenario;
 use coreward_sim::rpc::{self, Policy};
 
 use super::dispatcher::{Dispatcher, key_value_service};
-use super::orchestrator::Orchestrator;
+use super::orchestrator::{Orchestrator, Workload};
 use super::points::{self, find_measurement, is_same_series, key};
 use super::requests::{Measurement, RequestLoad, raise_socket_limit};
 use crate::instance;
@@ -31,6 +32,8 @@ pub fn measure(scenario: &Scenario, progress: Progress<'_>) -> anyhow::Result<Ve
     raise_socket_limit()?;
     let live = scenario.live.as_ref().context("a live figure without [live]")?;
     let (unit_us, seconds) = live.unit_us.zip(live.seconds).context("[live]: expected `unit_us` and `seconds`")?;
+    let mix = live.mix.as_deref().map(str::parse).transpose().context("[live]: mix")?;
+    let run = Run { unit_us, seconds, mix };
     let plan = points::plan(scenario)?;
     let mut configs: Vec<&rpc::Config> = plan.jobs.iter().filter_map(|job| as_rpc(job)).collect();
     // Ordered by run, so that disturbances of the machine affect all series.
@@ -39,7 +42,7 @@ pub fn measure(scenario: &Scenario, progress: Progress<'_>) -> anyhow::Result<Ve
     let mut env = None;
     progress(0, configs.len());
     for group in configs.chunk_by(|a, b| is_same_series(a, b)) {
-        TestEnv::reuse_or_start(&mut env, group[0])?.measure_all(group, unit_us, seconds, &mut |config, seen| {
+        TestEnv::reuse_or_start(&mut env, group[0])?.measure_all(group, &run, &mut |config, seen| {
             measured.insert(key(config), seen);
             progress(measured.len(), configs.len());
         })?;
@@ -62,6 +65,15 @@ fn as_rpc(job: &Job) -> Option<&rpc::Config> {
     if let Job::Rpc(config) = job { Some(config) } else { None }
 }
 
+/// Parameters that all points of a figure share.
+struct Run {
+    /// Unit of service time (us).
+    unit_us: f64,
+    seconds: f64,
+    /// Requests to a key-value store; `None`: requests only take time.
+    mix: Option<RequestMix>,
+}
+
 /// Command of coreward that sends requests to the cores of the server.
 enum RequestDistributor<'a> {
     Dispatcher(Dispatcher<'a>),
@@ -69,11 +81,13 @@ enum RequestDistributor<'a> {
 }
 
 impl<'a> RequestDistributor<'a> {
-    fn start(env: &'a TestEnv, config: &rpc::Config, unit_us: f64) -> anyhow::Result<Self> {
+    fn start(env: &'a TestEnv, config: &rpc::Config, run: &Run) -> anyhow::Result<Self> {
         if let Policy::RankedQueue(options) = &config.policy {
-            return Ok(Self::Orchestrator(Orchestrator::start(&env.testbed, config, options, unit_us, None)?));
+            let workload = run.mix.as_ref().map_or(Workload::Time, Workload::RocksDb);
+            return Ok(Self::Orchestrator(Orchestrator::start(&env.testbed, config, options, run.unit_us, workload)?));
         }
-        let service = key_value_service(&config.policy, &config.service, unit_us)?;
+        ensure!(run.mix.is_none(), "{}: expected jbsrq with a mix of key-value requests", config.policy);
+        let service = key_value_service(&config.policy, &config.service, run.unit_us)?;
         Ok(Self::Dispatcher(Dispatcher::start(&env.testbed, 1, &service, config.cores)?))
     }
 
@@ -123,14 +137,13 @@ impl TestEnv {
     fn measure_all(
         &self,
         series: &[&rpc::Config],
-        unit_us: f64,
-        seconds: f64,
+        run: &Run,
         record: &mut dyn FnMut(&rpc::Config, Measurement),
     ) -> anyhow::Result<()> {
-        let backend = RequestDistributor::start(self, series[0], unit_us)?;
+        let backend = RequestDistributor::start(self, series[0], run)?;
         let mut sent = 0;
         for config in series {
-            let seen = self.measure(config, unit_us, seconds)?;
+            let seen = self.measure(config, run)?;
             sent += seen.requests_and_lost().0;
             record(config, seen);
         }
@@ -139,16 +152,19 @@ impl TestEnv {
         Ok(())
     }
 
-    fn measure(&self, config: &rpc::Config, unit_us: f64, seconds: f64) -> anyhow::Result<Measurement> {
+    fn measure(&self, config: &rpc::Config, run: &Run) -> anyhow::Result<Measurement> {
+        let &Run { unit_us, seconds, ref mix } = run;
         let rpc::Config { policy, service, load, cores, seed, .. } = config;
         let rate_rps = load * f64::from(*cores) / (service.mean() * unit_us / 1e6);
-        let requests = RequestLoad { service: service.clone(), unit_us, rate_rps, seconds, seed: *seed };
+        let (service, mix) = (service.clone(), mix.clone());
+        let requests = RequestLoad { service, mix, unit_us, rate_rps, seconds, seed: *seed };
         let seen = requests.send(&self.testbed)?;
         let (sent, lost) = seen.requests_and_lost();
         ensure!(lost == 0, "{policy} at a load of {load}: {lost} of {sent} requests were lost");
         let (short, all) = (seen.value(Metric::ShortP99)?, seen.value(Metric::P99)?);
         eprintln!(
-            "run {seed}, {service}, {policy}, load {load}: p99 of short requests {short:.2}, of all {all:.2} ({sent})"
+            "run {seed}, {}, {policy}, load {load}: p99 of short requests {short:.2}, of all {all:.2} ({sent})",
+            config.service
         );
         Ok(seen)
     }

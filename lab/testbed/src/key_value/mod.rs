@@ -8,6 +8,7 @@
 //! * [`server`]: starts and restarts workers; [`handle`]: a key-value server in a testbed
 
 pub mod handle;
+pub(crate) mod rocksdb;
 pub mod server;
 pub(crate) mod store;
 pub(crate) mod worker;

@@ -12,6 +12,17 @@ pub(crate) const MAX_ADDED_PAIR_COUNT: usize = 1_000_000;
 
 type Pairs = BTreeMap<Box<[u8]>, Box<[u8]>>;
 
+/// Keys and values of a server.
+pub(crate) trait Database: Send + Sync {
+    /// Executes the request and writes the response.
+    fn answer(&self, request: &Request<'_>, worker: u16, response: &mut ResponseWriter);
+}
+
+/// Returns the value of the initial key `number`.
+pub(crate) fn initial_value(number: u32, length: usize) -> Vec<u8> {
+    (0..length).map(|index| (number as usize + index) as u8).collect()
+}
+
 /// Store of one worker, or shared by all.
 #[derive(Debug)]
 pub(crate) struct Store {
@@ -25,27 +36,10 @@ impl Store {
     /// `value_length`.
     pub(crate) fn with_keys(keys: u32, value_length: usize, pairs_max: usize) -> Self {
         let pair = |number: u32| {
-            let value: Box<[u8]> = (0..value_length).map(|index| (number as usize + index) as u8).collect();
-            (key_value::key_name(number).into_bytes().into_boxed_slice(), value)
+            let key = key_value::key_name(number).into_bytes();
+            (key.into_boxed_slice(), initial_value(number, value_length).into_boxed_slice())
         };
         Self { pairs: RwLock::new((0..keys).map(pair).collect()), pairs_max }
-    }
-
-    /// Executes the request and writes the response.
-    pub(crate) fn answer(&self, request: &Request<'_>, worker: u16, response: &mut ResponseWriter) {
-        match request.request_type {
-            RequestType::GET => self.get(request, worker, response),
-            RequestType::PUT => {
-                let status = self.put(request.key, request.value);
-                response.begin(request, status, worker);
-            }
-            scan => {
-                response.begin(request, Status::Done, worker);
-                if let Some(pairs) = scan.scan_pairs() {
-                    self.scan(request.key, pairs.into(), response);
-                }
-            }
-        }
     }
 
     fn get(&self, request: &Request<'_>, worker: u16, response: &mut ResponseWriter) {
@@ -79,6 +73,24 @@ impl Store {
 
     fn read(&self) -> parking_lot::RwLockReadGuard<'_, Pairs> {
         self.pairs.read()
+    }
+}
+
+impl Database for Store {
+    fn answer(&self, request: &Request<'_>, worker: u16, response: &mut ResponseWriter) {
+        match request.request_type {
+            RequestType::GET => self.get(request, worker, response),
+            RequestType::PUT => {
+                let status = self.put(request.key, request.value);
+                response.begin(request, status, worker);
+            }
+            scan => {
+                response.begin(request, Status::Done, worker);
+                if let Some(pairs) = scan.scan_pairs() {
+                    self.scan(request.key, pairs.into(), response);
+                }
+            }
+        }
     }
 }
 

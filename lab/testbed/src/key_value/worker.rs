@@ -17,7 +17,7 @@ use nix::errno::Errno;
 use nix::sys::time::TimeSpec;
 use nix::time::{ClockId, ClockNanosleepFlags, clock_nanosleep};
 
-use super::store::Store;
+use super::store::{Database as _, Store};
 use crate::core_load_file::VirtualCore;
 
 /// Largest delay that a core catches up (ns). The machine's late wake-ups (microseconds to milliseconds) do not cost

@@ -1,6 +1,7 @@
 //! The figures of `coreward dispatch` and `coreward orchestrate` at a reduced size: every measurement is made, and
 //! every request is answered.
 
+use std::path::Path;
 use std::process::Command;
 
 use coreward_sim::figure::result::FigureResult;
@@ -63,6 +64,18 @@ fn orchestrator_is_measured_live() -> anyhow::Result<()> {
     let result = figure(&[&["ringleader-bimodal-live"], &options[..]].concat())?;
     assert_complete(&result, 4, &series, 1.0);
     assert_eq!(result.claims.len(), 2, "those without coreward dispatch");
+    Ok(())
+}
+
+#[test]
+fn rocksdb_is_measured_live() -> anyhow::Result<()> {
+    skip_if!(missing_testbed_rights(), Ok(()));
+    if !Path::new("/usr/lib/x86_64-linux-gnu/librocksdb.so.7.8").exists() {
+        println!("SKIPPED rocksdb_is_measured_live: needs Debian package librocksdb7.8");
+        return Ok(());
+    }
+    let result = figure(&["ringleader-rocksdb-live", "--seconds", "0.5", "--points", "7.12764"])?;
+    assert_complete(&result, 2, &["RingLeader", "RingLeader (simulated)"], 1.0);
     Ok(())
 }
 

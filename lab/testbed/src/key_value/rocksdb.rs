@@ -1,0 +1,273 @@
+//! Key-value store over RocksDB. Its library is loaded at run time, so that the laboratory runs without it.
+
+use std::ffi::{CStr, CString, c_char, c_uchar, c_void};
+use std::os::unix::ffi::OsStrExt as _;
+use std::path::Path;
+use std::ptr::{NonNull, null_mut};
+
+use anyhow::{Context as _, bail};
+use coreward_load::key_value::{self, Request, ResponseWriter, Status};
+use coreward_load::request_type::RequestType;
+
+use super::store::{Database, initial_value};
+
+const LIBRARY: &CStr = c"librocksdb.so.7.8";
+const PACKAGE: &str = "librocksdb7.8";
+
+type Handle = *mut c_void;
+type ErrorText = *mut *mut c_char;
+
+/// Declares the used functions of rocksdb/c.h, and loads them.
+macro_rules! functions {
+    ($(fn $name:ident($($argument:ty),*) $(-> $result:ty)?;)*) => {
+        struct Functions {
+            $($name: unsafe extern "C" fn($($argument),*) $(-> $result)?,)*
+        }
+
+        impl Functions {
+            fn load() -> anyhow::Result<Self> {
+                // SAFETY: a C string; the library has no initialization that depends on this program.
+                let library = NonNull::new(unsafe { libc::dlopen(LIBRARY.as_ptr(), libc::RTLD_NOW) });
+                let library = library.with_context(|| format!("no {LIBRARY:?}: expected Debian package {PACKAGE}"))?;
+                Ok(Self {
+                    $($name: {
+                        let name = CString::new(concat!("rocksdb_", stringify!($name)))?;
+                        // SAFETY: an open library and a C string.
+                        let symbol = NonNull::new(unsafe { libc::dlsym(library.as_ptr(), name.as_ptr()) });
+                        let symbol = symbol.with_context(|| format!("{LIBRARY:?} has no function {name:?}"))?;
+                        // SAFETY: the type is that of rocksdb/c.h.
+                        unsafe { std::mem::transmute::<Handle, unsafe extern "C" fn($($argument),*) $(-> $result)?>(symbol.as_ptr()) }
+                    },)*
+                })
+            }
+        }
+    };
+}
+
+functions! {
+    fn options_create() -> Handle;
+    fn options_set_create_if_missing(Handle, c_uchar);
+    fn options_destroy(Handle);
+    fn open(Handle, *const c_char, ErrorText) -> Handle;
+    fn close(Handle);
+    fn readoptions_create() -> Handle;
+    fn readoptions_destroy(Handle);
+    fn writeoptions_create() -> Handle;
+    fn writeoptions_destroy(Handle);
+    fn put(Handle, Handle, *const c_char, usize, *const c_char, usize, ErrorText);
+    fn get(Handle, Handle, *const c_char, usize, *mut usize, ErrorText) -> *mut c_char;
+    fn create_iterator(Handle, Handle) -> Handle;
+    fn iter_seek(Handle, *const c_char, usize);
+    fn iter_valid(Handle) -> c_uchar;
+    fn iter_next(Handle);
+    fn iter_key(Handle, *mut usize) -> *const c_char;
+    fn iter_value(Handle, *mut usize) -> *const c_char;
+    fn iter_destroy(Handle);
+    fn free(Handle);
+}
+
+/// An open database; closed when dropped.
+pub(crate) struct RocksDb {
+    functions: Functions,
+    database: Handle,
+    read_options: Handle,
+    write_options: Handle,
+}
+
+// SAFETY: RocksDB locks internally, and the options are only read.
+unsafe impl Send for RocksDb {}
+// SAFETY: as above.
+unsafe impl Sync for RocksDb {}
+
+impl RocksDb {
+    /// Opens the database in `directory`, which is created if it does not exist, and writes the initial keys (see
+    /// [`super::store::Store::with_keys`]). Fails without the library, or with RocksDB's error.
+    pub(crate) fn open(directory: &Path, keys: u32, value_length: usize) -> anyhow::Result<Self> {
+        let functions = Functions::load()?;
+        let path = CString::new(directory.as_os_str().as_bytes())?;
+        let mut error = null_mut();
+        // SAFETY: the functions get handles of their own kinds, a C string, and a place for the error.
+        let opened = unsafe {
+            let options = (functions.options_create)();
+            (functions.options_set_create_if_missing)(options, 1);
+            let database = (functions.open)(options, path.as_ptr(), &raw mut error);
+            (functions.options_destroy)(options);
+            let [read_options, write_options] = [(functions.readoptions_create)(), (functions.writeoptions_create)()];
+            Self { functions, database, read_options, write_options }
+        };
+        opened.check(error).with_context(|| directory.display().to_string())?;
+        for number in 0..keys {
+            opened.put(key_value::key_name(number).as_bytes(), &initial_value(number, value_length))?;
+        }
+        Ok(opened)
+    }
+
+    /// Frees RocksDB's error text, and returns it as an error.
+    fn check(&self, error: *mut c_char) -> anyhow::Result<()> {
+        if error.is_null() {
+            return Ok(());
+        }
+        // SAFETY: RocksDB's errors are C strings, which the caller frees.
+        let text = unsafe {
+            let text = CStr::from_ptr(error).to_string_lossy().into_owned();
+            (self.functions.free)(error.cast());
+            text
+        };
+        bail!("RocksDB: {text}")
+    }
+
+    fn put(&self, key: &[u8], value: &[u8]) -> anyhow::Result<()> {
+        let mut error = null_mut();
+        // SAFETY: the database is open; pointers and lengths are those of slices.
+        unsafe {
+            let (key, key_length) = (key.as_ptr().cast(), key.len());
+            let (value, value_length) = (value.as_ptr().cast(), value.len());
+            (self.functions.put)(
+                self.database,
+                self.write_options,
+                key,
+                key_length,
+                value,
+                value_length,
+                &raw mut error,
+            );
+        }
+        self.check(error)
+    }
+
+    /// Calls `use_value` with the value of a key. Returns whether the key exists.
+    fn get(&self, key: &[u8], use_value: impl FnOnce(&[u8])) -> anyhow::Result<bool> {
+        let (mut length, mut error) = (0, null_mut());
+        // SAFETY: the database is open; pointer and length are those of a slice.
+        let value = unsafe {
+            let (key, key_length) = (key.as_ptr().cast(), key.len());
+            (self.functions.get)(self.database, self.read_options, key, key_length, &raw mut length, &raw mut error)
+        };
+        self.check(error)?;
+        if value.is_null() {
+            return Ok(false);
+        }
+        // SAFETY: RocksDB returned so many bytes, which the caller frees.
+        unsafe {
+            use_value(std::slice::from_raw_parts(value.cast(), length));
+            (self.functions.free)(value.cast());
+        }
+        Ok(true)
+    }
+
+    /// Calls `use_pair` with up to `count` pairs in the order of the keys, from `key` on.
+    fn scan(&self, key: &[u8], count: usize, mut use_pair: impl FnMut(&[u8], &[u8])) {
+        let Functions { create_iterator, iter_seek, iter_valid, iter_next, iter_key, iter_value, iter_destroy, .. } =
+            self.functions;
+        // SAFETY: the database is open. A valid iterator's key and value live until it moves.
+        unsafe {
+            let iterator = create_iterator(self.database, self.read_options);
+            iter_seek(iterator, key.as_ptr().cast(), key.len());
+            let slice = |read: unsafe extern "C" fn(Handle, *mut usize) -> *const c_char| {
+                let mut length = 0;
+                let bytes = read(iterator, &raw mut length);
+                std::slice::from_raw_parts(bytes.cast::<u8>(), length)
+            };
+            for _ in 0..count {
+                if iter_valid(iterator) == 0 {
+                    break;
+                }
+                use_pair(slice(iter_key), slice(iter_value));
+                iter_next(iterator);
+            }
+            iter_destroy(iterator);
+        }
+    }
+}
+
+impl Drop for RocksDb {
+    fn drop(&mut self) {
+        // SAFETY: no handle is used again; a database that did not open is null.
+        unsafe {
+            (self.functions.readoptions_destroy)(self.read_options);
+            (self.functions.writeoptions_destroy)(self.write_options);
+            if !self.database.is_null() {
+                (self.functions.close)(self.database);
+            }
+        }
+    }
+}
+
+impl Database for RocksDb {
+    fn answer(&self, request: &Request<'_>, worker: u16, response: &mut ResponseWriter) {
+        let logged = |error: anyhow::Error| {
+            tracing::warn!(
+                event = "request-failed",
+                error = format!("{error:#}"),
+                "RocksDB failed: the client gets the status of a missing key"
+            );
+        };
+        match request.request_type {
+            RequestType::GET => {
+                let mut found = None;
+                if let Err(error) = self.get(request.key, |value| found = Some(value.to_vec())) {
+                    logged(error);
+                }
+                response.begin(request, if found.is_some() { Status::Done } else { Status::NotFound }, worker);
+                if let Some(value) = found {
+                    response.push(request.key, &value);
+                }
+            }
+            RequestType::PUT => {
+                let put = self.put(request.key, request.value).map_err(logged);
+                response.begin(request, if put.is_ok() { Status::Done } else { Status::NotFound }, worker);
+            }
+            scan => {
+                response.begin(request, Status::Done, worker);
+                let pairs = scan.scan_pairs().unwrap_or(0).into();
+                self.scan(request.key, pairs, |key, value| _ = response.push(key, value));
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::store::Store;
+    use super::*;
+
+    fn answer(database: &dyn Database, request_type: &str, key: &str, value: &[u8]) -> Vec<Vec<u8>> {
+        let key = key.as_bytes();
+        let request = Request { request_type: request_type.parse().unwrap(), id: 1, service_ns: 0, key, value };
+        let mut response = ResponseWriter::default();
+        database.answer(&request, 2, &mut response);
+        response.finish().map(<[u8]>::to_vec).collect()
+    }
+
+    #[test]
+    fn rocksdb_answers_as_the_store_in_memory() {
+        let directory = tempfile::tempdir().unwrap();
+        let rocksdb = match RocksDb::open(directory.path(), 1000, 10) {
+            Err(error) if error.to_string().contains(PACKAGE) => {
+                println!("SKIPPED rocksdb_answers_as_the_store_in_memory: {error}");
+                return;
+            }
+            opened => opened.unwrap(),
+        };
+        let memory = Store::with_keys(1000, 10, 2000);
+        for (request_type, key, value) in [
+            ("GET", "user0000000007", &b""[..]),
+            ("GET", "absent", b""),
+            ("PUT", "absent", b"now present"),
+            ("GET", "absent", b""),
+            ("SCAN46", "user0000000400", b""),
+            ("SCAN127", "user0000000990", b""),
+            ("WORK3", "", b""),
+        ] {
+            let answers = [&rocksdb as &dyn Database, &memory].map(|store| answer(store, request_type, key, value));
+            assert_eq!(answers[0], answers[1], "{request_type} {key}");
+        }
+        drop(rocksdb);
+        let again = RocksDb::open(directory.path(), 0, 0).unwrap();
+        let mut found: Vec<u8> = Vec::new();
+        assert!(again.get(b"absent", |value| found.extend(value)).unwrap());
+        assert_eq!(found, b"now present");
+        let error = RocksDb::open(Path::new("/dev/null/database"), 0, 0).map(drop).unwrap_err();
+        assert!(format!("{error:#}").starts_with("/dev/null/database: RocksDB: IO error"), "{error:#}");
+    }
+}
