@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex};
 
 use bindgen::callbacks::{DeriveInfo, EnumVariantCustomBehavior, EnumVariantValue, ParseCallbacks};
 
-/// Enums whose variants become a list of names, and the prefix that the names lose.
+/// Enums whose variants become a list of names, each with its prefix that the names lose.
 const NAMED_ENUMS: [(&str, &str, &str); 10] = [
     ("lb_counter", "LB_COUNTER_", "LB_COUNTER_NAMES"),
     ("server_counter", "SERVER_COUNTER_", "SERVER_COUNTER_NAMES"),

@@ -47,23 +47,23 @@ use crate::steering::{self, Steering};
 use crate::unstamped_syn_acks::{self, UnstampedSynAcks};
 use crate::{connections, dispatch, timestamps};
 
-/// Interval of reports until the controller sets another one.
+/// Interval between two reports until the controller sets another one.
 pub const DEFAULT_REPORT_INTERVAL: Duration = Duration::from_millis(100);
 /// Lifetime of a report, in report intervals.
 const REPORT_INTERVALS_TO_LIVE: u32 = 5;
-/// Minimum lifetime of a report: a busy machine delays a report now and then.
+/// Minimum lifetime of a report: it must outlast the delays of a busy machine.
 const MIN_TIME_TO_LIVE: Duration = Duration::from_millis(500);
 const CONFLICT_CHECK_INTERVAL: Duration = Duration::from_secs(20);
 
 pub struct Agent {
     config: Config,
-    /// Device with the receive queues: the configured interface, or the device below a VLAN interface.
+    /// Name of the device with the receive queues: the configured interface, or the device below a VLAN interface.
     nic: String,
     saved_settings: SettingsStore,
     programs: ServerPrograms,
     rss: RssManager,
     syn_verifier: RssVerifier,
-    /// Verifier of established packets, which a flow director moves to other queues.
+    /// Verifier for packets of established connections, which a NIC's flow director moves to other queues.
     established_verifier: RssVerifier,
     input_search: TransformSearch,
     load_source: Box<dyn LoadSource>,
@@ -76,7 +76,7 @@ pub struct Agent {
     configuration: Option<AgentConfiguration>,
     /// Parts of the newest configuration that the agent rejects.
     refused_updates: Vec<v1::RefusedUpdate>,
-    /// Generation of the newest configuration that was accepted in this stream; 0: none yet.
+    /// Generation of the newest configuration that the agent accepted in this stream, or 0 if there is none.
     accepted_generation: u64,
     sequence: u64,
     core_busy_ns: Vec<u64>,
@@ -88,7 +88,7 @@ pub struct Agent {
     connection_counter: ConnectionCounter,
 }
 
-/// Returns the index of the device. Fails when this network namespace has no such device.
+/// Returns the index of a network device. Fails when this network namespace has no device of that name.
 fn interface_index(interface: &str) -> anyhow::Result<u32> {
     nix::net::if_::if_nametoindex(interface)
         .with_context(|| format!("interface {interface}: expected a device of this network namespace"))
@@ -102,8 +102,8 @@ fn rss_device(config: &Config, nic: &str) -> Box<dyn RssDevice> {
 }
 
 impl Agent {
-    /// Attaches the programs, or takes over the programs of an earlier process, and reads the settings for the first
-    /// time. Fails when the interface does not exist or the kernel rejects a program.
+    /// Attaches the BPF programs, or takes over those of an earlier process, and reads the settings for the first time.
+    /// Fails when the interface does not exist or the kernel rejects a program.
     pub fn start(config: Config) -> anyhow::Result<Self> {
         let interface_index = interface_index(&config.interface)?;
         let nic = vlan_device::nic(&config.interface);
@@ -163,7 +163,7 @@ impl Agent {
         &self.config.server
     }
 
-    /// Returns key, input transform and table of the NIC; `None`: unknown.
+    /// Returns the RSS key, input transform and indirection table of the NIC, or `None` if they are unknown.
     pub fn rss(&self) -> Option<&RssConfig> {
         self.rss.known_rss()
     }
@@ -180,7 +180,7 @@ impl Agent {
         &self.config.controllers
     }
 
-    /// Returns the faults of the last check, as text for `coreward status`.
+    /// Returns the warnings of the last maintenance run, as text for `coreward status`.
     pub fn warnings(&self) -> &[String] {
         &self.warnings
     }
@@ -189,22 +189,21 @@ impl Agent {
         self.configuration.as_ref().map_or(DEFAULT_REPORT_INTERVAL, |configuration| configuration.report_interval)
     }
 
-    /// Begins a stream to a controller. Generations of earlier streams do not count, because they may be of another
-    /// controller.
+    /// Begins a stream to a controller. Forgets the generations of earlier streams, which may be of another controller.
     pub fn begin_stream(&mut self) {
         self.accepted_generation = 0;
         self.connection_counter.begin_stream();
     }
 
-    /// Returns the generation to confirm. A configuration is confirmed once its keys are in force: until then packets
-    /// are stamped with the other key, which the controller may overwrite after all confirmations.
+    /// Returns the generation to confirm, or 0. A configuration is confirmed once its keys are in force: until then
+    /// packets are stamped with the other key, which the controller may overwrite after all confirmations.
     fn confirmed_generation(&self) -> u64 {
         let (_, switch_ms) = self.programs.keys();
         let switched = monotonic_ms().wrapping_sub(switch_ms) as i32 >= 0;
         if switched { self.accepted_generation } else { 0 }
     }
 
-    /// Applies a configuration. A failure is logged and leaves the previous state in force.
+    /// Applies a configuration. If this fails, the failure is logged and the previous configuration stays in force.
     pub fn configure(&mut self, mut configuration: AgentConfiguration, refused: &[RefusedService]) {
         let generation = configuration.generation;
         for service in refused {
@@ -246,7 +245,7 @@ impl Agent {
         self.maintain();
     }
 
-    /// Rejects a whole configuration.
+    /// Records that a whole configuration is rejected, and the reason.
     pub fn refuse_all(&mut self, generation: u64, reason: String) {
         self.refused_updates.retain(|refused| !refused.service.is_empty());
         self.refused_updates.push(v1::RefusedUpdate { service: String::new(), generation, reason, table: false });
@@ -321,7 +320,7 @@ impl Agent {
         self.warnings.extend(self.rss_conflicts.iter().cloned());
     }
 
-    /// Renews 32-bit times in maps: they are compared by their difference, which wraps for old times.
+    /// Renews the 32-bit times in BPF maps. They are compared by their difference, which wraps for old times.
     fn refresh_times(&mut self) {
         let (keys, switch_ms) = self.programs.keys();
         let renewed = key_activation::renew_switch_ms(switch_ms, monotonic_ms());
@@ -383,8 +382,8 @@ impl Agent {
         (count(intf::SERVER_COUNTER_RSS_ESTABLISHED_MATCHED), count(intf::SERVER_COUNTER_RSS_ESTABLISHED_MISMATCHED))
     }
 
-    /// Returns the queried connections that still have a socket on this server: all, if the service's sockets are not
-    /// visible. Fails when the service is not of TCP, or the kernel does not answer.
+    /// Returns which of the queried connections still have a socket on this server; all, if the service's sockets are
+    /// not visible. Fails when the service does not use TCP, or the kernel does not answer.
     pub fn answer_socket_query(&self, query: &SocketQuery) -> anyhow::Result<SocketAnswer> {
         ensure!(query.service.protocol == Protocol::Tcp, "sockets of {}: expected a service of TCP", query.service);
         let tuple = |client: &SocketAddr| FourTuple::new(*client, query.service.socket);
@@ -396,7 +395,7 @@ impl Agent {
         Ok(query.answer(open))
     }
 
-    /// Returns the warnings that `coreward status` prints, with `more` about the connection to the controller.
+    /// Returns all warnings for `coreward status`, including those in `more` about the connection to the controller.
     fn all_warnings(&self, more: &[String]) -> Vec<String> {
         let refused = |refused: &v1::RefusedUpdate| {
             format!(
@@ -408,7 +407,7 @@ impl Agent {
         [&self.warnings[..], more, &refused].concat()
     }
 
-    /// Returns the next report, without the parts that `sent` records; `None` while the cores' load is not known.
+    /// Returns the next report, without the parts that `sent` records, or `None` while the cores' load is unknown.
     pub fn report(&mut self, sent: &ReportState, more_warnings: &[String]) -> Option<v1::Report> {
         self.core_busy_ns.clear();
         let measured_ns = monotonic_ns();
@@ -485,14 +484,14 @@ impl Agent {
         Ok(())
     }
 
-    /// Ends dispatching: the kernel chooses the worker again.
+    /// Stops dispatching, so that the kernel selects the worker again.
     fn end_dispatch(&mut self) -> anyhow::Result<()> {
         self.dispatcher = None;
         self.config.dispatch.take().map_or(Ok(()), |before| dispatcher::detach(&before))
     }
 
-    /// Restores the NIC's RSS at an orderly end. Programs and sysctl stay while services are stamped: without them
-    /// every stamped connection would break.
+    /// Restores the NIC's RSS at an orderly shutdown. Programs and sysctl remain while services are stamped: without
+    /// them every stamped connection would break.
     pub fn leave(mut self) -> anyhow::Result<()> {
         self.rss.restore(&mut self.saved_settings);
         self.on_rss_changed();
@@ -506,7 +505,7 @@ impl Agent {
         self.detach()
     }
 
-    /// Removes the programs and restores all settings. Stamped connections break.
+    /// Removes the BPF programs and restores all settings. This breaks stamped connections.
     pub fn detach(mut self) -> anyhow::Result<()> {
         self.end_dispatch()?;
         self.rss.restore(&mut self.saved_settings);
@@ -519,7 +518,7 @@ impl Agent {
     }
 }
 
-/// Returns whether any service needs TSvals without an offset per connection.
+/// Returns whether any service is stamped, which requires TSvals without a random offset per connection.
 fn has_stamped_services(configuration: &AgentConfiguration) -> bool {
     configuration.services.iter().any(|service| service.mode.is_stamped())
 }

@@ -11,14 +11,14 @@ use coreward_dataplane::sockets::counts::connection_counts;
 use coreward_model::tuple::Protocol;
 use coreward_wire::{AgentConfiguration, CountedConnections};
 
-/// Interval of counts, from start to start.
+/// Interval between the starts of two connection counts.
 const COUNT_INTERVAL: Duration = Duration::from_secs(5);
-/// Interval of counts while a server drains.
+/// Interval between the starts of two connection counts while a server drains.
 const DRAINING_COUNT_INTERVAL: Duration = Duration::from_secs(1);
-/// Pause as a multiple of the last count's duration: counting takes at most a twentieth of one CPU.
+/// Minimum pause after a count as a multiple of its duration, so that counting uses at most a twentieth of one CPU.
 const PAUSE_FACTOR: u32 = 20;
 
-/// Newest count of the services' connections, and the count in progress.
+/// Counter of the services' open connections, with its newest result and the count in progress.
 #[derive(Default)]
 pub struct ConnectionCounter {
     newest_result: Option<CountResult>,
@@ -35,7 +35,7 @@ struct CountResult {
 }
 
 impl ConnectionCounter {
-    /// Takes a finished count, and begins the next one when it is due.
+    /// Collects a finished count, and starts the next one when it is due.
     pub fn poll(&mut self, configuration: Option<&AgentConfiguration>) {
         if let Some(ended) = self.running.take_if(|thread| thread.is_finished()) {
             let outcome = ended.join().unwrap_or_else(|_| Err(anyhow!("the thread has panicked")));
@@ -92,7 +92,7 @@ impl ConnectionCounter {
         self.newest_result = outcome.ok();
     }
 
-    /// Begins a stream to a controller. Older counts are discarded, as they name configurations of the previous stream.
+    /// Begins a stream to a controller. Discards older counts, which refer to configurations of the previous stream.
     pub fn begin_stream(&mut self) {
         *self = Self { problem: self.problem.take(), ..Self::default() };
     }
@@ -105,7 +105,7 @@ impl ConnectionCounter {
         })
     }
 
-    /// Returns the reason why a count is missing, for `coreward status`.
+    /// Returns the reason why there is no connection count, as text for `coreward status`.
     pub fn warning(&self) -> Option<String> {
         self.problem.clone()
     }

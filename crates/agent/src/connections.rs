@@ -4,11 +4,11 @@ use std::fs;
 
 // Not /proc/self, which shows the namespace of the process's first thread.
 const SOCKSTAT: &str = "/proc/thread-self/net/sockstat";
-/// Counts of IPv6 sockets, which include IPv4-mapped addresses. A kernel without IPv6 has no such file.
+/// File with the counts of IPv6 sockets, including IPv4-mapped addresses. It is missing if the kernel has no IPv6.
 const SOCKSTAT_IPV6: &str = "/proc/thread-self/net/sockstat6";
 
-/// Returns the kernel's count of established connections and listening sockets; 0: unknown. The count only divides the
-/// load by connections, so a few listening sockets do not matter.
+/// Returns the kernel's count of established connections and listening sockets, or 0 if it is unknown. The count only
+/// divides the load by connections, so a few listening sockets do not matter.
 pub fn open_connection_count() -> u32 {
     let count = |path| fs::read_to_string(path).ok().and_then(|text| parse(&text)).unwrap_or(0);
     count(SOCKSTAT) + count(SOCKSTAT_IPV6)

@@ -23,11 +23,11 @@ use crate::agent::Agent;
 use crate::config::Config;
 use crate::report_state::ReportState;
 
-/// Interval of checks for changes by other programs.
+/// Interval of the checks for changes that other programs make to settings.
 const POLL_INTERVAL: Duration = Duration::from_secs(1);
-/// Runs until SIGTERM or SIGINT; SIGHUP reads `[dispatch]` again. At the end the data plane stays pinned, and the NIC's
-/// RSS is restored. Fails when the file is wrong, another agent uses the pin directory, the interface does not exist,
-/// or the kernel rejects the programs.
+/// Runs the agent until SIGTERM or SIGINT; SIGHUP reads `[dispatch]` again. On exit the data plane stays pinned, and
+/// the NIC's RSS is restored. Fails when the configuration file is wrong, another agent uses the pin directory, the
+/// interface does not exist, or the kernel rejects the programs.
 pub fn run(config: &Path) -> anyhow::Result<()> {
     let config_file = config;
     let config = Config::load(config_file)?;
@@ -47,9 +47,10 @@ pub fn run(config: &Path) -> anyhow::Result<()> {
     agent.leave()
 }
 
-/// Follows the controller until this future is dropped. Fails when its certificates cannot be used.
+/// Keeps the agent connected to its controllers until this future is dropped. Fails when the agent's certificates
+/// cannot be used.
 ///
-/// Boxed, so that callers do not compile the agent once more.
+/// The future is boxed, so that callers do not compile the agent once more.
 pub fn serve(agent: &mut Agent) -> LocalBoxFuture<'_, anyhow::Result<std::convert::Infallible>> {
     Box::pin(async {
         let connection = connection(agent)?;
@@ -66,10 +67,10 @@ fn connection(agent: &Agent) -> anyhow::Result<ControllerConnection> {
     ControllerConnection::new(agent.controllers().clone(), agent.tls(), &[Role::Controller, Role::Rack])
 }
 
-/// Periodic tasks, which run with and without a controller.
+/// Periodic tasks of the agent, which run with and without a connected controller.
 struct BackgroundTasks {
     maintenance: Interval,
-    /// SIGHUP, and the file that it reloads.
+    /// Stream of SIGHUP signals, and the configuration file that they reload; `None`: there is no such file.
     reload: Option<(Signal, PathBuf)>,
     scrapes: ScrapeReceiver,
 }
@@ -81,7 +82,7 @@ enum Task {
 }
 
 impl BackgroundTasks {
-    /// Returns the next task. Cancel-safe: dropping the future loses nothing.
+    /// Waits for the next background task. Cancel-safe: dropping the future loses no task.
     async fn next(&mut self) -> Task {
         let reload = async {
             match &mut self.reload {
@@ -99,7 +100,7 @@ impl BackgroundTasks {
         }
     }
 
-    /// Runs the periodic tasks until `other` completes.
+    /// Runs background tasks until `other` completes, and returns its result.
     async fn run_while<T>(
         &mut self,
         agent: &mut Agent,
@@ -145,8 +146,8 @@ impl Task {
     }
 }
 
-/// Removes the programs and restores all settings; stamped connections break. Fails when the file is wrong, its agent
-/// runs, or something cannot be removed.
+/// Removes the BPF programs and restores all settings, which breaks stamped connections. Fails when the configuration
+/// file is wrong, its agent is running, or something cannot be removed.
 pub fn detach(config: &Path) -> anyhow::Result<()> {
     let config = Config::load(config)?;
     let _pin_lock = PinLock::new(&config.pin_directory)?;

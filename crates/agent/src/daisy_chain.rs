@@ -15,14 +15,14 @@ use coreward_wire::PreviousServer;
 #[derive(Debug)]
 pub struct DaisyChain {
     interface: String,
-    /// Resolver of MAC addresses, started for the first server.
+    /// Resolver of the servers' MAC addresses and the channel of its results; started with the first server.
     resolver: Option<(Resolver, Receiver<MacChange>)>,
     server_ids_by_address: BTreeMap<IpAddr, Vec<ServerId>>,
     mac_addresses: HashMap<IpAddr, MacAddress>,
 }
 
 impl DaisyChain {
-    /// Returns a list without servers, whose addresses will be resolved at `interface`.
+    /// Returns an empty daisy chain, which will resolve its servers' MAC addresses at `interface`.
     pub fn new(interface: &str) -> Self {
         Self {
             interface: interface.to_owned(),
@@ -56,7 +56,7 @@ impl DaisyChain {
         Ok(())
     }
 
-    /// Applies new results of ARP.
+    /// Copies new results of ARP to the BPF maps.
     pub fn apply_changes(&mut self, programs: &mut ServerPrograms) {
         let Some((_, changes)) = &self.resolver else { return };
         for MacChange { address, mac } in changes.try_iter() {
@@ -69,7 +69,7 @@ impl DaisyChain {
         }
     }
 
-    /// Returns a warning about unresolved servers, for `coreward status`.
+    /// Returns a warning that lists the servers without a MAC address, for `coreward status`.
     pub fn warning(&self) -> Option<String> {
         let missing = self.server_ids_by_address.keys().filter(|address| !self.mac_addresses.contains_key(address));
         let missing: Vec<String> = missing.map(IpAddr::to_string).collect();

@@ -7,17 +7,17 @@ use coreward_wire::StampedService;
 
 use crate::config::Config;
 
-/// Decapsulating program at the device, if the file names sources.
+/// Decapsulating XDP program at the device, if the configuration file lists source addresses.
 #[derive(Debug)]
 pub struct Decapsulator {
     program: Option<Decapsulation>,
-    /// Names of services that encapsulate.
+    /// Names of the services whose packets are encapsulated.
     services: Vec<String>,
 }
 
 impl Decapsulator {
-    /// Attaches the program if the file names sources, else removes an earlier process's. Fails when another XDP
-    /// program is at the device.
+    /// Attaches the program if the configuration file lists source addresses; otherwise removes the program of an
+    /// earlier process. Fails when the device has another XDP program.
     pub fn start(config: &Config, interface_index: u32) -> anyhow::Result<Self> {
         let Some(sources) = &config.decapsulate_from else {
             decap::remove(&config.pin_directory)?;
@@ -35,7 +35,7 @@ impl Decapsulator {
         self.program.as_ref().map_or(Ok(()), |program| program.set_vips(&vips))
     }
 
-    /// Returns the warning for `coreward status`.
+    /// Returns a warning about services whose packets are not decapsulated, for `coreward status`.
     pub fn warning(&self) -> Option<String> {
         (self.program.is_none() && !self.services.is_empty()).then(|| {
             format!(
@@ -46,7 +46,7 @@ impl Decapsulator {
         })
     }
 
-    /// Returns counters with their names; none without a program.
+    /// Returns the names and values of the program's counters; empty without a program.
     pub fn counters(&self) -> Vec<(String, u64)> {
         let Some(counters) = self.program.as_ref().and_then(|program| program.counters().ok()) else {
             return Vec::new();
@@ -55,7 +55,7 @@ impl Decapsulator {
     }
 }
 
-/// Detaches the program, if one is attached.
+/// Detaches the decapsulating program, if one is attached.
 pub fn remove(config: &Config) -> anyhow::Result<()> {
     decap::remove(&config.pin_directory)
 }

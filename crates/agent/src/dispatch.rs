@@ -3,7 +3,7 @@
 use coreward_dispatch::dispatcher::Dispatcher;
 use coreward_wire::v1;
 
-/// Returns the dispatcher's faults, as text for `coreward status`.
+/// Returns the problems of the dispatcher, as text for `coreward status`.
 pub fn warnings(dispatcher: &Dispatcher) -> Vec<String> {
     if dispatcher.is_running() {
         return dispatcher.state().warnings;
@@ -11,7 +11,7 @@ pub fn warnings(dispatcher: &Dispatcher) -> Vec<String> {
     vec!["no daemon maintains the dispatched services: restart the agent".to_owned()]
 }
 
-/// Returns the state of all services at the last poll.
+/// Returns the state of all dispatched services at the last poll.
 pub fn service_reports(dispatcher: &Dispatcher) -> Vec<v1::DispatchedService> {
     dispatcher.state().services.into_iter().map(v1::DispatchedService::from).collect()
 }

@@ -4,10 +4,10 @@ use std::time::{Duration, Instant};
 
 use coreward_wire::{AgentConfiguration, v1};
 
-/// Interval of counters and other details that do not influence tables.
+/// Interval between reports with counters and other details, which do not influence the load balancers' tables.
 const DETAILS_INTERVAL: Duration = Duration::from_secs(1);
 
-/// Parts that were sent on a stream; empty at the start of the stream.
+/// Parts of reports that were already sent on a stream; empty at the start of the stream.
 #[derive(Debug, Clone, Default)]
 pub struct ReportState {
     rss_generation: u64,
@@ -21,13 +21,13 @@ struct SentDetails {
 }
 
 impl ReportState {
-    /// Returns the generation of the newest RSS settings that were sent; 0: none.
+    /// Returns the generation of the newest RSS settings that were sent, or 0 if none were sent.
     pub fn rss_generation(&self) -> u64 {
         self.rss_generation
     }
 
-    /// Returns whether the next report has details. While a server drains, each report has: operators wait for its
-    /// counts.
+    /// Returns whether the next report needs details. While a server drains, every report does: operators wait for its
+    /// connection counts.
     pub fn needs_details(&self, configuration: Option<&AgentConfiguration>, warnings: &[String]) -> bool {
         let may_omit = configuration.is_some_and(|configuration| !configuration.is_draining);
         let newest = self.details.as_ref().filter(|_| may_omit);

@@ -41,7 +41,7 @@ pub struct RssArgs {
     pub balanced_seed: Option<u16>,
 }
 
-/// Interval of sample polls: fewer SYNs than `RSS_SAMPLES` should arrive in one interval.
+/// Interval between polls of the samples: fewer SYNs than `RSS_SAMPLES` should arrive in one interval.
 const POLL_INTERVAL: Duration = Duration::from_millis(50);
 
 #[derive(Serialize)]
@@ -64,7 +64,7 @@ enum OutputLine<'a> {
     },
 }
 
-/// One SYN, and its queue.
+/// Sampled SYN, with the predicted receive queue and the one on which it arrived.
 #[derive(Serialize)]
 struct Syn {
     source: SocketAddr,
@@ -87,8 +87,8 @@ impl From<intf::rss_sample> for Syn {
     }
 }
 
-/// Shows key and table, samples SYNs, verifies the table. Returns false if the table is not in force. Fails when the
-/// device does not exist, has no usable RSS, or the kernel rejects something.
+/// Prints RSS key and table, samples SYNs, and verifies the table. Returns false if the table is not in force. Fails
+/// when the device does not exist or has no usable RSS, or the kernel rejects something.
 pub fn run(args: &RssArgs) -> anyhow::Result<bool> {
     let interface_index = nix::net::if_::if_nametoindex(args.interface.as_str())
         .with_context(|| format!("interface {}: expected a device of this network namespace", args.interface))?;
@@ -153,7 +153,7 @@ fn watch_syns(args: &RssArgs, programs: &ServerPrograms, rss: &RssConfig) -> any
     Ok(verdict != Verdict::NotInForce)
 }
 
-/// Prints a line and flushes, so that a test sees each SYN at once.
+/// Prints a line and flushes it, so that a test that reads the output sees each SYN at once.
 fn print(json: bool, line: &OutputLine<'_>) -> anyhow::Result<()> {
     use std::io::Write as _;
     let text = if json { serde_json::to_string(line)? } else { text(line) };

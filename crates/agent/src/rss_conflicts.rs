@@ -6,14 +6,14 @@ use std::path::Path;
 use crate::rss::ethtool::ntuple_and_rule_count;
 use crate::sysfs;
 
-/// Settings that conflict with RSS.
+/// Settings by which packets reach other cores than RSS selects.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct RssConflicts {
-    /// Receive queues whose packets RPS spreads over CPUs.
+    /// Names of the receive queues whose packets RPS distributes to CPUs.
     pub rps_queues: Vec<String>,
-    /// Receive queues with a table of flows for RFS.
+    /// Names of the receive queues that have a flow table for RFS.
     pub rfs_queues: Vec<String>,
-    /// net.core.rps_sock_flow_entries; RFS also needs [`Self::rfs_queues`] (get_rps_cpu() in net/core/dev.c).
+    /// Value of net.core.rps_sock_flow_entries; RFS also needs [`Self::rfs_queues`] (get_rps_cpu() in net/core/dev.c).
     pub rps_sock_flow_entries: u64,
     /// Whether the driver accepts rules for single flows, and with RFS sets them itself (accelerated RFS).
     pub takes_flow_rules: bool,
@@ -22,7 +22,7 @@ pub struct RssConflicts {
 }
 
 impl RssConflicts {
-    /// Returns the present conflicts. Reads /proc: call it at most a few times a minute.
+    /// Gathers the conflicts that are present. Reads all of /proc, so call it at most a few times a minute.
     pub fn gather(interface: &str) -> Self {
         let queues = sysfs::device_directory(interface).map(|directory| directory.join("queues"));
         let set = |attribute| queues.as_deref().map_or_else(Vec::new, |queues| queues_with(queues, attribute));
@@ -42,7 +42,7 @@ impl RssConflicts {
         self.rps_sock_flow_entries > 0 && !self.rfs_queues.is_empty()
     }
 
-    /// Returns the name of RFS for this device.
+    /// Returns the name of the kind of RFS that this device uses, for messages.
     pub fn flow_steering_name(&self) -> &'static str {
         if self.takes_flow_rules { "accelerated RFS" } else { "RFS" }
     }

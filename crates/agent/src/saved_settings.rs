@@ -11,14 +11,14 @@ use serde::{Deserialize, Serialize};
 
 use crate::rss::RssSettings;
 
-/// Original settings; `None`: unchanged.
+/// Original settings of the machine, which are restored at the end; `None`: the agent has not changed the setting.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SavedSettings {
     pub rss: Option<RssSettings>,
     pub tcp_timestamps: Option<String>,
 }
 
-/// Bytes for the longest table (2048 queues of up to 5 digits) and key in JSON, with a reserve.
+/// Bytes for the JSON of the longest table (2048 queues of up to 5 digits) and key, with a reserve.
 const VALUE_BYTES: u32 = 16384;
 const MAP_NAME: &str = "coreward_orig";
 
@@ -30,8 +30,8 @@ pub struct SettingsStore {
 }
 
 impl SettingsStore {
-    /// Opens the settings of an earlier process in `pin_directory`, or creates empty ones. Fails when the directory is
-    /// not on a bpffs.
+    /// Opens the settings that an earlier process saved in `pin_directory`, or creates an empty map. Fails when the
+    /// directory is not in a BPF file system.
     pub fn open(pin_directory: &Path) -> anyhow::Result<Self> {
         let pin = pin_directory.join("remembered");
         if pin.exists() {
@@ -70,7 +70,7 @@ impl SettingsStore {
         &self.content
     }
 
-    /// Changes the settings. Fails when the map cannot be written.
+    /// Changes the saved settings. Fails when the map cannot be written.
     pub fn change(&mut self, change: impl FnOnce(&mut SavedSettings)) -> anyhow::Result<()> {
         change(&mut self.content);
         let mut bytes = serde_json::to_vec(&self.content)?;

@@ -1,36 +1,36 @@
 //! Detection of stalled stamped connections: a device on the path may drop timestamps that run faster than a clock.
 
-/// Handshakes per verdict.
+/// Number of handshakes in the window of one verdict.
 const HANDSHAKES_PER_VERDICT: u64 = 200;
-/// Fraction of connections that may stall: clients disappear all the time.
+/// Fraction of connections that may stall without a warning: clients disappear all the time.
 const TOLERATED_FRACTION: f64 = 0.01;
 
-/// Counters of server.bpf.c, absolute.
+/// Totals of counters in server.bpf.c.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct HandshakeCounters {
-    /// Stamped SYN-ACKs that were sent for the first time.
+    /// Number of stamped SYN-ACKs that were sent for the first time.
     pub handshakes: u64,
-    /// Stamped SYN-ACKs that were sent for the fourth time.
+    /// Number of stamped SYN-ACKs that were sent for the fourth time.
     pub stalled_handshakes: u64,
-    /// Stamped connections with a segment that was sent for the fifth time.
+    /// Number of stamped connections in which a segment was sent for the fifth time.
     pub stalled_connections: u64,
 }
 
-/// Detector that compares stalls with handshakes, in windows of 200 handshakes.
+/// Detector of stamped connections that stall, which compares stalls with handshakes, in windows of 200 handshakes.
 #[derive(Debug, Default)]
 pub struct StallDetector {
-    /// Counters at the start of the window.
+    /// Counters at the start of the current window.
     window_start: HandshakeCounters,
     warning: Option<String>,
 }
 
 impl StallDetector {
-    /// Returns a detector that ignores the counts of an earlier process.
+    /// Returns a detector that ignores what was counted before `counts`, by an earlier process.
     pub fn from(counts: HandshakeCounters) -> Self {
         Self { window_start: counts, warning: None }
     }
 
-    /// Returns the result of the last complete window, as text for `coreward status`.
+    /// Evaluates the counters. Returns the warning of the last complete window, as text for `coreward status`.
     pub fn observe(&mut self, counts: HandshakeCounters) -> Option<&str> {
         let handshakes = counts.handshakes.saturating_sub(self.window_start.handshakes);
         if handshakes >= HANDSHAKES_PER_VERDICT {

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 use nix::ifaddrs::getifaddrs;
 
-/// Returns `/sys/class/net/INTERFACE`; `None`: /sys shows another namespace's devices, or none.
+/// Returns `/sys/class/net/INTERFACE`, or `None` if /sys is missing or shows the devices of another namespace.
 pub fn device_directory(interface: &str) -> Option<PathBuf> {
     let directory = Path::new("/sys/class/net").join(interface);
     let shown = fs::read_to_string(directory.join("address")).ok()?;

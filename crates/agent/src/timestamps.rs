@@ -9,7 +9,7 @@ use crate::saved_settings::SettingsStore;
 
 const TCP_TIMESTAMPS_PATH: &str = "/proc/sys/net/ipv4/tcp_timestamps";
 const WITHOUT_OFFSETS: &str = "2";
-/// Value of the sysctl for a random offset per connection: such connections are not stamped.
+/// Value of the sysctl by which each connection has a random offset, so that it is not stamped.
 const WITH_OFFSETS: &str = "1";
 
 fn read() -> anyhow::Result<String> {
@@ -20,14 +20,14 @@ fn write_sysctl(value: &str) -> anyhow::Result<()> {
     fs::write(TCP_TIMESTAMPS_PATH, value).with_context(|| format!("{TCP_TIMESTAMPS_PATH}: writing {value}"))
 }
 
-/// Returns the required value of the sysctl. New connections are not stamped while their service is handed over to
-/// another load balancer; older connections stay stamped.
+/// Returns the value of the sysctl that stamping requires. New connections are not stamped while their service is
+/// handed over to another load balancer; older connections stay stamped.
 fn required_value(stamp_new: bool) -> &'static str {
     if stamp_new { WITHOUT_OFFSETS } else { WITH_OFFSETS }
 }
 
-/// Sets the sysctl by whether new connections are stamped, and stores the original. Fails when the sysctl cannot be
-/// read or written.
+/// Sets the sysctl as required, depending on whether new connections are stamped, and saves the original value. Fails
+/// when the sysctl cannot be read or written.
 pub fn manage(stamp_new: bool, memory: &mut SettingsStore) -> anyhow::Result<()> {
     let (found, required) = (read()?, required_value(stamp_new));
     if found != required {
@@ -54,7 +54,7 @@ pub fn restore(memory: &mut SettingsStore) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Returns the fault as text for `coreward status`.
+/// Returns a warning about a wrong value of the sysctl, as text for `coreward status`.
 pub fn warning(stamp_new: bool) -> Option<String> {
     let (found, required) = (read().ok()?, required_value(stamp_new));
     let then = match stamp_new {

@@ -7,10 +7,10 @@ use std::time::{Duration, Instant};
 use coreward_model::consistency::{Consistency, Timestamps};
 use coreward_wire::StampedService;
 
-/// Time without an unstamped SYN-ACK after which the warning ends.
+/// Time for which the warning remains after the last unstamped SYN-ACK.
 const WARNING_DURATION: Duration = Duration::from_secs(60);
 
-/// Monitor of the counter of SYN-ACKs that could not be stamped.
+/// Monitor of the number of SYN-ACKs that could not be stamped.
 #[derive(Debug)]
 pub struct UnstampedSynAcks {
     last_count: u64,
@@ -18,12 +18,12 @@ pub struct UnstampedSynAcks {
 }
 
 impl UnstampedSynAcks {
-    /// Returns a monitor that ignores the counts of an earlier process.
+    /// Returns a monitor that ignores what was `counted` by an earlier process.
     pub fn from(counted: u64) -> Self {
         Self { last_count: counted, last_increase: None }
     }
 
-    /// Evaluates the counter's total. Returns the fault as text for `coreward status`.
+    /// Evaluates the total number of unstamped SYN-ACKs. Returns the warning as text for `coreward status`.
     pub fn observe(&mut self, counted: u64, now: Instant) -> Option<String> {
         if counted > self.last_count {
             (self.last_count, self.last_increase) = (counted, Some(now));
@@ -39,7 +39,7 @@ impl UnstampedSynAcks {
     }
 }
 
-/// Returns the features that a service with forwarded SYN-ACKs lacks; `None`: none.
+/// Returns the features that a service lacks when its SYN-ACKs are forwarded unstamped, or `None` if it lacks none.
 pub fn limitation(service: &StampedService) -> Option<String> {
     let mode = service.mode;
     let limitation = match mode.consistency {

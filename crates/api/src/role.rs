@@ -11,17 +11,17 @@ use utoipa::ToSchema;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum Role {
-    /// May read the status.
+    /// A viewer may read the status.
     Viewer,
-    /// May also change the fleet, and read RSS keys.
+    /// An operator may also change the fleet, and read RSS keys.
     Operator,
 }
 
 impl Role {
-    /// All roles.
+    /// All roles, the one with the fewest rights first.
     pub const ALL: [Role; 2] = [Role::Viewer, Role::Operator];
 
-    /// Returns the role's name.
+    /// Returns the lower-case name of the role, as in JSON.
     pub fn name(self) -> &'static str {
         match self {
             Self::Viewer => "viewer",
@@ -36,14 +36,14 @@ impl fmt::Display for Role {
     }
 }
 
-/// An authenticated caller.
+/// An authenticated caller of the API.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct Caller {
     /// Role of the caller.
     pub role: Role,
-    /// Address of the caller.
+    /// IP address of the caller.
     pub address: IpAddr,
-    /// Proof of the role: the name in a certificate, a token's role and id, or a session.
+    /// Identity that proves the role: the name in a certificate, a token's role and id, or a session.
     pub principal: Arc<str>,
 }
 

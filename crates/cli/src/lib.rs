@@ -9,8 +9,7 @@ use std::process::ExitCode;
 
 pub use log::start_logging;
 
-/// Prints `text` to standard output; a closed pipe (`| head`) is no error. Fails when standard output cannot be written
-/// for another reason.
+/// Prints `text` to standard output. Fails if writing fails, except when the reader has closed the pipe (`| head`).
 pub fn print(text: &str) -> anyhow::Result<()> {
     match writeln!(std::io::stdout(), "{}", text.trim_end()) {
         Err(error) if error.kind() != std::io::ErrorKind::BrokenPipe => Err(error.into()),

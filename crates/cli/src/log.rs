@@ -12,13 +12,13 @@ use tracing_subscriber::fmt::format::{self, Format, Writer};
 use tracing_subscriber::fmt::{FmtContext, FormatEvent, FormatFields};
 use tracing_subscriber::registry::LookupSpan;
 
-/// Environment variable for the format: "text" (default) or "json".
+/// Environment variable for the log format: "text" (default) or "json".
 const FORMAT: &str = "COREWARD_LOG_FORMAT";
 
 /// Starts logging to standard error; `RUST_LOG` sets the level (default: info), `COREWARD_LOG_FORMAT=json` the format.
-/// Returns what sets the level later: true: debug, for this project's crates; false: as at the start.
+/// Returns a setter of the level: `true`: debug, for this project's crates; `false`: as at the start.
 ///
-/// A line that cannot be written (a full disk) is lost: by default tracing-subscriber reports that with `eprintln!`,
+/// A line that cannot be written (a full disk) is lost. By default tracing-subscriber would report it with `eprintln!`,
 /// which panics then.
 pub fn start_logging() -> impl Fn(bool) + Send + Sync + 'static {
     let as_started = || EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new("info"));

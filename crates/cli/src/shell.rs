@@ -21,7 +21,7 @@ pub enum ShellCommand {
 }
 
 impl ShellCommand {
-    /// Prints or writes the description of `command`. Fails when standard output or the directory cannot be written to.
+    /// Prints the completion script of `command`, or writes its man pages. Fails when the output cannot be written.
     pub fn run(&self, command: clap::Command) -> anyhow::Result<()> {
         match self {
             Self::Completions { shell } => crate::print(&completions(*shell, command)),
@@ -30,14 +30,14 @@ impl ShellCommand {
     }
 }
 
-/// Returns the script that a shell reads to complete options and names.
+/// Returns the script by which a shell completes the command's options and names.
 fn completions(shell: clap_complete::Shell, mut command: clap::Command) -> String {
     let (mut text, name) = (Vec::new(), command.get_name().to_owned());
     clap_complete::generate(shell, &mut command, name, &mut text);
     String::from_utf8_lossy(&text).into_owned()
 }
 
-/// Writes a page per sub-command.
+/// Writes a man page for each sub-command.
 fn write_man_pages(directory: &Path, command: clap::Command) -> anyhow::Result<()> {
     let write = || {
         std::fs::create_dir_all(directory)?;

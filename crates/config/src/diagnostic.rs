@@ -7,10 +7,10 @@ use serde_json::{Value, json};
 
 use crate::{Source, Span};
 
-/// Limit of mistakes that are shown; further mistakes are counted.
+/// Maximum number of mistakes that are shown; further mistakes are only counted.
 pub(crate) const MAX_SHOWN_DIAGNOSTICS: usize = 100;
 
-/// Mistake in a file, or a file that cannot be read.
+/// Diagnostic of a mistake in a file, or of a file that cannot be read.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Diagnostic {
     /// Path of the file.
@@ -21,13 +21,13 @@ pub struct Diagnostic {
     pub key: String,
     /// Value that was found, or another description of the mistake.
     pub problem: String,
-    /// Expected value, if known.
+    /// Expected value, if it is known.
     pub expected: Option<Box<str>>,
     /// Valid name nearest to the one found.
     pub nearest: Option<Box<str>>,
 }
 
-/// Location in a file.
+/// Line and column in a file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Location {
     /// Line, counted from 1.
@@ -36,7 +36,7 @@ pub struct Location {
     pub column: u32,
 }
 
-/// Limit of names and values that are shown in full and compared with valid names, in characters.
+/// Maximum length, in characters, of names and values that are shown in full and compared with valid names.
 const MAX_SHOWN_CHARS: usize = 1000;
 
 fn truncate_text(text: String) -> String {
@@ -47,12 +47,12 @@ fn truncate_text(text: String) -> String {
 }
 
 impl Diagnostic {
-    /// Creates a mistake from a message of the form "found: expected ...".
+    /// Creates the diagnostic of a mistake from a message of the form "found: expected ...".
     pub(crate) fn new(file: &Path, location: Location, key: String, message: &str) -> Self {
         Self { location: Some(location), key: truncate_text(key), ..Self::for_file(file, message) }
     }
 
-    /// Returns a mistake of a whole file. The message has the form "found: expected ...".
+    /// Returns the diagnostic of a mistake that concerns the whole file. `message` has the form "found: expected ...".
     pub fn for_file(file: &Path, message: &str) -> Self {
         let (problem, expected) = match message.split_once(": expected ") {
             Some((problem, expected)) => (problem, Some(expected.into())),
@@ -68,7 +68,7 @@ impl Diagnostic {
         }
     }
 
-    /// Returns the mistake as a JSON object.
+    /// Returns the diagnostic as a JSON object.
     pub fn json(&self) -> Value {
         json!({
             "file": self.file,
@@ -105,12 +105,12 @@ impl fmt::Display for Diagnostic {
 
 impl std::error::Error for Diagnostic {}
 
-/// Mistakes of a file in the order of lines, displayed one per line.
+/// Diagnostics of a file in the order of lines, displayed one per line.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Diagnostics {
-    /// The first mistakes, at least one.
+    /// The first diagnostics, at least one.
     pub list: Vec<Diagnostic>,
-    /// Number of further mistakes, at least.
+    /// Lower bound of the number of further mistakes.
     pub omitted_count: usize,
 }
 
@@ -130,7 +130,7 @@ impl fmt::Display for Diagnostics {
 impl std::error::Error for Diagnostics {}
 
 impl Diagnostics {
-    /// Returns mistakes at locations of a file that has no others. Messages have the form that
+    /// Returns diagnostics for locations of a file that has no other mistakes. Messages have the form that
     /// [`Source::diagnostic_at`] expects.
     pub fn at(source: &Source, mut wrong: Vec<(Span, String)>) -> Self {
         let omitted_count = wrong.len().saturating_sub(MAX_SHOWN_DIAGNOSTICS);
@@ -145,10 +145,10 @@ impl From<Diagnostic> for Diagnostics {
     }
 }
 
-/// Minimum similarity (0 to 1, Jaro-Winkler) of a suggested name.
+/// Minimum Jaro-Winkler similarity (0 to 1) of a suggested name to the given one.
 const MIN_SIMILARITY: f64 = 0.75;
 
-/// Returns the `known` name that is most similar to `given`, if any is similar enough.
+/// Returns the name in `known` that is most similar to `given`, if any is similar enough.
 pub fn find_nearest_name<'a>(given: &str, known: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
     if given.len() > MAX_SHOWN_CHARS {
         return None;

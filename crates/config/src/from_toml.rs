@@ -11,12 +11,12 @@ use toml::de::{DeInteger, DeValue};
 
 use crate::{Reader, Span};
 
-/// Type of a value in a file.
+/// A type of values that a TOML file can contain.
 pub trait FromToml: Sized {
     /// Whether a key of this type is required.
     const REQUIRED: bool = true;
 
-    /// Reads a value; `None` after a mistake, which the reader stores.
+    /// Reads a value. Returns `None` after a mistake, which is stored in the reader.
     fn read(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self>;
 
     /// Returns the description of valid values, shown after "expected".
@@ -25,12 +25,12 @@ pub trait FromToml: Sized {
     /// Returns the JSON schema, which accepts the same values as `read`.
     fn schema() -> Value;
 
-    /// Returns the value of a missing key.
+    /// Returns the value of a missing key, if the type has one.
     fn value_if_missing() -> Option<Self> {
         None
     }
 
-    /// Returns the value that replaces an invalid one.
+    /// Returns the value that replaces an invalid one, if the type has one.
     fn value_after_error() -> Option<Self> {
         None
     }
@@ -39,9 +39,9 @@ pub trait FromToml: Sized {
 /// Required value with its location. If the value is wrong or missing, the table that contains it can still be checked.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct LocatedValue<T> {
-    /// Value; `None` after a mistake.
+    /// The value; `None` after a mistake.
     pub value: Option<T>,
-    /// Location in the file.
+    /// Location of the value in the file.
     pub span: Span,
 }
 
@@ -101,7 +101,7 @@ impl<T: FromToml> FromToml for Spanned<T> {
     }
 }
 
-/// Reads the valid elements; mistakes are stored.
+/// Reads the valid elements; mistakes in other elements are stored in the reader.
 impl<T: FromToml> FromToml for Vec<T> {
     const REQUIRED: bool = false;
 
@@ -175,9 +175,9 @@ impl FromToml for PathBuf {
     }
 }
 
-/// Primitive TOML type.
+/// Number type of TOML.
 pub(crate) trait FromTomlScalar: Sized {
-    /// Returns the number. A mistake shows the expectation of `T`.
+    /// Returns the number. The diagnostic of a mistake describes the valid values of `T`.
     fn parse_number<T: FromToml>(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self>;
 }
 
@@ -209,7 +209,7 @@ impl FromToml for f64 {
     }
 }
 
-/// Converts an integer: TOML's integers are signed, with 64 bits.
+/// Converts a TOML integer, which is signed and has 64 bits; `None` if it does not fit.
 fn to_i64(integer: &DeInteger<'_>) -> Option<i64> {
     i64::from_str_radix(integer.as_str(), integer.radix()).ok()
 }
@@ -305,7 +305,7 @@ impl<const MIN: u64, const MAX: u64> From<Number<MIN, MAX>> for usize {
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct Name(pub String);
 
-/// Limit of a name, bytes.
+/// Maximum length of a name in bytes.
 const MAX_NAME_BYTES: usize = 64;
 
 impl From<Name> for String {
@@ -380,7 +380,7 @@ fn from_text<T: FromToml + FromStr>(value: &Spanned<DeValue<'_>>, reader: &mut R
     parse_text(value, reader, |text| text.parse().map_err(|_| format!("{text:?}: expected {}", T::expected())))
 }
 
-/// Reads a value that is written as text.
+/// Reads a value that is written as a string, which `parse` converts.
 pub fn parse_text<T: FromToml, E: Display>(
     value: &Spanned<DeValue<'_>>,
     reader: &mut Reader<'_>,
@@ -392,7 +392,7 @@ pub fn parse_text<T: FromToml, E: Display>(
     }
 }
 
-/// Reads one of several names. `what`: kind of the named objects, for diagnostics.
+/// Reads a value that is written as one of several names. `what`: kind of the named objects, for diagnostics.
 pub fn parse_choice<T: FromToml>(
     what: &str,
     all: Vec<(String, T)>,
@@ -409,7 +409,7 @@ pub fn parse_choice<T: FromToml>(
     known
 }
 
-/// Returns the JSON schema of one of several names.
+/// Returns the JSON schema of a value that is one of several names.
 pub fn choice_schema(names: impl IntoIterator<Item = String>) -> Value {
     json!({ "type": "string", "enum": names.into_iter().collect::<Vec<_>>() })
 }

@@ -12,7 +12,7 @@ use crate::{FromToml, Reader, parse_text};
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct InterfaceName(pub String);
 
-/// Limit in bytes (IFNAMSIZ without the terminating zero byte).
+/// Maximum length of an interface name in bytes (IFNAMSIZ without the terminating zero byte).
 const MAX_INTERFACE_NAME_BYTES: usize = 15;
 
 impl From<InterfaceName> for String {

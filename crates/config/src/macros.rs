@@ -138,8 +138,8 @@ macro_rules! string_enum {
     };
 }
 
-/// Describes a table of which one key selects the variant: an enum whose variants have a name under this key, and keys
-/// of their own.
+/// Describes a table as an enum: the value of one key selects the variant, and each variant has further keys of its
+/// own.
 #[macro_export]
 macro_rules! config_enum {
     (
@@ -220,8 +220,8 @@ macro_rules! config_enum {
     };
 }
 
-/// Implements `load` and `parse` of a file's configuration. `$check` checks combinations of values, as that of
-/// [`Source::read_as`](crate::Source::read_as).
+/// Implements `load` and `parse` for the configuration in a kind of file. `$check` checks combinations of values, like
+/// the parameter of [`Source::read_as`](crate::Source::read_as).
 #[macro_export]
 macro_rules! config_file {
     ($config:ident) => {

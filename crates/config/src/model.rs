@@ -63,7 +63,7 @@ number!(Jitter as f64, |part| Jitter::new(part).ok_or_else(|| format!("{part}: e
 string_enum!(ProbeAddress, "place", ProbeAddress::ALL.map(|place| (place.name().to_owned(), place)));
 string_enum!(WhenAllDown, "when_all_down", WhenAllDown::ALL.map(|when| (when.name().to_owned(), when)));
 
-/// Written as "200" or "200-399".
+/// Reads a range of status codes, which is written as "200" or "200-399".
 impl FromToml for StatusRange {
     fn read(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
         parse_text(value, reader, |text| {

@@ -11,20 +11,20 @@ use crate::diagnostic::{MAX_SHOWN_DIAGNOSTICS, find_nearest_name};
 use crate::source::{Parsed, key_at, one_line};
 use crate::{Diagnostic, Diagnostics, FromToml, Source, Span};
 
-/// Reader of one file. It stores mistakes and continues.
+/// Reader of one file's values, which stores mistakes and continues.
 pub struct Reader<'a> {
     source: &'a Source,
-    /// Names of the keys that lead to the present value.
+    /// Names of the keys that lead to the value that is being read.
     keys: Vec<String>,
     pending_diagnostics: Vec<PendingDiagnostic>,
     omitted_count: usize,
     syntax: SyntaxErrors,
 }
 
-/// Mistake whose line is not computed yet.
+/// Mistake whose line has not been computed yet.
 struct PendingDiagnostic {
     span: Span,
-    /// Name of the key; `None`: found from the location.
+    /// Name of the key; `None`: it is found from the location later.
     key: Option<String>,
     message: String,
     nearest: Option<String>,
@@ -97,12 +97,12 @@ impl<'a> Reader<'a> {
         self.push(span, message, || None);
     }
 
-    /// Stores a mistake within the present value; the key is found from the location.
+    /// Stores a mistake within the value that is being read; the key is found from the location.
     pub fn report_within(&mut self, span: Span, message: impl Display) {
         self.check_value(|reader| reader.report(span, message));
     }
 
-    /// Runs `check` on the present value; the key of each mistake is found from its location.
+    /// Runs `check` on the value that is being read; the key of each mistake is found from its location.
     pub fn check_value<T>(&mut self, check: impl FnOnce(&mut Self) -> T) -> T {
         let keys = std::mem::take(&mut self.keys);
         let checked = check(self);
@@ -110,7 +110,7 @@ impl<'a> Reader<'a> {
         checked
     }
 
-    /// Stores a mistake for a name that is not in `known`.
+    /// Stores a mistake about a name that is not in `known`, with the known name that is most similar.
     pub fn report_unknown_name<'n>(
         &mut self,
         span: Span,
@@ -144,7 +144,7 @@ impl<'a> Reader<'a> {
         });
     }
 
-    /// Returns the value, or stores the error at the location.
+    /// Returns the value in `outcome`, or stores its error as a mistake at `span`.
     pub fn ok_or_report<T, E: Display>(&mut self, outcome: Result<T, E>, span: Span) -> Option<T> {
         outcome.map_err(|message| self.report(span, message)).ok()
     }
@@ -170,7 +170,7 @@ impl<'a> Reader<'a> {
         self.source.text().get(span.clone()).unwrap_or_default()
     }
 
-    /// Returns the line of `span`, counted from 1.
+    /// Returns the number of the line in which `span` begins, counted from 1.
     pub fn line_number(&self, span: &Span) -> usize {
         self.source.line_number(span)
     }
@@ -180,12 +180,12 @@ impl<'a> Reader<'a> {
         self.source
     }
 
-    /// Returns a path relative to the file's directory.
+    /// Resolves `path` relative to the file's directory.
     pub fn resolve_path(&self, path: &Path) -> PathBuf {
         self.source.path().parent().unwrap_or(Path::new("")).join(path)
     }
 
-    /// Returns the value as a table with only `known` keys. Stores a mistake and returns `None` if the value is no
+    /// Returns the value as a table with only the known keys. Stores a mistake and returns `None` if the value is no
     /// table. `elsewhere`: keys that belong to other tables, with the text after "expected".
     pub fn read_table<'v, 'i, T: FromToml>(
         &mut self,
@@ -217,7 +217,7 @@ impl<'a> Reader<'a> {
     }
 }
 
-/// Table that is read key by key.
+/// Table whose values are read key by key.
 pub struct TableReader<'v, 'i> {
     table: &'v DeTable<'i>,
     span: Span,

@@ -13,13 +13,13 @@ use toml::de::DeValue;
 
 use crate::{FromToml, Reader};
 
-/// Secret in the file of a key that ends in `_file`.
+/// Secret from the file that a key ending in `_file` names.
 #[derive(Clone, PartialEq, Eq)]
 pub struct Secret<T>(T);
 
-/// Secret that is written as text. The parser's error is not shown, because it may quote the secret.
+/// Type of a secret that is written as text. The parser's error is not shown, because it may quote the secret.
 pub trait SecretText: FromStr {
-    /// Description of the valid content, for errors.
+    /// Description of the valid content, for error messages.
     const EXPECTED: &'static str;
 }
 
@@ -41,13 +41,13 @@ impl<T> fmt::Debug for Secret<T> {
     }
 }
 
-/// Limit of a secret file, bytes.
+/// Maximum size of a secret file in bytes.
 const MAX_SECRET_BYTES: u64 = 65_536;
 
-/// Whether files of other users are rejected.
+/// Whether secret files of other users are rejected.
 static REJECTS_FOREIGN_SECRETS: AtomicBool = AtomicBool::new(false);
 
-/// Rejects secret files that belong to users other than this process's user and root, who could read and change them.
+/// Makes this process reject secret files of users other than its own user and root, who could read and change them.
 /// Daemons call this function; commands that root runs read files of daemons with other users.
 pub fn reject_foreign_secrets() {
     REJECTS_FOREIGN_SECRETS.store(true, Ordering::Relaxed);
@@ -58,7 +58,7 @@ pub fn read_secret(path: &Path) -> Result<String, String> {
     read_secret_of(path, REJECTS_FOREIGN_SECRETS.load(Ordering::Relaxed))
 }
 
-/// Reads a secret file. `strict`: whether files of other users are rejected.
+/// Returns the trimmed text of a secret file. `strict`: whether files of other users are rejected.
 pub(crate) fn read_secret_of(path: &Path, strict: bool) -> Result<String, String> {
     let shown = path.display();
     let unreadable = |reason: std::io::Error| format!("{shown}: {reason}: expected a readable file with the secret");

@@ -14,34 +14,34 @@ use toml_parser::parser::{RecursionGuard, ValidateWhitespace, parse_document};
 use crate::diagnostic::{Location, MAX_SHOWN_DIAGNOSTICS};
 use crate::{Diagnostic, Diagnostics, FromToml, Reader, Span};
 
-/// Limit of a file in bytes, equal to the API's limit of a fleet's document.
+/// Maximum size of a file in bytes, equal to the API's limit of a fleet document.
 const MAX_FILE_BYTES: u64 = 8 << 20;
-/// Limit of nesting, equal to that of the `toml` crate.
+/// Maximum nesting depth, equal to that of the `toml` crate.
 const MAX_DEPTH: u32 = 80;
 
-/// Name and text of a file.
+/// Path and text of a TOML file.
 #[derive(Debug, Clone)]
 pub struct Source {
     path: PathBuf,
     text: Arc<str>,
-    /// Offsets at which lines start, so that a location needs no search of the text.
+    /// Byte offsets at which lines start, so that a location needs no search of the text.
     line_starts: Arc<[usize]>,
 }
 
-/// Parsed part of a text.
+/// Values and syntax errors of the parsed part of a TOML text.
 pub(crate) struct Parsed<'a> {
     pub(crate) table: Spanned<DeTable<'a>>,
     /// The first syntax errors.
     pub(crate) errors: Vec<toml::de::Error>,
-    /// Number of further syntax errors, at least.
+    /// Lower bound of the number of further syntax errors.
     pub(crate) omitted_count: usize,
 }
 
 /// Size of the part of a text that is parsed first, in bytes. Each further part is larger by half.
 const FIRST_PART_BYTES: usize = 64 << 10;
 
-/// Returns the values of a text, or of the first part with more errors than are shown. An error (a duplicate key, too)
-/// costs a hundred times its size.
+/// Parses growing parts of a text until one has more errors than are shown. Each error (also a duplicate key) costs a
+/// hundred times its size.
 fn parse_until_error_limit(text: &str) -> (Spanned<DeTable<'_>>, Vec<toml::de::Error>) {
     let mut size = FIRST_PART_BYTES;
     loop {
@@ -96,13 +96,13 @@ impl Source {
         &self.path
     }
 
-    /// Returns the text.
+    /// Returns the text of the file.
     pub fn text(&self) -> &Arc<str> {
         &self.text
     }
 
-    /// Reads a file of this type. `check` checks combinations of values and returns the result. The error contains all
-    /// mistakes.
+    /// Parses the text as a file of type `T`. `check` checks combinations of values and returns the result. The error
+    /// contains all mistakes.
     pub fn read_as<T: FromToml, U>(
         &self,
         check: impl FnOnce(T, &mut Reader<'_>) -> Option<U>,
@@ -110,14 +110,14 @@ impl Source {
         Reader::read(self, check)
     }
 
-    /// Reads a serde struct; fails at the first mistake.
+    /// Parses the text as a serde struct; fails at the first mistake.
     pub fn parse<T: DeserializeOwned>(&self) -> Result<T, Diagnostic> {
         toml::from_str(&self.text)
             .map_err(|error| self.diagnostic_at(error.span().unwrap_or_default(), &one_line(error.message())))
     }
 
-    /// Parses the text up to the first errors. Each byte may be a syntax error, which costs a hundred times
-    /// its size.
+    /// Parses the text up to the limit of shown errors, because each byte may be a syntax error, which costs a hundred
+    /// times its size.
     pub(crate) fn parse_toml(&self) -> Parsed<'_> {
         let (mut count, mut first_too_many) = (0, self.text.len());
         let source = toml_parser::Source::new(&self.text);
@@ -137,12 +137,12 @@ impl Source {
         Parsed { table, omitted_count: found - errors.len(), errors }
     }
 
-    /// Returns the keys of the whole file, even after mistakes.
+    /// Returns the top-level keys of the file, even after mistakes.
     pub fn keys(&self) -> Vec<String> {
         self.parse_toml().table.get_ref().keys().map(|key| key.get_ref().to_string()).collect()
     }
 
-    /// Returns the first syntax errors.
+    /// Returns the diagnostics of the first syntax errors.
     pub fn syntax_errors(&self) -> Vec<Diagnostic> {
         let mistake = |error: toml::de::Error| {
             let location = self.location(&error.span().unwrap_or_default());
@@ -151,12 +151,12 @@ impl Source {
         self.parse_toml().errors.into_iter().map(mistake).collect()
     }
 
-    /// Returns a mistake at a location (bytes, from [`Spanned::span`]).
+    /// Returns the diagnostic of a mistake at a location (range of bytes, from [`Spanned::span`]).
     pub fn diagnostic_at(&self, span: Span, message: &str) -> Diagnostic {
         self.diagnostics_at(&[(span, message.to_owned())]).remove(0)
     }
 
-    /// Returns mistakes at several locations.
+    /// Returns the diagnostics of mistakes at several locations.
     pub(crate) fn diagnostics_at(&self, wrong: &[(Span, String)]) -> Vec<Diagnostic> {
         let table = self.parse_toml().table;
         let mistake = |(span, message): &(Span, String)| {
@@ -165,7 +165,7 @@ impl Source {
         wrong.iter().map(mistake).collect()
     }
 
-    /// Returns line and column of `span`.
+    /// Returns the line and column at which `span` begins.
     pub(crate) fn location(&self, span: &Span) -> Location {
         let index = self.line_index(span.start);
         let before = self.text.get(self.line_starts[index]..span.start).unwrap_or_default();
@@ -183,18 +183,18 @@ impl Source {
         &self.text[start..end]
     }
 
-    /// Returns the line of `span`, counted from 1.
+    /// Returns the number of the line in which `span` begins, counted from 1.
     pub fn line_number(&self, span: &Span) -> usize {
         self.line_index(span.start) + 1
     }
 }
 
-/// Joins the lines of a message of the TOML parser.
+/// Joins the lines of the TOML parser's message with commas.
 pub(crate) fn one_line(message: &str) -> String {
     message.trim_end().replace('\n', ", ")
 }
 
-/// Returns the key at `span`; empty if there is none.
+/// Returns the full name of the key at `span`; empty if there is none.
 pub(crate) fn key_at(table: &DeTable<'_>, span: &Span) -> String {
     let mut keys = Vec::new();
     key_in_table(table, span, &mut keys);

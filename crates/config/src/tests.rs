@@ -73,7 +73,7 @@ fn read(text: &str) -> Result<Daemon, Diagnostics> {
     read_file(&Source::from_text("daemon.toml", text))
 }
 
-/// The lines of the message.
+/// Returns the diagnostics of a text, one per line.
 fn diagnostics_of(text: &str) -> Vec<String> {
     read(text).unwrap_err().to_string().lines().map(str::to_owned).collect()
 }
@@ -165,7 +165,7 @@ fn mistakes_above_the_limit_are_counted() {
     assert!(mistakes.to_string().ends_with("\nand at least 150 more"));
 }
 
-/// One for each byte, and a search through the text for each of them would take hours.
+/// A file may have an error in each line: a search through the text for each of them would take hours.
 #[test]
 fn syntax_errors_above_the_limit_are_counted() {
     let mistakes = read(&"=\n".repeat(1 << 20)).unwrap_err();
@@ -233,7 +233,7 @@ fn device_names_and_absolute_paths_are_checked() {
     }
 }
 
-/// Only the owner of a secret file can read it: a daemon accepts its own and root's. (Only root can give one away.)
+/// A daemon accepts secret files of its own user and of root only. (Without root the test cannot change the owner.)
 #[test]
 fn daemon_rejects_another_users_secret() {
     let directory = tempfile::tempdir().unwrap();
@@ -250,7 +250,7 @@ fn daemon_rejects_another_users_secret() {
     assert_eq!(read_secret_of(&path, true).unwrap(), "secret");
 }
 
-/// In the file's own folder; its content and that of the file around it are shown by nothing.
+/// The secret's path is relative to the file that names it. No message shows the secret or the text around it.
 #[test]
 fn secret_readable_by_others_is_rejected() {
     let directory = tempfile::tempdir().unwrap();

@@ -32,7 +32,7 @@ impl<const MIN: u64, const MAX: u64> From<BoundedDuration<MIN, MAX>> for Duratio
 const TIME_UNITS: [(&str, u64); 6] =
     [("h", HOUR_NS), ("m", MINUTE_NS), ("s", SECOND_NS), ("ms", MILLISECOND_NS), ("us", MICROSECOND_NS), ("ns", 1)];
 
-/// Formats a time in the largest unit of which it is a whole number.
+/// Formats a time as a whole number of the largest possible unit.
 pub fn format_time(time: Duration) -> String {
     let ns = u64::try_from(time.as_nanos()).unwrap_or(u64::MAX);
     match TIME_UNITS.iter().find(|(_, unit)| ns != 0 && ns.is_multiple_of(*unit)) {

@@ -14,9 +14,9 @@ use coreward_store::etcd::EtcdStore;
 use crate::config::{ControllerConfig, StoreLocation};
 use crate::server::leader_election;
 
-/// Copies the records from the store of the controller's file `from` to that of `to`. No controller may use either
-/// store meanwhile. Returns a summary. Fails if a file is invalid, a store is in use, the source is empty, or the
-/// destination is not empty and `replace` is false.
+/// Copies all records from the store that the controller file `from` configures to that of `to`. No controller may use
+/// either store meanwhile. Returns a summary. Fails if a file is invalid, a store is in use, the source is empty, or
+/// the destination is not empty and `replace` is false.
 pub fn copy_store(from: &Path, to: &Path, replace: bool) -> anyhow::Result<String> {
     let [source, target] = [from, to].map(|file| ControllerConfig::load(file).map(|config| config.store));
     let (source, target) = (source?, target?);
@@ -39,7 +39,7 @@ pub fn copy_store(from: &Path, to: &Path, replace: bool) -> anyhow::Result<Strin
     Ok(format!("copied: {servers} servers, {services} services, generation {}", records.generation))
 }
 
-/// Store that is open for the copy only.
+/// Store that is open only for the time of the copy.
 struct CopyStore {
     store: Store,
     leadership: Option<(Arc<Cluster>, Arc<Leadership>)>,

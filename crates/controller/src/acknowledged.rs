@@ -22,7 +22,7 @@ metrics! {
     );
 }
 
-/// Limit of peers and rejections that are listed; further ones are only counted.
+/// Maximum number of listed peers, and of listed rejections. Further ones are only counted.
 const MAX_LISTED: usize = 100;
 const LB_PART: &str = "lb";
 const AGENT_PART: &str = "agent";
@@ -58,7 +58,7 @@ impl Controller {
         }
     }
 
-    /// Returns live load balancers and connected agents: kind, name, confirmed generation, and rejections.
+    /// Returns live load balancers and connected agents: kind, name, confirmed generation, and rejected updates.
     fn peers(&self, now: Now) -> Vec<(&'static str, &str, u64, &[v1::RefusedUpdate])> {
         let mut parts = Vec::new();
         for (name, balancer) in self.load_balancers.iter().filter(|(_, balancer)| balancer.is_alive(now)) {

@@ -18,12 +18,12 @@ use super::traffic::TrafficTotals;
 pub struct Agent {
     pub session: Option<LiveSession>,
     pub newest_report: Option<LatestReport>,
-    /// Newest configuration that an agent has confirmed. The server's programs keep their state after the agent's end.
+    /// Generation of the newest confirmed configuration. The server's BPF programs keep it after the agent's end.
     pub confirmed_generation: u64,
-    /// Load balancers' traffic to the server when the newest report was accepted.
+    /// Traffic to the server, as load balancers counted it until the newest report was accepted.
     pub traffic_at_report: TrafficTotals,
     pub rss: KnownRss,
-    /// Time by which the newest report is ahead of the controller's wall clock, if above the tolerance.
+    /// Time by which the newest report was sent ahead of the controller's wall clock, if above the tolerance.
     pub clock_ahead: Option<Duration>,
     load_tracker: LoadTracker,
     registration_bucket: Option<TokenBucket>,
@@ -32,23 +32,23 @@ pub struct Agent {
 
 #[derive(Debug)]
 pub struct LiveSession {
-    /// Different for every session.
+    /// Unique number of the session.
     pub number: u64,
-    /// Time of the agent's last message (since the controller's start).
+    /// Time of the agent's last message, since the controller's start.
     pub last_message_at: Duration,
-    /// Silence after which another agent may take over.
+    /// Time without messages after which another agent may take over the server.
     pub time_to_live: Duration,
     pub version: String,
-    /// Rack that relays the agent's messages; `None`: the agent is connected directly.
+    /// Name of the rack that relays the agent's messages; `None`: the agent is connected directly.
     pub rack: Option<Arc<str>>,
 }
 
-/// Fields of a report for `coreward status`.
+/// Fields of the newest report that `coreward status` shows.
 #[derive(Debug)]
 pub struct LatestReport {
-    /// Time of arrival (since the controller's start).
+    /// Time at which the report arrived, since the controller's start.
     pub received_at: Duration,
-    /// End of validity (since the controller's start).
+    /// Time at which the report expires, since the controller's start.
     pub fresh_until: Duration,
     pub open_connections: u32,
     pub rss_matched: u64,
@@ -56,10 +56,10 @@ pub struct LatestReport {
     pub details: AgentDetails,
 }
 
-/// Fields of a report that agents send less often than loads.
+/// Fields of a report that agents send less often than the loads.
 #[derive(Debug, Default)]
 pub struct AgentDetails {
-    /// Counters of the server's programs, as reported.
+    /// Counters of the server's BPF programs by name, as reported.
     pub counters: Vec<(String, u64)>,
     pub warnings: Vec<String>,
     pub dispatch: Vec<v1::DispatchedService>,
@@ -77,9 +77,9 @@ impl AgentDetails {
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ConnectionCount {
-    /// Start of the count (since the controller's start).
+    /// Time at which the agent began the count, since the controller's start.
     pub started_at: Duration,
-    /// Generation of the agent's configuration at that time.
+    /// Generation of the agent's configuration when the count began.
     pub configuration_generation: u64,
     pub services: BTreeMap<String, u32>,
 }
@@ -99,22 +99,22 @@ impl ConnectionCount {
     }
 }
 
-/// RSS of a server, as its agent reported it.
+/// RSS configuration of a server, as its agent reported it.
 #[derive(Debug, Default)]
 pub struct KnownRss {
     generation: Option<u64>,
     pub reported: Option<ReportedRss>,
-    /// Reason why the RSS is unknown, if the agent caused it.
+    /// Reason why the RSS configuration is unknown, if the agent's report is the cause.
     pub problem: Option<String>,
 }
 
 impl Agent {
-    /// Returns the smoothed load of each core; `None`: unknown or expired.
+    /// Returns the smoothed load of each core of the server; `None`: unknown or expired.
     pub fn loads(&self, now: Now) -> Option<&CoreLoads> {
         if self.is_fresh(now) { self.load_tracker.loads() } else { None }
     }
 
-    /// Returns whether the server's loads come from a rack. The agent's reports are then for display.
+    /// Returns whether the server's loads come from a rack. If so, the agent's own reports are only displayed.
     pub fn is_behind_rack(&self) -> bool {
         self.session.as_ref().is_some_and(|session| session.rack.is_some())
     }
@@ -123,18 +123,18 @@ impl Agent {
         self.load_tracker.loads().map(|loads| loads.len())
     }
 
-    /// Returns whether the newest report is valid.
+    /// Returns whether the newest report has not expired.
     pub fn is_fresh(&self, now: Now) -> bool {
         self.newest_report.as_ref().is_some_and(|newest| now.monotonic <= newest.fresh_until)
     }
 
-    /// Returns the newest count of connections; `None`: unknown or expired.
+    /// Returns the newest count of the server's connections; `None`: unknown or expired.
     pub fn connections(&self, now: Now) -> Option<&ConnectionCount> {
         self.newest_report.as_ref().filter(|_| self.is_fresh(now))?.details.connections.as_ref()
     }
 
-    /// Returns the services' connections by the last count. An agent of an older version reports the kernel's number of
-    /// sockets, listening ones included.
+    /// Returns the number of the services' open connections at the last count. An agent of an older version reports the
+    /// kernel's number of sockets, including listening ones.
     pub fn open_connections(&self) -> u32 {
         let Some(newest) = &self.newest_report else { return 0 };
         let counted = newest.details.connections.as_ref().map(ConnectionCount::sum);
@@ -145,7 +145,7 @@ impl Agent {
         self.rss.reported.as_ref().and_then(|reported| reported.rss.as_ref())
     }
 
-    /// Returns the state of the agent's reports.
+    /// Returns the state of the agent's reports: whether they are fresh, expired or missing.
     pub fn report_state(&self, now: Now) -> ReportState {
         match &self.newest_report {
             None => ReportState::None,
@@ -154,7 +154,7 @@ impl Agent {
         }
     }
 
-    /// Returns whether one more registration for this server is within the limit, and counts it.
+    /// Takes a token for a registration. Returns whether the rate of registrations for this server is within its limit.
     pub fn take_registration_token(&mut self, now: Now) -> bool {
         self.registration_bucket
             .get_or_insert(REGISTRATION_QUOTA.from(now.monotonic))
@@ -166,19 +166,19 @@ impl Agent {
         self.report_bucket.get_or_insert(quota.from(now.monotonic)).take(quota, now.monotonic)
     }
 
-    /// Returns the time until the agent may report again. The controller does not read its stream before then.
+    /// Returns the time until the agent may report again. The controller does not read the agent's stream before then.
     pub fn report_wait(&self, interval: Duration, now: Now) -> Duration {
         self.report_bucket
             .map_or(Duration::ZERO, |reports| reports.time_until_token(report_quota(interval), now.monotonic))
     }
 
-    /// Starts the session of a new agent, whose numbering of reports begins again.
+    /// Starts the session of a newly connected agent, which numbers its reports from the beginning.
     pub fn begin(&mut self, session: LiveSession) {
         self.session = Some(session);
         self.load_tracker.start_stream();
     }
 
-    /// Records a report. `generation`: generation of the configuration in force, the highest that can be confirmed.
+    /// Records a report. `generation`: that of the configuration in force, the highest that can be confirmed.
     pub fn record_report(
         &mut self,
         report: Result<Report, ReportError>,
@@ -217,14 +217,14 @@ impl Agent {
     }
 }
 
-/// Limit of reports: twice the configured rate, because intervals change and clocks differ.
+/// Returns the limit of the rate of reports: twice the configured rate, because intervals change and clocks differ.
 fn report_quota(interval: Duration) -> Quota {
     Quota { interval: interval / 2, burst: REPORT_BURST }
 }
 
 impl KnownRss {
-    /// Replaces the RSS. A wrong one is worse than none: it becomes unknown if the NIC's RSS changed and the report
-    /// lacks it.
+    /// Replaces the RSS configuration by the reported one. If the NIC's RSS has changed and the report lacks it, the
+    /// RSS becomes unknown, because a wrong one is worse than none.
     fn update(&mut self, generation: u64, reported: Option<ReportedRss>) {
         if reported.is_some() {
             *self = Self { generation: Some(generation), reported, problem: None };

@@ -11,13 +11,13 @@ use coreward_fleet::fleet::Fleet;
 pub struct Agents {
     agents: Vec<Agent>,
     by_name: HashMap<String, usize>,
-    /// Positions of agents by server id, because every table looks up all servers. An id that the operator changed has
-    /// no agent.
+    /// Positions of the agents by server id, because every table looks up all servers. An id that the operator has
+    /// replaced by another one has no agent.
     by_id: Vec<Option<usize>>,
 }
 
 impl Agents {
-    /// Removes agents whose server has left the fleet.
+    /// Removes the agents of servers that have left the fleet.
     pub fn retain(&mut self, fleet: &Fleet) {
         let mut old: Vec<Option<Agent>> = std::mem::take(&mut self.agents).into_iter().map(Some).collect();
         let by_name = std::mem::take(&mut self.by_name);
@@ -39,7 +39,7 @@ impl Agents {
         self.agents.push(agent);
     }
 
-    /// Returns the agent of the server with that name and id, a new one if needed.
+    /// Returns the agent of the server with this name and id, which is created if it is missing.
     pub fn entry(&mut self, name: &str, id: ServerId) -> &mut Agent {
         let position = match self.by_name.get(name) {
             Some(position) => *position,

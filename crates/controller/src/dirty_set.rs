@@ -2,23 +2,23 @@
 
 use coreward_model::ServerId;
 
-/// Changes of a server since the newest table.
+/// Changes of one server since the newest table.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 struct ServerChanges {
-    /// Whether the server's load has changed: reported by its agent or rack, or counted by load balancers.
+    /// Whether a new load of the server is known: reported by its agent or its rack, or counted by load balancers.
     has_new_load: bool,
-    /// Whether more than the rack's summary has changed, so that the server must be read again.
+    /// Whether more than the rack's summary has changed, so that all of the server's inputs must be read again.
     needs_refresh: bool,
-    /// Generation of the first table with its newest load; 0: none.
+    /// Generation of the first table that contains the server's newest load; 0: no table contains it.
     generation: u64,
 }
 
 #[derive(Debug, Default)]
 pub struct DirtySet {
     servers: Vec<ServerChanges>,
-    /// Changed servers: few, because a table follows after a few reports.
+    /// Servers with changes since the newest table: few, because a table follows after a few reports.
     marked: Vec<ServerId>,
-    /// Servers that had changed when the newest table was made.
+    /// Servers whose changes came before the newest table and are contained in it.
     previously_marked: Vec<ServerId>,
 }
 
@@ -46,17 +46,17 @@ impl DirtySet {
         }
     }
 
-    /// Returns the servers with changes now or at the newest table.
+    /// Returns the servers with changes since the newest table or contained in it.
     pub fn changed(&self) -> impl Iterator<Item = ServerId> {
         self.previously_marked.iter().chain(&self.marked).copied()
     }
 
-    /// Returns whether the server's load is newer than the newest table.
+    /// Returns whether a load of the server arrived after the newest table was made.
     pub fn is_fresh(&self, id: ServerId) -> bool {
         self.get(id).has_new_load
     }
 
-    /// Returns whether more than the rack's summary of the server may have changed.
+    /// Returns whether other inputs of the server than its rack's summary may have changed.
     pub fn needs_refresh(&self, id: ServerId) -> bool {
         self.get(id).needs_refresh
     }
@@ -70,7 +70,7 @@ impl DirtySet {
         }
     }
 
-    /// Returns the generation of the first table with the server's newest load.
+    /// Returns the generation of the first table that contains the server's newest load.
     pub fn generation(&self, id: ServerId) -> Option<u64> {
         Some(self.get(id).generation).filter(|generation| *generation > 0)
     }

@@ -14,17 +14,17 @@ use super::{Controller, Now};
 use coreward_fleet::drains::{DrainError, DrainRequest};
 use coreward_fleet::fleet::{AdminState, FleetServer, FleetService};
 
-/// Longest delay of a report. A count's start is derived from the report's arrival, so the count of a delayed report
-/// seems newer than it is.
+/// Maximum delay of a report. The start of a count is derived from the report's arrival, so the count of a delayed
+/// report seems more recent than it is.
 const MAX_MESSAGE_DELAY: Duration = Duration::from_secs(1);
 
 impl Controller {
-    /// Checks that other healthy servers remain in the services of the drain.
+    /// Checks that healthy servers other than the drained one remain in each service of the drain.
     pub fn check_drain(&self, request: &DrainRequest, now: Now) -> Result<(), DrainError> {
         request.check(&self.fleet, |service, id| self.eligibility(service, id, now) == Eligibility::Eligible)
     }
 
-    /// Returns the server's drain and its remaining connections; `None`: no server has this name.
+    /// Returns the state of the server's drain and its remaining connections; `None`: no server has this name.
     pub fn drain_status(&self, server: &str, now: Now) -> Option<DrainStatus> {
         let id = self.fleet.server_id(server)?;
         let (server, nobody) = (&self.fleet.servers[&id], Agent::default());
@@ -73,13 +73,13 @@ impl Controller {
         by_document.then_some(Drained { by: DrainedBy::Document, since_unix_ms: None, services: Vec::new() })
     }
 
-    /// Returns the server's present and past services in which it takes no new connections now.
+    /// Returns the services, present and past ones, in which the server takes no new connections now.
     fn drained_services(&self, id: ServerId) -> impl Iterator<Item = &FleetService> {
         let services = self.fleet.services.iter().filter(move |service| service.members.contains_key(&id));
         services.filter(move |service| !self.fleet.is_eligible(service, id))
     }
 
-    /// Returns the remaining connections of these services, or the reason why the number is not known yet.
+    /// Returns the number of remaining connections of these services, or the reason why it is not known yet.
     fn remaining(
         &self,
         server: &FleetServer,
@@ -125,7 +125,7 @@ fn has_counted_connections(service: &FleetService) -> bool {
     service.address.protocol == Protocol::Tcp
 }
 
-/// Returns a count in the form of the API.
+/// Converts a count of connections to the form of the API.
 pub(super) fn counted_connections(counted: &ConnectionCount, now: Now) -> CountedConnections {
     let services: BTreeMap<String, u32> = counted.services.clone();
     CountedConnections { age_ms: counted.age(now).as_millis() as u64, services }

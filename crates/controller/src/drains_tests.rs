@@ -54,7 +54,7 @@ impl Harness {
         self.records.generation
     }
 
-    /// Reports a count that began so long ago.
+    /// Reports a count of connections: its age in seconds, the configuration generation at its start, and the number.
     fn report(&mut self, session: &Session, counted: Option<(u64, u64, u32)>, now: Now) {
         self.sequence += 1;
         let connections = counted.map(|(age, configuration_generation, connections)| CountedConnections {
@@ -77,7 +77,7 @@ impl Harness {
         self.controller.drain_status("s1", now).unwrap()
     }
 
-    /// Returns the open connections of s1, as in `status` and `top`.
+    /// Returns the open connections of server s1, as `status` and `top` display them.
     fn open_connections(&self, now: Now) -> [u32; 2] {
         let (id, server) = self.controller.servers_after(None).find(|(_, server)| server.name == "s1").unwrap();
         let status = self.controller.server_status(id, server, false, now);

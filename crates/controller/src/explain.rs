@@ -24,7 +24,7 @@ use super::{Controller, Now};
 use coreward_fleet::fleet::{FleetServer, FleetService};
 use coreward_fleet::records::LoadBalancerRecord;
 
-/// Reason for which a packet cannot be explained.
+/// Reason for which the placement of a packet cannot be explained.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum ExplainError {
     #[error("no service at {address}: expected one of {known_services}")]
@@ -33,32 +33,32 @@ pub enum ExplainError {
     MixedFamilies(#[from] MixedFamilies),
 }
 
-/// Copy of a service's state. Explanations with thousands of servers use a copy, so that they do not delay reports.
+/// Copy of a service's state: explanations with thousands of servers must not delay the processing of reports.
 pub struct ServiceView {
     service: FleetService,
     table: Option<Arc<PlacementTable>>,
     pool: Pool,
-    /// Names of all servers, because a table may name a server that has left the pool.
+    /// Names and VLANs of all servers, because a table may contain a server that has left the pool.
     names: HashMap<ServerId, (String, Vlan)>,
     cookie_keys: FleetKeys,
-    /// Share of packets that load balancers decide by the cookie, with LB-side stamping.
+    /// Fraction of packets that load balancers place by the cookie, with LB-side stamping.
     cookie_share: Option<f64>,
-    /// Names of load balancers by the number of their connection table.
+    /// Names of load balancers by the owner number in the cookies of their connection tables.
     owner_names: Vec<(OwnerNumber, String)>,
 }
 
-/// A server of a view.
+/// Server in the view of a service.
 #[derive(Debug, Clone)]
 pub struct ViewedServer {
     id: ServerId,
     name: String,
     vlan: Vlan,
-    /// Input of the policy, if the server is in the service.
+    /// Input of the policy about this server, if the server is in the service.
     pool_server: Option<PoolServer>,
 }
 
 impl Controller {
-    /// Returns a view of the service without servers, which callers add one by one ([`Controller::viewed_server`]).
+    /// Returns a view of the service without servers; callers add them one by one ([`Controller::viewed_server`]).
     /// Fails if no service has this address.
     pub fn service_view(&self, address: ServiceAddress, now: Now) -> Result<ServiceView, ExplainError> {
         let service = self.services.iter().find(|service| service.fleet().address == address);
@@ -83,7 +83,7 @@ impl Controller {
         ViewedServer { id, name: server.name.clone(), vlan: server.vlan, pool_server }
     }
 
-    /// Returns the explanation, with all servers read at once.
+    /// Explains a packet, with all servers read at once.
     #[cfg(test)]
     pub fn explain(
         &self,
@@ -115,9 +115,9 @@ impl ServiceView {
         self
     }
 
-    /// Explains a packet from `client` to the service. A first packet follows the newest table; for other packets the
-    /// explanation contains all that the controller can know. Fails if client and VIP are of different address
-    /// families.
+    /// Explains where a packet from `client` to the service goes. A first packet follows the newest table. For other
+    /// packets the explanation contains all that the controller can know. Fails if client and VIP are of different
+    /// address families.
     pub fn explain(&self, client: SocketAddr, packet: ExplainedPacket) -> Result<Explanation, ExplainError> {
         Ok(self.case(client)?.explanation(packet))
     }
@@ -132,7 +132,7 @@ struct ConnectionCase<'a> {
     tuple: FourTuple,
 }
 
-/// Server that the packet goes to, if the controller can know it, and the reason in one sentence.
+/// Server to which the packet goes, if the controller can know it, and the reason in one sentence.
 type PacketVerdict = (Option<ServerId>, String);
 
 impl ConnectionCase<'_> {
@@ -162,7 +162,7 @@ impl ConnectionCase<'_> {
         }
     }
 
-    /// Returns the source port that load balancers draw from the connection.
+    /// Returns the outer source port that load balancers derive from the connection when they encapsulate packets.
     fn outer_source_port(&self) -> Option<u16> {
         let client = self.tuple.client();
         let [source, destination] = [client.port(), self.tuple.vip().port()].map(u16::to_be_bytes);
@@ -174,7 +174,7 @@ impl ConnectionCase<'_> {
         self.view.names.get(&id).map_or("(a server that left)", |(name, _)| name)
     }
 
-    /// Returns the load and the candidates of one server for the connection.
+    /// Returns the RSS hash, the bucket, the core and the core's load that the connection would have at this server.
     fn server(&self, server: &PoolServer) -> ExplainedServer {
         let hash = server.rss.as_ref().map(|rss| rss.key.toeplitz(&self.tuple.bytes()));
         let core = server.rss.as_ref().zip(hash).map(|(rss, hash)| rss.indirection_table.queue(hash));
@@ -301,7 +301,7 @@ impl ConnectionCase<'_> {
         (chosen, reason)
     }
 
-    /// Returns the candidates of the connection's bucket in every RSS group.
+    /// Returns the candidates for the connection: those of its bucket in every RSS group.
     fn candidates(&self, table: &PlacementTable) -> Vec<Candidate> {
         let bytes = self.tuple.bytes();
         let per_group = table.groups.iter().enumerate().flat_map(|(group, key)| {
@@ -311,7 +311,7 @@ impl ConnectionCase<'_> {
         per_group.collect()
     }
 
-    /// Returns "bucket 17 of 128", by the key of the chosen server's group.
+    /// Returns a text like "bucket 17 of 128". The bucket is found by the key of the chosen server's RSS group.
     fn describe_bucket(&self, table: &PlacementTable, chosen: ServerId) -> String {
         let own_key = self.rss_key(chosen).filter(|key| table.groups.contains(key));
         let (key, whose) = match own_key {
@@ -327,7 +327,7 @@ impl ConnectionCase<'_> {
         server.rss.as_ref().map(|rss| &rss.key)
     }
 
-    /// Returns whether the candidate is one core, and not a whole server.
+    /// Returns whether the candidate stands for one core, and not for a whole server.
     fn names_core(&self, table: &PlacementTable, candidate: Candidate) -> bool {
         self.rss_key(candidate.server).is_some_and(|key| table.groups.contains(key))
     }
@@ -342,13 +342,13 @@ impl ConnectionCase<'_> {
     }
 }
 
-/// Returns whether the table gives each bucket to one server, whatever the loads: with `hash`, `consistent-hash` and
-/// `maglev`, and with `crossrss` before the first report.
+/// Returns whether the table gives each bucket to one server regardless of the loads: with `hash`, `consistent-hash`
+/// and `maglev`, and with `crossrss` before the first report.
 fn is_load_independent(table: &PlacementTable) -> bool {
     table.core_slots.len() == table.members.len() && table.candidates.iter().all(|candidate| candidate.load == 0)
 }
 
-/// Converts a load of the data plane to a fraction of a core's capacity.
+/// Converts a load in the fixed-point format of the data plane to a fraction of a core's capacity.
 fn load_fraction(fixed_point: u32) -> f64 {
     f64::from(fixed_point) / f64::from(load::to_fixed_point(1.0))
 }

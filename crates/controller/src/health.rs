@@ -14,11 +14,11 @@ use coreward_fleet::records::Membership;
 
 #[derive(Debug, Default)]
 pub struct HealthState {
-    /// Verdicts by target; a target without a verdict is up.
+    /// Verdicts by service and server. Servers without a verdict are up.
     verdicts: BTreeMap<HealthTarget, HealthVerdict>,
     agent_checks: BTreeMap<HealthTarget, AgentCheck>,
-    /// Inputs of the newest verdicts: the generation of the configuration, and the versions of the load balancers'
-    /// results.
+    /// Inputs from which the newest verdicts follow: generation of the configuration, and versions of the load
+    /// balancers' verdicts.
     inputs: Option<(u64, Vec<(String, u64)>)>,
 }
 
@@ -30,7 +30,7 @@ struct AgentCheck {
 }
 
 impl HealthState {
-    /// Updates the verdicts. `reports` returns whether a server's agent reports.
+    /// Updates the verdicts. `has_reporting_agent`: returns whether the agent of a server reports.
     pub fn update(
         &mut self,
         fleet: &Fleet,
@@ -55,8 +55,8 @@ impl HealthState {
         }
     }
 
-    /// Performs checks by agents' reports, each at its own interval. After the controller's start, agents have time to
-    /// return.
+    /// Performs the checks by agents' reports, each at its own interval. After the controller's start, agents have time
+    /// to reconnect.
     fn check_agents(&mut self, fleet: &Fleet, now: Now, reports: impl Fn(ServerId) -> bool) {
         let mut required: BTreeMap<HealthTarget, &Arc<HealthCheck>> = BTreeMap::new();
         for service in &fleet.services {

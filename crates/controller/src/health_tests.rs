@@ -22,7 +22,7 @@ fn at(milliseconds: u64) -> Now {
     Now { monotonic, wall, record: wall }
 }
 
-/// Servers s0, s1, s2 with ids 0, 1, 2; one service with these keys.
+/// Returns a fleet of servers s0, s1, s2 with ids 0, 1, 2, and one service with the keys `service`.
 fn config(service: &str) -> FleetConfig {
     let mut text = String::new();
     for n in 0..3 {
@@ -55,7 +55,7 @@ impl Harness {
         self.controller.configure(Fleet::new(&config, &self.records));
     }
 
-    /// Reports a load balancer's verdicts: up ('u'), down ('d'), or unknown ('?').
+    /// Reports a load balancer's verdict on each server: up ('u'), down ('d'), or unknown ('?').
     fn report_verdicts(&mut self, load_balancer: &str, verdicts: &str, now: Now) {
         let server = |(id, verdict): (usize, char)| {
             let verdict = match verdict {
@@ -77,7 +77,7 @@ impl Harness {
         }
     }
 
-    /// Returns the servers of the next table: a member, draining or down.
+    /// Returns the ids of the members of the next table. Checks that all other servers are draining or down.
     fn members(&mut self, now: Now) -> Vec<u16> {
         let table = self.controller.tick(now).remove(0).table;
         let members: Vec<u16> = table.members.iter().map(|member| member.server.get()).collect();
@@ -115,7 +115,7 @@ fn only_load_balancers_on_the_list_may_connect() {
     harness.controller.register_load_balancer("lb1", at(10_000)).unwrap();
 }
 
-/// A controller that has just begun to lead has no verdicts: it waits for the load balancers'.
+/// A controller that has just become the leader makes no table before load balancers have reported verdicts.
 #[test]
 fn first_tables_wait_for_health_verdicts() {
     let mut harness = Harness::new(TCP, &["lb1", "lb2"]);

@@ -6,8 +6,8 @@ use std::ops::Range;
 
 use coreward_model::ServerId;
 
-/// Number of ids in a shard, which is polled in about a millisecond. A service of ten thousand servers has five shards,
-/// one per report interval.
+/// Number of server ids in a shard, which is polled in about a millisecond. A service of ten thousand servers has five
+/// shards, of which one is polled per report interval.
 const SHARD_SIZE: u64 = 2048;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -29,7 +29,7 @@ impl Shard {
     }
 }
 
-/// One fingerprint for each shard, and one for the service.
+/// Fingerprints of the inputs of a service's tables: one for each shard of its servers, and one for the service itself.
 #[derive(Debug, Default)]
 pub struct InputFingerprints {
     service_fingerprint: Option<u64>,
@@ -38,7 +38,7 @@ pub struct InputFingerprints {
 }
 
 impl InputFingerprints {
-    /// Returns the next shard to poll; all shards if `all` is set or in the first call.
+    /// Returns the shards to poll: the next one, or all shards if `all` is set or in the first call.
     pub fn next<T>(&mut self, members: &BTreeMap<ServerId, T>, all: bool) -> Vec<Shard> {
         let from = |first: u64| {
             let first = ServerId::try_from(first).ok()?;
@@ -51,7 +51,7 @@ impl InputFingerprints {
         self.last.into_iter().collect()
     }
 
-    /// Stores new fingerprints and returns whether any has changed.
+    /// Stores new fingerprints. Returns whether any differs from the previous one.
     pub fn update(&mut self, service: u64, shards: &[(Shard, u64)]) -> bool {
         let mut is_new = self.service_fingerprint.replace(service) != Some(service);
         for (shard, found) in shards {

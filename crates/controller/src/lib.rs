@@ -84,14 +84,14 @@ use service::{PreviousService, Service, TableTrigger};
 use share_limiter::ShareLimiter;
 use table_acks::TableAcks;
 
-/// A point in time on three clocks.
+/// Present time on three clocks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Now {
-    /// Since the controller's start; never goes back.
+    /// Time since the controller's start, on a clock that never goes back.
     pub monotonic: Duration,
-    /// By the wall clock, since 1970; it may jump.
+    /// Wall-clock time since 1970, which may jump.
     pub wall: Duration,
-    /// By the records' clock ([`coreward_fleet::clock`]), since 1970.
+    /// Time since 1970 by the clock of the records ([`coreward_fleet::clock`]), which never goes back.
     pub record: Duration,
 }
 
@@ -113,7 +113,7 @@ impl Session {
     }
 }
 
-/// Table to be sent to the load balancers.
+/// New placement table of a service, to be sent to the load balancers.
 #[derive(Debug, Clone)]
 pub struct NewTable {
     pub service: ServiceIndex,
@@ -146,7 +146,7 @@ pub struct RetiredConfiguration {
     _replaced: Vec<PreviousService>,
 }
 
-/// Controller: receives reports and computes tables.
+/// Controller of one fleet: it receives loads of servers, and computes placement tables from them.
 pub struct Controller {
     fleet: Fleet,
     agents: Agents,
@@ -157,7 +157,7 @@ pub struct Controller {
     racks: Racks,
     accepted_reports: u64,
     rejection_counts: BTreeMap<&'static str, u64>,
-    /// Number of accepted reports that were sent ahead of this host's wall clock.
+    /// Number of accepted reports that were sent ahead of this host's wall clock, by more than the tolerance.
     pub reports_ahead: u64,
     last_session: u64,
     positions: HashMap<ServiceIndex, usize>,
@@ -195,13 +195,13 @@ impl Controller {
         &self.fleet
     }
 
-    /// Puts another configuration in force. Servers in both configurations keep their state.
+    /// Puts a new configuration in force. Servers that are in both configurations keep their state.
     pub fn configure(&mut self, fleet: Fleet) {
         let indexed = ServiceIndexes::of(&fleet);
         drop(self.configure_indexed(fleet, indexed));
     }
 
-    /// Like [`Controller::configure`], with an index of the fleet; returns the previous configuration for a later drop.
+    /// Puts a configuration in force, with a computed index. Returns the previous one, which can be dropped later.
     pub fn configure_indexed(&mut self, fleet: Fleet, indexed: ServiceIndexes) -> RetiredConfiguration {
         self.agents.retain(&fleet);
         self.load_balancers.set_known_names(fleet.load_balancers.keys());
@@ -237,12 +237,12 @@ impl Controller {
         }
     }
 
-    /// Registers an agent for its server. Fails if the server is unknown or has a live agent.
+    /// Registers an agent for its server, and returns its session. Fails if the server is unknown or has a live agent.
     pub fn register(&mut self, server: &str, version: &str, now: Now) -> Result<Session, Rejection> {
         self.connect_via_rack(server, version, None, now)
     }
 
-    /// Like [`Controller::register`], for an agent that may be connected through a rack.
+    /// Registers an agent, like [`Controller::register`], which may be connected through a rack.
     pub fn connect_via_rack(
         &mut self,
         server: &str,
@@ -296,7 +296,7 @@ impl Controller {
         Ok(session)
     }
 
-    /// Returns the configuration of the session's agent. Fails if the server has left the fleet, or the agent may no
+    /// Returns the configuration for the session's agent. Fails if the server has left the fleet, or the agent may no
     /// longer use its rack.
     pub fn agent_configuration(&self, session: &Session) -> Result<AgentConfiguration, Rejection> {
         let unknown = || Rejection::UnknownServer(session.server().to_owned());
@@ -306,7 +306,7 @@ impl Controller {
         Ok(self.fleet.agent_configuration(id, &before.flatten().copied().filter(|before| *before != id).collect()))
     }
 
-    /// Returns the configuration that every load balancer receives.
+    /// Returns the configuration that all load balancers are sent.
     pub fn fleet_configuration(&self, now: Now) -> FleetConfiguration {
         self.fleet.load_balancer_configuration(|name| self.load_balancers.is_alive(name, now))
     }
@@ -316,7 +316,7 @@ impl Controller {
         alive.map(|(name, _)| name.clone()).collect()
     }
 
-    /// Registers a load balancer and returns its session. Fails if a load balancer of this name is alive.
+    /// Registers a load balancer and returns its session. Fails if a load balancer with this name is alive.
     pub fn register_load_balancer(&mut self, name: &str, now: Now) -> Result<u64, Rejection> {
         let is_allowed = self.fleet.allowed_load_balancers.as_ref().is_none_or(|allowed| allowed.contains(name));
         let outcome = match is_allowed {
@@ -347,17 +347,17 @@ impl Controller {
         Some(self.agent(id)?.session.as_ref()?.number)
     }
 
-    /// Returns the histories of buckets that changed since the last call, for the records.
+    /// Returns the bucket histories that have changed since the last call, by service name, to be stored.
     pub fn changed_histories(&mut self) -> Vec<(String, BucketHistory)> {
         self.services.iter_mut().filter_map(Service::changed_history).collect()
     }
 
-    /// Returns a number that grows with every change of any agent's [`AgentConfiguration::previous_servers`].
+    /// Returns a number that increases with every change of any agent's [`AgentConfiguration::previous_servers`].
     pub fn predecessor_changes(&self) -> u64 {
         self.services.iter().map(Service::predecessor_changes).sum()
     }
 
-    /// Records a report, or its parse error. A rejected report is counted and has no other effect.
+    /// Records an agent's report, or its parse error. A rejected report is counted and has no other effect.
     pub fn report(
         &mut self,
         session: &Session,
@@ -398,7 +398,7 @@ impl Controller {
         Ok(())
     }
 
-    /// Returns the time until the session's next message may be read; zero: now. The rack delays its own agents.
+    /// Returns the time until the session's next message may be read; zero: at once. Racks delay their own agents.
     pub fn message_wait(&mut self, session: &Session, now: Now) -> Duration {
         if session.relay.is_some() {
             return Duration::ZERO;
@@ -408,12 +408,12 @@ impl Controller {
         agent.map_or(Duration::ZERO, |agent| agent.report_wait(interval, now))
     }
 
-    /// Counts a pause of the session's stream, because the agent exceeded its limit.
+    /// Counts that reading of the session's stream has paused, because the agent exceeded its rate limit.
     pub fn count_delayed_message(&mut self, session: &Session) {
         let _ = self.count::<()>(Err(Rejection::TooManyReports(session.server().to_owned())));
     }
 
-    /// Counts an unsolicited message as a report.
+    /// Counts an unsolicited message towards the rate limit of reports.
     pub fn count_unsolicited_message(&mut self, session: &Session, now: Now) {
         let interval = self.fleet.report_interval;
         if let Some(agent) = self.agents.find_mut(session.server()) {
@@ -425,7 +425,7 @@ impl Controller {
         outcome.inspect_err(|refused| *self.rejection_counts.entry(refused.reason()).or_default() += 1)
     }
 
-    /// Ends the session. Its server's loads remain valid as long as the last report.
+    /// Ends the session. The loads of its server remain valid until the last report expires.
     pub fn disconnect(&mut self, session: &Session) {
         if let Some(agent) = self.agents.find_mut(session.server())
             && agent.session.as_ref().is_some_and(|live| live.number == session.number)
@@ -452,14 +452,14 @@ impl Controller {
             .all(|service| service.members.keys().all(|id| !eligible(service, *id) || known(*id)))
     }
 
-    /// Returns whether all expected load balancers have reported check results, if there are checks. A server that was
-    /// down under the previous leader thus remains down.
+    /// Returns whether all expected load balancers have reported results of health checks, if there are any checks. A
+    /// server that was down under the previous leader thus remains down.
     pub fn all_have_checked(&self, now: Now) -> bool {
         let checks = self.fleet.services.iter().any(|service| service.check.is_some());
         !checks || self.load_balancers.all_have_checked(now)
     }
 
-    /// Computes every service's table at the end of a report interval. Resets the counts of assigned connections.
+    /// Computes the tables of all services at the end of a report interval. Resets counts of assigned connections.
     pub fn tick(&mut self, now: Now) -> Vec<NewTable> {
         self.due_services.clear();
         self.racks.changes += 1;
@@ -486,7 +486,7 @@ impl Controller {
         self.services[position].begin_interval(opened);
     }
 
-    /// Returns the arrival times of the servers' newest reports that came after `since` (monotonic clock).
+    /// Returns the arrival times of the servers' newest reports, if later than `since` (monotonic clock).
     pub fn received_after(&self, since: Duration) -> impl Iterator<Item = Duration> {
         let newest = self.agents.iter().filter_map(|agent| agent.newest_report.as_ref());
         newest.map(|newest| newest.received_at).filter(move |received| *received > since)

@@ -19,15 +19,15 @@ use coreward_fleet::fleet::Fleet;
 
 pub type HealthTarget = (ServiceIndex, ServerId);
 
-/// Time after which a server that no load balancer reaches gets no new connections. During shorter interruptions the
-/// data plane sends first packets to other servers.
+/// Time for which no load balancer reaches a server, after which it gets no new connections. During shorter
+/// interruptions the data plane sends first packets to other servers.
 pub const UNREACHABLE_AFTER: Duration = Duration::from_secs(3);
 
-/// Time for load balancers and agents to return after the controller's start, before they count as gone: daemons retry
-/// at least every two seconds.
+/// Time after the controller's start during which missing load balancers and agents do not count as lost. They retry at
+/// least every two seconds.
 pub const START_GRACE: Duration = Duration::from_secs(5);
 
-/// Load balancers by name: those on record, and connected ones.
+/// Load balancers by name: those that are connected, and those in the records.
 #[derive(Debug, Default)]
 pub struct LoadBalancers {
     by_name: BTreeMap<String, LoadBalancer>,
@@ -36,41 +36,41 @@ pub struct LoadBalancers {
 
 #[derive(Debug, Default)]
 pub struct LoadBalancer {
-    /// Stream of the load balancer while it is connected.
+    /// Session of the load balancer while it is connected.
     session: Option<LiveSession>,
-    /// End of the newest stream (since the controller's start).
+    /// Time at which the newest session ended, since the controller's start.
     ended_at: Duration,
-    /// Last reported state, and the time of its arrival (since the controller's start).
+    /// Last state that the load balancer reported, and the time of its arrival, since the controller's start.
     pub state: Option<(v1::LoadBalancerState, Duration)>,
-    /// Newest configuration that the load balancer has confirmed. Its data plane keeps the state after the stream's
-    /// end.
+    /// Generation of the newest configuration that the load balancer has confirmed. Its data plane keeps the state
+    /// after the session's end.
     pub confirmed_generation: u64,
-    /// Time of the first confirmation of that configuration (since the controller's start).
+    /// Time at which that configuration was first confirmed, since the controller's start.
     pub confirmed_at: Duration,
-    /// Configuration in force when the stream began, if the store had an older one.
+    /// Configuration that was in force at the load balancer when its session began, if the store had an older one.
     newer_configuration: Option<NewerConfiguration>,
-    /// Times since which servers have had an unknown MAC address, by server name.
+    /// Time since which the MAC address of each unreachable server has been unknown, by server name.
     unresolved_since: HashMap<String, Duration>,
     traffic: Traffic,
-    /// Results of health checks.
+    /// Results of the load balancer's health checks.
     health: ReportedHealth,
     registration_bucket: Option<TokenBucket>,
 }
 
-/// Configuration that is newer than the store's.
+/// Configuration of a load balancer that is newer than the newest one in the controller's store.
 #[derive(Debug, Clone, Copy)]
 struct NewerConfiguration {
     generation: u64,
-    /// Generation of the document in the store when the stream began.
+    /// Generation of the fleet document in the store when the load balancer's session began.
     document_generation: u64,
 }
 
-/// Results of a load balancer's checks.
+/// Results of one load balancer's health checks.
 #[derive(Debug, Default)]
 struct ReportedHealth {
     check_results: BTreeMap<HealthTarget, CheckedServer>,
     verdicts: BTreeMap<HealthTarget, HealthVerdict>,
-    /// Time of the last message (since the controller's start).
+    /// Time at which the last message about health arrived, since the controller's start.
     received_at: Duration,
     verdict_version: u64,
     has_reported: bool,
@@ -79,12 +79,12 @@ struct ReportedHealth {
 #[derive(Debug)]
 struct LiveSession {
     number: u64,
-    /// Time of its last message (since the controller's start).
+    /// Time of the load balancer's last message, since the controller's start.
     last_message_at: Duration,
 }
 
 impl LoadBalancers {
-    /// Adds load balancers of these names, and removes others that are not connected.
+    /// Adds load balancers with these names, and removes others that are not connected.
     pub fn set_known_names<'a>(&mut self, names: impl Iterator<Item = &'a String>) {
         let names: BTreeSet<&String> = names.collect();
         self.by_name.retain(|name, balancer| names.contains(name) || balancer.session.is_some());
@@ -93,7 +93,7 @@ impl LoadBalancers {
         }
     }
 
-    /// Registers a load balancer and returns its session. Fails if a load balancer of this name is alive.
+    /// Registers a load balancer and returns its session. Fails if a load balancer with this name is alive.
     pub fn register(&mut self, name: &str, now: Now) -> Result<u64, Rejection> {
         if self.by_name.len() >= MAX_LOAD_BALANCERS && !self.by_name.contains_key(name) {
             return Err(Rejection::TooManyLoadBalancers(sanitize_str(name)));
@@ -120,8 +120,8 @@ impl LoadBalancers {
         Ok(self.last_session)
     }
 
-    /// Records the load balancer's configuration in force when its stream began. Returns the name if the store has an
-    /// older configuration.
+    /// Records the configuration that the load balancer had in force when its session began. Returns its name if the
+    /// store has an older configuration.
     pub fn record_configuration_in_force(&mut self, session: u64, generation: u64, fleet: &Fleet) -> Option<&str> {
         let (name, balancer) = self.by_name.iter_mut().find(|(_, balancer)| balancer.has_session(session))?;
         let is_ahead = generation > fleet.generation;
@@ -131,7 +131,7 @@ impl LoadBalancers {
     }
 
     /// Returns the name and the generation of each load balancer whose configuration is newer than the store's.
-    /// `document`: generation of the stored document; a load balancer counts until a later document is applied.
+    /// `document_generation`: that of the stored document; a load balancer is listed until a later document is applied.
     pub fn newer_configurations(&self, document: u64) -> impl Iterator<Item = (&str, u64)> {
         self.by_name.iter().filter_map(move |(name, balancer)| {
             let ahead = balancer.newer_configuration.filter(|ahead| ahead.document_generation == document)?;
@@ -146,8 +146,8 @@ impl LoadBalancers {
         Some(balancer)
     }
 
-    /// Records the load balancer's state. `newest`: generation of the configuration in force, the highest that can be
-    /// confirmed.
+    /// Records the load balancer's state. `newest_generation`: generation of the configuration in force, the highest
+    /// one that a load balancer can confirm.
     pub fn record_state(&mut self, session: u64, state: v1::LoadBalancerState, newest: u64, now: Now) {
         if let Some(balancer) = self.record_message(session, now) {
             let state = sanitize_state(state);
@@ -162,7 +162,7 @@ impl LoadBalancers {
         }
     }
 
-    /// Records a table that a load balancer has in force since its last state.
+    /// Records that a load balancer has had a table in force since its last reported state.
     pub fn record_table_in_force(&mut self, session: u64, service: &str, generation: u64) {
         let balancer = self.by_name.values_mut().find(|balancer| balancer.has_session(session));
         let tables =
@@ -179,12 +179,12 @@ impl LoadBalancers {
         }
     }
 
-    /// Returns whether all live load balancers have reported check results to this leader.
+    /// Returns whether all live load balancers have reported results of health checks to this leader.
     pub fn all_have_checked(&self, now: Now) -> bool {
         self.alive(now).all(|(_, balancer)| balancer.health.has_reported)
     }
 
-    /// Returns the version of each live load balancer's verdicts, which changes with them.
+    /// Returns the name of each live load balancer, and the version of its verdicts, which changes with them.
     pub fn verdict_versions(&self, now: Now) -> Vec<(String, u64)> {
         self.alive(now).map(|(name, balancer)| (name.clone(), balancer.health.verdict_version)).collect()
     }
@@ -193,7 +193,7 @@ impl LoadBalancers {
         self.alive(now).map(|(_, balancer)| &balancer.health.verdicts).collect()
     }
 
-    /// Returns the verdict of each live load balancer on one server, and its age.
+    /// Returns the results of all live load balancers' checks of one server: name, result, and age.
     pub fn check_results(&self, target: HealthTarget, now: Now) -> Vec<(&str, &CheckedServer, Duration)> {
         let mut printed = Vec::new();
         for (name, LoadBalancer { health, .. }) in self.alive(now) {
@@ -203,8 +203,8 @@ impl LoadBalancers {
         printed
     }
 
-    /// Returns the time since which all live load balancers have had this or a newer configuration in force (since the
-    /// controller's start). The error lists those without confirmation; an empty list: no load balancer is live.
+    /// Returns the time since which all live load balancers have had this or a newer configuration in force, since the
+    /// controller's start. The error lists those that have not confirmed it; it is empty if no load balancer is live.
     pub fn confirmed_since(&self, generation: u64, now: Now) -> Result<Duration, Vec<&str>> {
         let lacking = self.alive(now).filter(|(_, balancer)| balancer.confirmed_generation < generation);
         let lacking: Vec<&str> = lacking.map(|(name, _)| name.as_str()).collect();
@@ -216,8 +216,8 @@ impl LoadBalancers {
         self.by_name.iter().filter(move |(_, balancer)| balancer.is_alive(now))
     }
 
-    /// Records a count of traffic. `alpha`: weight of the newest rate in the mean. Returns the increase since the
-    /// previous count.
+    /// Records a load balancer's counts of traffic. `alpha`: weight of the newest rate in the moving average. Returns
+    /// the increases since the previous counts.
     pub fn record_traffic(
         &mut self,
         session: u64,
@@ -236,19 +236,19 @@ impl LoadBalancers {
         TrafficTotals(self.by_name.iter().filter_map(of).collect())
     }
 
-    /// Returns the rates of all load balancers' traffic to the server; `None`: fewer than two messages.
+    /// Returns the sum of all load balancers' rates of traffic to the server; `None`: fewer than two messages.
     pub fn rates(&self, server: ServerId) -> Option<TrafficRates> {
         let rates = self.by_name.values().filter_map(|balancer| balancer.traffic.rates(server));
         rates.reduce(|a, b| TrafficRates { packets: a.packets + b.packets, bytes: a.bytes + b.bytes })
     }
 
-    /// Returns the connections opened for the service since the last call; `None`: fewer than two messages.
+    /// Returns the number of connections opened for the service since the last call; `None`: fewer than two messages.
     pub fn newly_opened(&mut self, service: ServiceIndex) -> Option<u64> {
         let opened = self.by_name.values_mut().filter_map(|balancer| balancer.traffic.newly_opened(service));
         opened.reduce(u64::saturating_add)
     }
 
-    /// Returns the packets of open connections to a service with LB-side stamping, at all load balancers.
+    /// Returns the sums of all load balancers' packet counts, by cookie and by flow table, for an LB-stamped service.
     pub fn stamped_packets(&self, service: &str) -> StampedService {
         let states = self.by_name.values().filter_map(|balancer| balancer.state.as_ref());
         let stamped = states.flat_map(|(state, _)| &state.stamped_services);
@@ -260,7 +260,7 @@ impl LoadBalancers {
         })
     }
 
-    /// Ends a session. Returns whether the load balancer is disconnected: no newer session of its name is connected.
+    /// Ends a session. Returns whether the load balancer is disconnected: it has no newer session.
     pub fn disconnect(&mut self, session: u64, now: Now) -> bool {
         let balancer = self.by_name.values_mut().find(|balancer| balancer.has_session(session));
         let ended = balancer.map(|balancer| {
@@ -275,12 +275,12 @@ impl LoadBalancers {
         self.by_name.get(name).is_some_and(LoadBalancer::is_connected)
     }
 
-    /// Returns whether the load balancer's stream is open, or ended recently.
+    /// Returns whether the load balancer's session is open, or ended recently.
     pub fn is_alive(&self, name: &str, now: Now) -> bool {
         self.by_name.get(name).is_some_and(|balancer| balancer.is_alive(now))
     }
 
-    /// Returns whether no load balancer has reached the server for [`UNREACHABLE_AFTER`].
+    /// Returns whether no load balancer has been able to reach the server for [`UNREACHABLE_AFTER`].
     pub fn is_unreachable(&self, server: &str, now: Now) -> bool {
         let for_long = |balancer: &LoadBalancer| {
             let since = balancer.unresolved_since.get(server);

@@ -84,7 +84,7 @@ fn seconds(milliseconds: u32) -> f64 {
     f64::from(milliseconds) / 1000.0
 }
 
-/// Adds the metrics of `status` at this wall-clock time.
+/// Adds the metrics that follow from `status` at this wall-clock time.
 pub fn add_status(page: &mut Snapshot, status: &Status, wall: Duration) {
     page.add(&CONFIGURATION_GENERATION, [], status.configuration_generation as f64);
     page.add(&REPORTS_ACCEPTED_TOTAL, [], status.accepted_reports as f64);
@@ -116,7 +116,7 @@ pub fn add_status(page: &mut Snapshot, status: &Status, wall: Duration) {
 }
 
 impl Controller {
-    /// Adds the metrics that are not in the status.
+    /// Adds the metrics that the status does not contain.
     pub fn add_metrics(&self, page: &mut Snapshot, now: Now) {
         self.add_acknowledgements(page, now);
         page.add(&STORE_BEHIND, [], self.is_store_behind().into());

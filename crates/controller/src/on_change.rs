@@ -18,21 +18,21 @@ use super::service::{Service, TableTrigger};
 use super::{Controller, NewTable, Now};
 use coreward_fleet::config::TableTiming;
 
-/// Number of servers and services that are polled before other work, plus at most one shard: a few milliseconds.
+/// Number of servers and services that are polled without interruption, plus at most one shard: a few milliseconds.
 const MEMBERS_PER_POLL: usize = 512;
 
-/// Position at which [`Controller::poll_inputs_from`] continues; by default the first service.
+/// Position at which [`Controller::poll_inputs_from`] continues. The default is the first service.
 #[derive(Debug, Default)]
 pub struct InputCursor {
     position: usize,
-    /// Shards of the service that are still to be polled.
+    /// Shards of this service that are still to be polled.
     shards: VecDeque<Shard>,
 }
 
 #[derive(Debug, Clone)]
 pub struct DueTable {
     pub new_table: NewTable,
-    /// Oldest change in the table.
+    /// Oldest of the changes that the table contains.
     pub trigger: TableTrigger,
 }
 
@@ -57,7 +57,7 @@ impl Controller {
         }
     }
 
-    /// Marks a server whose agent connected or disconnected.
+    /// Marks a server as changed, because its agent has connected or disconnected.
     pub(super) fn on_load_source_changed(&mut self, id: ServerId) {
         for position in self.positions_by_server.get(&id).into_iter().flatten() {
             self.services[*position].forget_servers();
@@ -83,8 +83,8 @@ impl Controller {
         }
     }
 
-    /// Polls the inputs that change with time; once per report interval, and after a change of configuration or check
-    /// results. `interval_ended`: whether a report interval has ended.
+    /// Polls the inputs of tables that change with time: once per report interval, and after a change of configuration
+    /// or check results. `interval_ended`: whether a report interval has ended.
     pub fn poll_inputs(&mut self, now: Now, interval_ended: bool) {
         let mut next = Some(InputCursor::default());
         while let Some(from) = next {
@@ -92,7 +92,7 @@ impl Controller {
         }
     }
 
-    /// Polls the next [`MEMBERS_PER_POLL`] servers, and returns the position at which to continue.
+    /// Polls the next [`MEMBERS_PER_POLL`] servers. Returns the position at which to continue; `None`: all are polled.
     pub fn poll_inputs_from(&mut self, from: InputCursor, now: Now, interval_ended: bool) -> Option<InputCursor> {
         let InputCursor { mut position, mut shards } = from;
         if position == 0 && shards.is_empty() {
@@ -118,7 +118,7 @@ impl Controller {
         (position < self.services.len()).then_some(InputCursor { position, shards })
     }
 
-    /// Returns the shards of the service's servers that are to be polled.
+    /// Returns the shards of the service at this position that are to be polled.
     fn due_shards(&mut self, position: usize, now: Now, interval_ended: bool) -> VecDeque<Shard> {
         if interval_ended {
             self.begin_interval(position);
@@ -131,7 +131,7 @@ impl Controller {
         shards.into()
     }
 
-    /// Polls a shard of the service; `None` for a service without servers.
+    /// Polls a shard of the service's servers; `None`: the service has no servers, only its own inputs are polled.
     fn poll_shard(&mut self, position: usize, shard: Option<Shard>, now: Now) {
         let found = shard.map(|shard| (shard, self.server_inputs_fingerprint(position, shard, now)));
         let inputs = self.inputs_fingerprint(position, now);
@@ -145,8 +145,8 @@ impl Controller {
         queue_table(&mut self.due_services, service, trigger, self.fleet.table_updates);
     }
 
-    /// Restarts the counts of servers that do not report at the end of the interval, because no report of their load
-    /// will do it.
+    /// Restarts the counts of assigned connections of servers that do not report, at the end of the interval: no report
+    /// of their load will do so.
     fn renew_unreported(&mut self, position: usize, now: Now) {
         let relayed = self.racks.relayed(self.services[position].fleet().index, now);
         let members = self.services[position].fleet().members.keys().copied();
@@ -158,7 +158,7 @@ impl Controller {
         silent.into_iter().for_each(|id| self.services[position].mark_load_changed(id));
     }
 
-    /// Returns the service's inputs, apart from loads, counts and the inputs of its servers, as one number.
+    /// Returns a hash of the service's inputs, except loads, counts, and the inputs of its servers.
     fn inputs_fingerprint(&self, position: usize, now: Now) -> u64 {
         let service = &self.services[position];
         let fleet = service.fleet();
@@ -192,7 +192,7 @@ impl Controller {
         hasher.finish()
     }
 
-    /// Makes the table that has been due longest; `None`: no table is due.
+    /// Makes the table that has been due for the longest time; `None`: no table is due.
     pub fn make_next_due_table(&mut self, now: Now) -> Option<DueTable> {
         loop {
             let position = *self.positions.get(&self.due_services.pop_front()?)?;
@@ -209,7 +209,7 @@ impl Controller {
     }
 }
 
-/// Queues a service's table. The first trigger counts. Tables at the interval are never queued.
+/// Queues a service's table unless it is queued: the first trigger counts. Tables at the interval are never queued.
 fn queue_table(due: &mut VecDeque<ServiceIndex>, service: &mut Service, trigger: TableTrigger, tables: TableTiming) {
     if tables == TableTiming::OnChange && service.due_trigger.is_none() {
         service.due_trigger = Some(trigger);

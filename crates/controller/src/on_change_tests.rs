@@ -19,7 +19,7 @@ fn at(milliseconds: u64) -> Now {
     Now { monotonic, wall, record: wall }
 }
 
-/// Servers s0 to s3; `web` on the first two, `api` on the last two, `old` by hash on all.
+/// Returns a fleet of servers s0 to s3: `web` is on the first two, `api` on the last two, `old` (by hash) on all.
 fn fleet(keys: &str) -> FleetConfig {
     let mut text = keys.to_owned();
     for n in 0..4 {
@@ -49,7 +49,7 @@ impl Harness {
         Self::with("")
     }
 
-    /// `keys`: of the fleet's file, before its servers.
+    /// Returns a harness whose fleet document has the keys `fleet_keys` before its servers.
     fn with(keys: &str) -> Self {
         let config = fleet(keys);
         let mut records = Records::generate(at(0).wall, &mut seeded_rng(5, 0));
@@ -69,7 +69,7 @@ impl Harness {
         std::iter::from_fn(|| self.controller.make_next_due_table(now)).collect()
     }
 
-    /// Names and generations of the tables that are due.
+    /// Makes the tables that are due. Returns the names of their services, and their generations.
     fn due_tables(&mut self, now: Now) -> Vec<(&'static str, u64)> {
         let due = self.due(now);
         due.iter().map(|due| (self.name(due.new_table.service), due.new_table.table.generation)).collect()
@@ -193,7 +193,7 @@ fn reports_make_no_table_due_in_interval_mode() {
     assert_eq!(harness.controller.tick(at(200)).len(), 3);
 }
 
-/// Reports wait for a step.
+/// All servers are polled in several steps, and reports wait for one step only.
 #[test]
 fn inputs_of_many_servers_are_polled_shard_by_shard() {
     let mut text = "[[service]]\nname = \"web\"\nvip = \"10.200.0.1:80\"\n".to_owned();

@@ -37,17 +37,17 @@ impl Controller {
         self.with_context(service, Pool::new(self.pool_servers(service, now), 1), now)
     }
 
-    /// Returns the pool of the newest table, cached or computed, for readers that must not delay reports.
+    /// Returns the newest table's pool, cached or computed, for readers that must not delay the processing of reports.
     pub(super) fn cached_pool<'a>(&self, service: &'a Service, now: Now) -> Cow<'a, Pool> {
         service.cached_pool().map_or_else(|| Cow::Owned(self.pool(service, now)), Cow::Borrowed)
     }
 
-    /// Returns whether the pool of the service at this position is not cached. `None`: no service has this position.
+    /// Returns whether no pool is cached for the service at this position. `None`: there is no such service.
     pub fn needs_pool(&self, position: usize) -> Option<bool> {
         Some(self.services.get(position)?.cached_pool().is_none())
     }
 
-    /// Appends at most `count` servers, by id after the last one in `servers`. Returns whether `servers` is complete.
+    /// Appends the next servers by id, at most `count`, to `servers`. Returns whether `servers` is complete.
     pub fn add_pool_servers(&self, position: usize, servers: &mut Vec<PoolServer>, count: usize, now: Now) -> bool {
         let Some(service) = self.services.get(position) else { return true };
         let after = servers.last().map_or(Bound::Unbounded, |last| Bound::Excluded(last.id));
@@ -65,7 +65,7 @@ impl Controller {
         service.fleet().members.keys().map(|id| self.pool_server(service, *id, now)).collect()
     }
 
-    /// Completes the pool with the inputs that do not belong to one server.
+    /// Adds to the pool those inputs that do not belong to one server.
     pub(super) fn with_context(&self, service: &Service, pool: Pool, now: Now) -> Pool {
         let fleet = service.fleet();
         let pool = pool.for_next_table(self.load_balancers.count() as u32);
@@ -73,7 +73,7 @@ impl Controller {
         if places_requests(fleet) { pool.counting_requests() } else { pool }
     }
 
-    /// Returns the pool of the newest table, updated.
+    /// Returns the pool of the newest table, in which changed servers have been read again.
     fn refreshed(&self, position: usize, mut pool: Pool, now: Now) -> Pool {
         let service = &self.services[position];
         for id in service.dirty_servers() {
@@ -86,7 +86,7 @@ impl Controller {
         self.with_context(service, pool, now)
     }
 
-    /// Updates the eligibility of each server of the service.
+    /// Updates for each server of the service whether and why it takes new connections.
     fn update_eligibilities(&mut self, position: usize, now: Now) {
         let service = self.services[position].fleet();
         let eligibility = |id: &ServerId| (*id, self.eligibility(service, *id, now));
@@ -130,8 +130,8 @@ impl Controller {
         }
     }
 
-    /// Returns the agent's last count plus the load balancers' changes since. Load balancers count a retransmitted FIN
-    /// twice, until the next report corrects it.
+    /// Returns the number of open connections: the agent's last count, and the load balancers' changes since. Load
+    /// balancers count a retransmitted FIN twice, until the next report corrects it.
     fn open_connections(&self, id: ServerId, agent: Option<&Agent>) -> u32 {
         let Some(newest) = agent.and_then(|agent| agent.newest_report.as_ref()) else { return 0 };
         let then = agent.map(|agent| &agent.traffic_at_report);
@@ -140,24 +140,24 @@ impl Controller {
     }
 }
 
-/// Returns the loads from the server's own agent. Reports of an agent behind a rack are for display.
+/// Returns the loads that the server's own agent reported. Reports of an agent behind a rack are only displayed.
 pub(super) fn direct_loads(agent: &Agent, now: Now) -> Option<&CoreLoads> {
     agent.loads(now).filter(|_| !agent.is_behind_rack())
 }
 
-/// Returns whether each datagram is placed on its own (`udp = "packet"`).
+/// Returns whether the service places each datagram on its own (`udp = "packet"`).
 pub(super) fn places_requests(service: &FleetService) -> bool {
     service.address.protocol == Protocol::Udp && service.mode.consistency == Consistency::None
 }
 
-/// Returns the loads of a server's cores for the service. The server chooses the worker of a request that is placed on
-/// its own, so each core counts with the server's load. Flows stay on their core, so a policy can select a core with
-/// less load.
+/// Returns the loads of a server's cores as inputs of the service. The server chooses the worker of a request that is
+/// placed on its own, so each core then counts with the server's mean load. Flows stay on their core, so a policy can
+/// select a core with less load.
 fn loads_for(service: &FleetService, loads: &CoreLoads) -> ServerLoads {
     relayed_loads(places_requests(service), loads)
 }
 
-/// Like [`loads_for`], for a rack. `requests`: whether the service places each datagram on its own.
+/// Returns loads like [`loads_for_service`] for a rack, whose service may place each datagram on its own.
 pub fn relayed_loads(requests: bool, loads: &CoreLoads) -> ServerLoads {
     ServerLoads::Local(if requests { vec![mean(loads).unwrap_or(0.0); loads.len()].into() } else { loads.clone() })
 }

@@ -23,7 +23,7 @@ fn at(seconds: u64) -> Now {
     Now { monotonic, wall, record: wall }
 }
 
-/// Servers s0, s1 ... with ids 0, 1 ... and these keys; one service with those keys.
+/// Returns a fleet of servers s0, s1 ... with ids 0, 1 ... and keys `servers`, and one service with keys `service`.
 fn config(servers: &[&str], service: &str) -> FleetConfig {
     let mut text = String::new();
     for (n, keys) in servers.iter().enumerate() {
@@ -68,7 +68,7 @@ impl Harness {
         self.controller.report(session, Ok(report), now).unwrap();
     }
 
-    /// Returns the open connections of every server, as policies see them.
+    /// Returns the number of open connections of every server, as policies use it.
     fn open_connections(&self, now: Now) -> Vec<u32> {
         let pool = self.controller.pool(&self.controller.services[0], now);
         pool.servers().iter().map(|server| server.open_connections).collect()
@@ -259,8 +259,8 @@ fn silent_load_balancers_are_lost() {
     assert_eq!((controller.live_load_balancers(at(4)).len(), controller.live_load_balancers(at(5)).len()), (1, 0));
 }
 
-/// Without any agent: there is a table, and all load balancers have one time key over any rotation. No rotation waits
-/// for servers that do not stamp.
+/// Servers with LB-side stamping need no agents: without any, there is a table, and all load balancers have the same
+/// time key over any rotation. No rotation waits for servers that do not stamp.
 #[test]
 fn servers_with_lb_stamping_need_no_agent() {
     let mut harness = Harness::new(&["", ""], "timestamps = \"lb\"\npolicy = \"rr\"\n");

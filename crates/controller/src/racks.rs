@@ -20,22 +20,22 @@ use super::rejection::Rejection;
 use super::service::Service;
 use super::{Controller, Now, Session};
 
-/// Limit of full reports from agents behind racks, in total: a tenth of a controller's capacity without racks.
+/// Maximum rate of full reports from all agents behind racks: a tenth of what a controller without racks can process.
 const WHOLE_REPORTS_PER_SECOND: usize = 2_000;
 
-/// Number of report intervals for which a rack's summaries are valid, the default for agents' reports.
+/// Number of report intervals after which a rack's summaries expire, which is the default for agents' reports.
 const SUMMARY_VALID_INTERVALS: u32 = 3;
 
-/// Connected racks, and valid summaries of disconnected ones.
+/// Racks that are connected, and the valid summaries of disconnected ones.
 #[derive(Debug, Default)]
 pub struct Racks {
     by_name: BTreeMap<String, Rack>,
     last_session: u64,
-    /// Number that grows when the configuration of all racks may have changed.
+    /// Number of changes after which the configurations of all racks may differ.
     pub changes: u64,
 }
 
-/// Version of a rack's configuration.
+/// Version of one rack's configuration, by which changes are detected.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RackConfigVersion {
     all_racks_version: u64,
@@ -45,14 +45,14 @@ pub struct RackConfigVersion {
 
 #[derive(Debug)]
 struct Rack {
-    /// Stream of the rack while it is connected.
+    /// Session of the rack while it is connected.
     session: Option<u64>,
     version: String,
-    /// Time of the rack's last message (since the controller's start).
+    /// Time of the rack's last message, since the controller's start.
     last_message_at: Duration,
     agents: BTreeMap<u64, Session>,
-    /// Number of the last change of the rack's agents. One number for all racks would send every change to all racks:
-    /// with hundreds of racks, a quarter of a CPU.
+    /// Number of changes of this rack's agents. One number for all racks would send every change to all racks: with
+    /// hundreds of racks, that would take a quarter of a CPU.
     changes: u64,
     summaries: BTreeMap<ServiceIndex, ReceivedSummary>,
 }
@@ -60,7 +60,7 @@ struct Rack {
 #[derive(Debug)]
 struct ReceivedSummary {
     summary: Arc<RackSummary>,
-    /// End of the summary's validity (since the controller's start).
+    /// Time at which the summary expires, since the controller's start.
     fresh_until: Duration,
 }
 
@@ -80,7 +80,7 @@ impl Rack {
 pub struct RackRelay {
     pub rack_session: u64,
     pub name: Arc<str>,
-    /// Number of the agent's stream at the rack.
+    /// Number that the rack has given to the agent's stream.
     pub stream: u64,
 }
 
@@ -89,7 +89,7 @@ pub struct RackRelay {
 pub enum SummaryRejection {
     #[error(transparent)]
     Malformed(#[from] WireError),
-    /// A rack reports only servers whose agents are connected through it.
+    /// Server whose agent is not connected through the rack, so that the rack must not report it.
     #[error("the agent of server {0} is not connected through this rack: expected only servers whose agents are")]
     ForeignServer(ServerId),
 }
@@ -103,13 +103,13 @@ impl Racks {
         self.by_name.iter().find(|(_, rack)| rack.session == Some(session))
     }
 
-    /// Returns the valid summaries of the service's servers.
+    /// Returns the valid summaries that contain servers of the service.
     pub fn summaries(&self, service: ServiceIndex, now: Now) -> impl Iterator<Item = &Arc<RackSummary>> {
         let relayed = self.by_name.values().filter_map(move |rack| rack.summaries.get(&service));
         relayed.filter(move |relayed| relayed.is_valid(now)).map(|relayed| &relayed.summary)
     }
 
-    /// Returns the servers with valid summaries.
+    /// Returns the servers that are in any valid summary.
     pub fn servers(&self, now: Now) -> HashSet<ServerId> {
         let summaries = self.by_name.values().flat_map(|rack| rack.fresh_summaries(now));
         summaries.flat_map(|summary| &summary.servers).map(|server| server.id).collect()
@@ -147,7 +147,7 @@ impl Racks {
         }
     }
 
-    /// Returns the interval of each agent's full report, so that the sum of their rates stays within the limit.
+    /// Returns the interval of each agent's full reports, such that the sum of their rates is within the limit.
     fn detail_interval(&self) -> Duration {
         let agents: usize = self.by_name.values().map(|rack| rack.agents.len()).sum();
         Duration::from_secs((agents / WHOLE_REPORTS_PER_SECOND) as u64)
@@ -176,14 +176,14 @@ impl Controller {
         connected.map(of_rack).collect()
     }
 
-    /// Rejects a rack that the fleet's document does not list.
+    /// Fails if the fleet's document does not allow a rack with this name.
     fn check_rack(&self, name: &str) -> Result<(), Rejection> {
         let is_known = self.fleet.racks.as_ref().is_none_or(|racks| racks.contains(name));
         if is_known { Ok(()) } else { Err(Rejection::UnknownRack(name.to_owned())) }
     }
 
-    /// Rejects an agent that may not report for the server from its rack. A direct agent proves its identity by its
-    /// certificate; a rack vouches for its agents, within the limits of the fleet's document.
+    /// Fails if the agent may not report for the server through its rack. A direct agent proves its identity by its
+    /// certificate; a rack has authenticated its agents, within the limits of the fleet's document.
     pub(super) fn check_relay(&self, id: ServerId, relay: Option<&RackRelay>) -> Result<(), Rejection> {
         let Some(RackRelay { name, .. }) = relay.filter(|relay| !self.fleet.may_connect_through(id, &relay.name))
         else {
@@ -193,8 +193,8 @@ impl Controller {
         Err(Rejection::ForeignRack { server: self.fleet.servers[&id].name.clone(), rack: name.to_string(), racks })
     }
 
-    /// Registers a rack and returns its session. Fails if a rack of this name is connected and has reported lately, or
-    /// the fleet's document does not list the rack.
+    /// Registers a rack and returns its session. Fails if a rack of this name is connected and has reported recently,
+    /// or the fleet's document does not list the rack.
     pub fn register_rack(&mut self, name: &str, version: &str, now: Now) -> Result<u64, Rejection> {
         let known = self.check_rack(name);
         self.count(known)?;
@@ -222,7 +222,7 @@ impl Controller {
         Ok(racks.last_session)
     }
 
-    /// Ends a rack's session. Its summaries remain valid until they expire.
+    /// Ends a rack's session. The rack's summaries remain valid until they expire.
     pub fn disconnect_rack(&mut self, session: u64) {
         if let Some(rack) = self.racks.by_session(session) {
             rack.session = None;
@@ -230,15 +230,15 @@ impl Controller {
         }
     }
 
-    /// Records that a rack has sent a message.
+    /// Records the time at which a rack has sent a message.
     pub fn record_rack_message(&mut self, session: u64, now: Now) {
         if let Some(rack) = self.racks.by_session(session) {
             rack.last_message_at = now.monotonic;
         }
     }
 
-    /// Replaces the summaries of each service in a message; a rack with many services sends several messages. If a
-    /// summary is invalid, fails and keeps the previous summaries.
+    /// Replaces the rack's summaries for each service in a message; a rack with many services sends several messages.
+    /// If a summary is invalid, fails and keeps the previous summaries.
     pub fn record_rack_summaries(
         &mut self,
         session: u64,
@@ -286,8 +286,8 @@ impl Controller {
         }
     }
 
-    /// Returns a rack's configuration; `None`: the rack is disconnected. Fails if the fleet's document lists only other
-    /// racks.
+    /// Returns a rack's configuration; `None`: the rack is disconnected. Fails if the fleet's document lists racks, but
+    /// not this one.
     pub fn rack_configuration(&self, session: u64, now: Now) -> Result<Option<RackConfiguration>, Rejection> {
         let Some((name, rack)) = self.racks.connected(session) else { return Ok(None) };
         self.check_rack(name)?;
@@ -306,7 +306,7 @@ impl Controller {
         }))
     }
 
-    /// Returns the streams of a rack's agents, and their servers, without servers that have a newer agent.
+    /// Returns the streams of a rack's agents, and their servers, without servers that have a newer agent elsewhere.
     fn agent_streams<'a>(&'a self, rack: &'a Rack) -> impl Iterator<Item = (u64, ServerId)> + 'a {
         rack.agents.iter().filter_map(|(stream, session)| {
             let id = self.fleet.server_id(session.server())?;

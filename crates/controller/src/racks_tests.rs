@@ -26,7 +26,7 @@ struct Harness {
 }
 
 impl Harness {
-    /// `fleet`: keys of the document; `servers`: a line of each server, or nothing.
+    /// Creates a fleet. `fleet`: keys of the document; `servers`: additional line of each server, or an empty string.
     fn new(fleet: &str, servers: &[&str]) -> Self {
         let records = Records::generate(START, &mut seeded_rng(5, 0));
         let nobody = FleetConfig::parse_stored(&Source::from_text("fleet.toml", "")).unwrap();
@@ -50,7 +50,7 @@ impl Harness {
         self.controller.register_rack(name, "test", at(0)).unwrap()
     }
 
-    /// Connects the server's first agent behind the rack; each has a stream of its own.
+    /// Connects an agent of the server through the rack, on a stream of its own.
     fn connect_agent_via(
         &mut self,
         rack_session: u64,
@@ -62,7 +62,7 @@ impl Harness {
         self.controller.connect_via_rack(server, "test", Some(behind), at(0))
     }
 
-    /// Returns streams and servers in the rack's configuration.
+    /// Returns the stream numbers and server ids in the rack's configuration.
     fn reported(&self, rack: u64) -> Vec<(u64, u16)> {
         let configuration = self.controller.rack_configuration(rack, at(0)).unwrap().unwrap();
         configuration.servers.iter().map(|server| (server.stream_number, server.id.get())).collect()

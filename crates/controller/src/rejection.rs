@@ -7,16 +7,16 @@ use coreward_wire::ReportError;
 
 use super::token_bucket::Quota;
 
-/// Time by which a report may be ahead of the controller's wall clock without a warning: the worst case of NTP.
+/// Maximum time by which a report may be ahead of the controller's wall clock without a warning: the worst case of NTP.
 pub const CLOCK_TOLERANCE: Duration = Duration::from_secs(1);
 
-/// Limit of registrations under one name, for a daemon that restarts again and again.
+/// Limit of the rate of registrations under one name, as a daemon may restart again and again.
 pub const REGISTRATION_QUOTA: Quota = Quota { interval: Duration::from_secs(1), burst: 30 };
-/// Burst of reports: after an interruption of the network they arrive together.
+/// Maximum number of reports that may arrive together, after an interruption of the network.
 pub const REPORT_BURST: u32 = 64;
 pub const MAX_LOAD_BALANCERS: usize = 1024;
 
-/// Reason for rejecting a report or a registration. Running components continue.
+/// Reason for which a report or a registration is rejected. Components that are already running continue.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 pub enum Rejection {
     #[error("server {0:?} is not known: expected the name of a [[server]] in the fleet's file")]
@@ -27,17 +27,17 @@ pub enum Rejection {
     )]
     DuplicateSession {
         server: String,
-        /// Time since the last message from the connected agent.
+        /// Time since the last message from the agent that is connected.
         since_last_message: Duration,
     },
-    /// Two load balancers have one name, and thus one owner number.
+    /// Two load balancers have the same name, and would thus have the same owner number.
     #[error(
         "load balancer {name:?} is connected already, last message {} ms ago: expected a unique name",
         since_last_message.as_millis()
     )]
     DuplicateLoadBalancer {
         name: String,
-        /// Time since the other one's last message.
+        /// Time since the last message from the load balancer that is connected.
         since_last_message: Duration,
     },
     #[error(
@@ -46,7 +46,7 @@ pub enum Rejection {
     )]
     DuplicateRack {
         name: String,
-        /// Time since the other one's last message.
+        /// Time since the last message from the rack that is connected.
         since_last_message: Duration,
     },
     /// The fleet's document does not list this rack.
@@ -54,7 +54,7 @@ pub enum Rejection {
     UnknownRack(String),
     #[error("load balancer {0:?} is not in the fleet's `load_balancers`: expected one that is, or no such list")]
     UnknownLoadBalancer(String),
-    /// The server's agent may not use this rack.
+    /// The server's agent may not connect through this rack.
     #[error(
         "rack {rack:?} may not report for server {server:?}: expected {}its agent itself (`racks` in the fleet's \
          document)",
@@ -64,18 +64,18 @@ pub enum Rejection {
     ForeignRack {
         server: String,
         rack: String,
-        /// Racks that the server's agent may use.
+        /// Racks through which the server's agent may connect.
         racks: Vec<String>,
     },
-    /// A newer agent has taken the server over.
+    /// A newer agent has replaced this agent of the server.
     #[error("server {0:?} was taken over by a newer agent")]
     Superseded(String),
-    /// The agent exceeded twice the rate of the report interval.
+    /// The agent has sent reports at more than twice the configured rate.
     #[error("server {0:?} reports more often than twice per report interval: expected its configuration's interval")]
     TooManyReports(String),
     #[error("{0:?} registered too often: expected once per second")]
     TooManyRegistrations(String),
-    /// The limit of names on record is reached.
+    /// The maximum number of load balancers is on record.
     #[error("load balancer {0:?} is one more than {MAX_LOAD_BALANCERS}: expected fewer, or older ones to be forgotten")]
     TooManyLoadBalancers(String),
     #[error(transparent)]
@@ -85,7 +85,7 @@ pub enum Rejection {
 }
 
 impl Rejection {
-    /// Results of [`Rejection::reason`], which name counters in `coreward status`.
+    /// All results of [`Rejection::counter_name`]. They are names of counters in `coreward status`.
     pub const REASONS: [&'static str; 18] = [
         "unknown_server",
         "duplicate_session",
@@ -107,7 +107,7 @@ impl Rejection {
         "too_many_load_balancers",
     ];
 
-    /// Returns the name of the reason's counter.
+    /// Returns the name of the counter for this reason.
     pub fn reason(&self) -> &'static str {
         match self {
             Rejection::UnknownServer(_) => "unknown_server",
@@ -131,7 +131,7 @@ impl Rejection {
         }
     }
 
-    /// Returns whether the agent cannot continue, so that its stream ends.
+    /// Returns whether the agent's session, and thus its stream, must end.
     pub fn ends_session(&self) -> bool {
         matches!(
             self,

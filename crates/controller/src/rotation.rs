@@ -10,10 +10,10 @@ use coreward_fleet::fleet::{AdminState, FleetServer};
 use coreward_fleet::key_ring::KeyPhase;
 use coreward_model::ServerId;
 
-/// Reason for which a rotation cannot begin or continue now.
+/// Reason for which a rotation of the cookie keys cannot begin or continue now.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum RotationError {
-    /// Cookies of the key that would be overwritten may still be in use.
+    /// Connections may still use cookies of the key that would be overwritten.
     #[error(
         "the key in force is {} s old: expected at least {} s (`max_connection_lifetime`), as connections that have \
          been \
@@ -22,7 +22,7 @@ pub enum RotationError {
         expected.as_secs()
     )]
     KeyTooYoung { age: Duration, expected: Duration },
-    /// Some peers may not have the keys in force, or may stamp with the other key.
+    /// Some peers may not have the keys in force, or may stamp with another key.
     #[error(
         "{} not confirmed configuration {generation}, which brought the keys in force: expected all to (--force \
          continues \
@@ -30,17 +30,17 @@ pub enum RotationError {
         list_with_verb(peers)
     )]
     Unconfirmed {
-        /// Peers that have not confirmed it.
+        /// Peers that have not confirmed this configuration.
         peers: Vec<String>,
         generation: u64,
     },
-    /// The next key is being announced.
+    /// The next key is being announced to the peers.
     #[error(
         "a rotation is under way: {} not confirmed the next key (configuration {generation})",
         list_with_verb(peers)
     )]
     UnderWay {
-        /// Peers that have not confirmed it.
+        /// Peers that have not confirmed this configuration.
         peers: Vec<String>,
         generation: u64,
     },
@@ -53,14 +53,14 @@ fn list_with_verb(who: &[String]) -> String {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum KeyStep {
     Announce {
-        /// Whether disconnected peers are skipped.
+        /// Whether the announcement does not wait for disconnected peers.
         forced: bool,
     },
     Switch,
 }
 
 impl KeyStep {
-    /// Returns the description of the step for logs.
+    /// Returns a description of the step for the log.
     pub fn describe(self) -> &'static str {
         match self {
             KeyStep::Announce { forced: false } => "the next key is being distributed",
@@ -71,8 +71,8 @@ impl KeyStep {
 }
 
 impl Controller {
-    /// Returns the step that is due without a command: the switch once all peers have the next key, or a scheduled
-    /// rotation. The error is the reason why the scheduled rotation cannot begin.
+    /// Returns the step that is due without a command: the switch once all peers have the next key, or the beginning of
+    /// a scheduled rotation. The error is the reason why the scheduled rotation cannot begin.
     pub fn due_key_step(&self, now: Now) -> Result<Option<KeyStep>, RotationError> {
         let ring = &self.fleet.key_ring;
         match ring.phase {
@@ -87,8 +87,8 @@ impl Controller {
         }
     }
 
-    /// Returns the step of a requested rotation. Fails if the rotation would break connections without `force`, or a
-    /// rotation is in progress.
+    /// Returns the first step of a rotation that the operator requests. Fails if a rotation is in progress, or would
+    /// break connections and `force` is not set.
     pub fn requested_key_step(&self, force: bool, now: Now) -> Result<KeyStep, RotationError> {
         let ring = &self.fleet.key_ring;
         if ring.phase == KeyPhase::Steady {
@@ -121,7 +121,7 @@ impl Controller {
     }
 
     /// Returns the peers that have not confirmed the keys in force: load balancers on record, then agents of servers
-    /// that stamp.
+    /// that stamp cookies.
     fn unconfirmed_peers(&self, connected_only: bool, now: Now) -> Vec<String> {
         let agent = |(id, server)| self.unconfirmed_agent(id, server, connected_only, now);
         let agents = self.servers_after(None).filter_map(agent);
@@ -137,8 +137,8 @@ impl Controller {
         unconfirmed.map(|(name, _)| format!("load balancer {name}"))
     }
 
-    /// Returns the server's agent if it has not confirmed the keys. After the controller's start every agent counts as
-    /// connected. A server that left may be switched off: only its connected agent counts.
+    /// Returns a description of the server's agent if it has not confirmed the keys. After the controller's start every
+    /// agent counts as connected. A server that left may be switched off: its agent counts only if connected.
     fn unconfirmed_agent(&self, id: ServerId, server: &FleetServer, connected_only: bool, now: Now) -> Option<String> {
         let agent = self.agent(id);
         if agent.map_or(0, |agent| agent.confirmed_generation) >= self.fleet.key_ring.generation
@@ -152,14 +152,14 @@ impl Controller {
         waited_for.then(|| format!("the agent of {}", server.name))
     }
 
-    /// Returns the start of the present key by the wall clock (s since 1970), for display.
+    /// Returns the time since which the present key has been in force, by the wall clock (s since 1970), for display.
     fn shown_key_since(&self, now: Now) -> u64 {
         let age = now.record.saturating_sub(self.fleet.key_ring.current_since);
         now.wall.saturating_sub(age).as_secs()
     }
 
-    /// Returns the state of the keys. `waiting_for` has only load balancers; [`Controller::keys_wait_for`] returns
-    /// agents.
+    /// Returns the state of the keys. Its `waiting_for` lists load balancers only; [`Controller::agent_delaying_keys`]
+    /// returns agents.
     pub fn keys_summary(&self, now: Now) -> Keys {
         let ring = &self.fleet.key_ring;
         Keys {
@@ -184,7 +184,7 @@ impl Controller {
         self.fleet.key_ring.phase == (KeyPhase::Announced { forced: true })
     }
 
-    /// Returns the state of the keys with all peers, read at once.
+    /// Returns the state of the keys, with all peers that they wait for, read at once.
     #[cfg(test)]
     pub fn keys(&self, now: Now) -> Keys {
         let mut keys = self.keys_summary(now);

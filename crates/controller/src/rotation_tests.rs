@@ -31,7 +31,7 @@ fn config(more: &str, service: &str) -> FleetConfig {
     FleetConfig::parse(&Source::from_text("fleet.toml", &text)).unwrap()
 }
 
-/// A load balancer or an agent: the state of its data plane outlives its stream.
+/// Load balancer or agent. The state of its data plane outlives its stream.
 struct Peer<S> {
     keys: Option<FleetKeys>,
     stream: Option<Stream<S>>,
@@ -39,7 +39,7 @@ struct Peer<S> {
 
 struct Stream<S> {
     session: S,
-    /// Configurations on their way to it.
+    /// Configurations that have been sent, but not received yet: generation and keys.
     inbox: VecDeque<(u64, FleetKeys)>,
     confirmed_generation: u64,
 }
@@ -94,7 +94,7 @@ impl Harness {
         (self.records.generation, self.records.key_ring.keys)
     }
 
-    /// Sends the changed records to all connected peers, sooner or later.
+    /// Puts the records in force, and sends the new configuration to all connected peers, which receive it later.
     fn configure(&mut self) {
         self.records.generation += 1;
         self.controller.configure(Fleet::new(&self.config, &self.records));
@@ -174,7 +174,7 @@ impl Harness {
         }
     }
 
-    /// Starts another process with the records, and without connections.
+    /// Replaces the controller by a new one with the same records, and without connections.
     fn restart_controller(&mut self) {
         (0..self.balancers.len()).for_each(|n| self.disconnect_balancer(n));
         (0..SERVER_COUNT).for_each(|n| self.disconnect_agent(n));
@@ -187,7 +187,7 @@ impl Harness {
         (0..SERVER_COUNT).for_each(|n| self.connect_agent(n));
     }
 
-    /// Delivers and confirms everything.
+    /// Delivers and confirms all configurations, until none is left.
     fn settle(&mut self) {
         self.connect_all();
         for _ in 0..100 {
@@ -197,7 +197,7 @@ impl Harness {
         self.confirm();
     }
 
-    /// Whether every load balancer that was ever configured has the keys of all stamps.
+    /// Returns whether every load balancer that was ever configured has the keys of all stamps.
     fn is_every_stamp_readable(&self) -> bool {
         let stamps = self.agents.iter().filter_map(|agent| agent.keys).map(|keys| keys.current.get());
         let stamping = self.agents.iter().filter_map(|agent| agent.keys).zip(stamps);
@@ -240,7 +240,7 @@ fn report(sequence: u64, now: Now, configuration_generation: u64) -> Report {
     Report { time_to_live, configuration_generation, ..plain_report(sequence, now, &[0]) }
 }
 
-/// Returns a harness in which all peers are connected and up to date, and the key is old enough.
+/// Returns a harness in which all peers are connected and have confirmed, and the key is old enough to rotate.
 fn settled_harness(more: &str, service: &str) -> Harness {
     let mut harness = Harness::new(config(more, service));
     harness.settle();
@@ -248,7 +248,7 @@ fn settled_harness(more: &str, service: &str) -> Harness {
     harness
 }
 
-/// Returns such a harness after a first rotation: a fleet's first keys need no confirmation: there were no others.
+/// Returns a settled harness after a first rotation: a fleet's first keys need no confirmation.
 fn rotated(more: &str) -> Harness {
     let mut harness = settled_harness(more, "");
     harness.step(KeyStep::Announce { forced: false });

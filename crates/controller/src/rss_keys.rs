@@ -4,15 +4,15 @@ use std::collections::HashSet;
 
 use coreward_model::rss::RssKey;
 
-/// Limit of keys: a fleet has a few. An agent that always reports new keys must not exhaust the memory.
+/// Maximum number of keys. A fleet has a few, but an agent that always reports new keys must not exhaust the memory.
 const MAX_KEYS: usize = 256;
 
-/// Recently reported keys.
+/// RSS keys that were reported recently. Equal keys share their memory.
 #[derive(Debug, Default)]
 pub struct RssKeys(HashSet<RssKey>);
 
 impl RssKeys {
-    /// Returns the first copy of the same key.
+    /// Returns a key equal to `key` that shares its memory with earlier copies.
     pub fn intern(&mut self, key: RssKey) -> RssKey {
         if let Some(known) = self.0.get(&key) {
             return known.clone();

@@ -15,9 +15,9 @@ const DRAIN_COMMAND_REASON: &str = "by `coreward drain`";
 
 pub(super) struct StateReason {
     pub state: ServerState,
-    /// Reason of the state; empty: none.
+    /// Reason for the state; empty if none is known.
     pub reason: String,
-    /// Duration of the state; `None`: since before this process.
+    /// Time for which the state has lasted; `None`: it began before this process started.
     pub duration: Option<Duration>,
 }
 
@@ -32,8 +32,8 @@ impl StateReason {
 }
 
 impl Controller {
-    /// Returns the members whose ids follow `after`, at most `count`, by id. Returns none if another service has this
-    /// position.
+    /// Returns the status of at most `count` members of the service whose ids follow `after`, by id. Returns none if
+    /// another service now has this position.
     pub fn members_after(
         &self,
         (position, address): (usize, ServiceAddress),
@@ -69,7 +69,7 @@ impl Controller {
         }
     }
 
-    /// Returns the server's best state among its services, and the services in which it is down.
+    /// Returns the best of the server's states in its services, with the services in which the server is down.
     pub(super) fn state_reason(&self, id: ServerId, server: &FleetServer, now: Now) -> StateReason {
         let statuses =
             self.positions_by_server.get(&id).into_iter().flatten().map(|position| &self.services[*position]);
@@ -139,7 +139,7 @@ impl Controller {
         self.found_down_by(service, id, now).unwrap_or_else(|| "no load balancer has checked it since".to_owned())
     }
 
-    /// Returns the origin and reason of a server's down state; `None`: the server is not down.
+    /// Returns which checks found a server down, and why; `None`: the server is not down.
     fn found_down_by(&self, service: &FleetService, id: ServerId, now: Now) -> Option<String> {
         let checked = self.load_balancers.check_results((service.index, id), now);
         let down: Vec<_> =

@@ -18,23 +18,23 @@ use super::input_fingerprints::{InputFingerprints, Shard};
 use super::{NewTable, Now, policy_of};
 use coreward_fleet::fleet::FleetService;
 
-/// Share at the begin of a slow start. With 0, a pool of only new servers would have no share at all.
+/// Fraction of a full share at the beginning of a slow start. With 0, a pool of new servers would have no share.
 const MIN_RAMP: f64 = 1.0 / 64.0;
 
-/// Eligibility of a server for a service's new connections.
+/// Whether a server may take a service's new connections, and if not, why.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Eligibility {
     Eligible,
-    /// Down by health checks.
+    /// Found down by health checks.
     Unhealthy,
-    /// Not reachable on the network from any load balancer.
+    /// No load balancer reaches the server on the network.
     Unreachable,
     Drained,
     Left,
 }
 
 impl Eligibility {
-    /// Returns the server's state that follows from the eligibility, without slow start.
+    /// Returns the state of a server with this eligibility, apart from a slow start.
     pub fn state(self) -> ServerState {
         match self {
             Eligibility::Left => ServerState::Gone,
@@ -48,10 +48,10 @@ impl Eligibility {
 #[derive(Debug, Clone, Copy)]
 pub struct ServerStatus {
     pub state: ServerState,
-    /// Time of the last change (since the controller's start); `None`: since before this process.
+    /// Time of the last change of the state, since the controller's start; `None`: before this process.
     pub since: Option<Duration>,
     pub eligibility: Eligibility,
-    /// Time since which the server has been eligible, in the form of `since`.
+    /// Time since which the server has been eligible, in the same form as `state_since`.
     eligible_since: Option<Duration>,
 }
 
@@ -61,43 +61,43 @@ pub struct Service {
     generation: u64,
     newest_table: Option<(Arc<PlacementTable>, Duration)>,
     statuses: BTreeMap<ServerId, ServerStatus>,
-    /// Whether servers that are down take new connections, because no server is up.
+    /// Whether servers that are down take new connections because no server is up.
     is_failing_open: bool,
-    /// Whether a table has been made. Servers of the first table have no slow start.
+    /// Whether a table has been made. The servers of the first table have no slow start.
     has_table: bool,
     history: BucketHistory,
-    /// Whether the history has changed since it was last stored.
+    /// Whether the bucket history has changed since it was last stored.
     history_changed: bool,
-    /// Earlier servers of each server's buckets, during this process. Flow tables of load balancers keep connections of
-    /// earlier servers.
+    /// Servers that owned buckets of each server earlier, during this process. Flow tables of load balancers keep
+    /// connections of earlier servers.
     predecessors: BTreeMap<ServerId, BTreeSet<ServerId>>,
     predecessor_changes: u64,
     pub due_trigger: Option<TableTrigger>,
-    /// Servers with changes since the newest table.
+    /// Servers that have changed since the newest table was made.
     dirty: DirtySet,
-    /// Pool of the newest table; `None`: all servers must be read again.
+    /// Pool from which the newest table was made; `None`: all servers must be read again.
     pool: Option<Pool>,
-    /// Connections opened in the last full report interval, and whether a table has been made since the interval ended.
+    /// Number of connections opened in the last full report interval, if known.
     opened_in_interval: Option<u64>,
     is_new_interval: bool,
-    /// Inputs of the newest table, apart from loads.
+    /// Fingerprints of the newest table's inputs, except loads.
     fingerprints: InputFingerprints,
 }
 
-/// State of a service that a new configuration has replaced.
+/// State of a service that a new configuration has replaced, which is only kept to be dropped later.
 pub struct PreviousService {
     _fleet: FleetService,
     _pool: Option<Pool>,
 }
 
-/// Oldest change that is not in a table yet.
+/// Oldest change that no table contains yet.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TableTrigger {
-    /// Time of arrival (since the controller's start).
+    /// Time at which the change arrived, since the controller's start.
     pub received_at: Duration,
-    /// Whether loads of a server or a rack have changed; false: a polled input has changed.
+    /// Whether the load of a server or a rack has changed; false: a polled input has changed.
     pub is_load: bool,
-    /// Time of sending by the sender's wall clock (since 1970); `None`: unknown.
+    /// Time at which the report was sent by the sender's wall clock, since 1970; `None`: unknown.
     pub sent_at: Option<Duration>,
 }
 
@@ -124,13 +124,13 @@ impl Service {
         }
     }
 
-    /// Returns whether `new` is another configuration of the same service.
+    /// Returns whether `new` configures the same service.
     pub fn is_same_service(&self, new: &FleetService) -> bool {
         self.fleet.name == new.name && self.fleet.index == new.index
     }
 
-    /// Returns the service with another configuration, and the replaced state, whose drop takes milliseconds for
-    /// thousands of servers. Generations continue.
+    /// Returns the service with a new configuration, and the replaced state, whose drop takes milliseconds for
+    /// thousands of servers. The generations of tables continue.
     pub fn reconfigured(mut self, new: FleetService) -> (Self, PreviousService) {
         if self.fleet.policy != new.policy || self.fleet.seed != new.seed {
             self.policy = policy_of(&new);
@@ -182,7 +182,7 @@ impl Service {
         }
     }
 
-    /// Returns the server's state; `None` until the next table is made.
+    /// Returns the server's status; `None` until the next table is made.
     pub fn status(&self, server: ServerId) -> Option<&ServerStatus> {
         self.statuses.get(&server)
     }
@@ -204,12 +204,12 @@ impl Service {
         }
     }
 
-    /// Returns the server's fraction of its full share: nearly 0 to 1 during the slow start, then 1.
+    /// Returns the fraction of its full share that the server gets: nearly 0 to 1 during the slow start, then 1.
     pub fn ramp(&self, server: ServerId, now: Now) -> f64 {
         self.statuses.get(&server).map_or(1.0, |status| self.next_ramp(server, status.eligibility, now))
     }
 
-    /// Returns [`Service::ramp`] for a table made now, if the server has this eligibility.
+    /// Returns [`Service::slow_start_fraction`] as it would be in a table made now, if the server has this eligibility.
     pub fn next_ramp(&self, server: ServerId, eligibility: Eligibility, now: Now) -> f64 {
         if eligibility != Eligibility::Eligible {
             return 1.0;
@@ -224,7 +224,7 @@ impl Service {
         passed.clamp(MIN_RAMP, 1.0)
     }
 
-    /// Returns whether the service's tables depend on servers' reports.
+    /// Returns whether the service's tables depend on the loads that servers report.
     pub fn reads_loads(&self) -> bool {
         self.policy.reads_loads()
     }
@@ -234,7 +234,7 @@ impl Service {
         pool.fair_shares(self.policy.depends_on_capacity())
     }
 
-    /// Returns whether the service's tables depend on load balancers' counts.
+    /// Returns whether the service's tables depend on the counts of load balancers.
     pub fn reads_traffic(&self) -> bool {
         self.policy.reads_traffic()
     }
@@ -251,12 +251,12 @@ impl Service {
         self.fleet.members.keys().for_each(|server| self.dirty.mark(*server));
     }
 
-    /// Takes the pool of the newest table; `None`: all servers must be read again.
+    /// Takes the pool from which the newest table was made; `None`: all servers must be read again.
     pub fn take_cached_pool(&mut self) -> Option<Pool> {
         self.pool.take()
     }
 
-    /// Returns the cached pool of the newest table.
+    /// Returns the cached pool, from which the newest table was made.
     pub fn cached_pool(&self) -> Option<&Pool> {
         self.pool.as_ref()
     }
@@ -265,27 +265,27 @@ impl Service {
         self.pool = Some(pool);
     }
 
-    /// Drops the cached pool after a change of an input other than loads.
+    /// Drops the cached pool, because an input other than loads has changed.
     pub fn forget_servers(&mut self) {
         self.pool = None;
     }
 
-    /// Returns servers that changed since the newest table, or in it. Servers may occur twice.
+    /// Returns the servers that changed since the newest table or just before it. A server may occur twice.
     pub fn dirty_servers(&self) -> impl Iterator<Item = ServerId> {
         self.dirty.changed()
     }
 
-    /// Returns whether the server's load is newer than the newest table.
+    /// Returns whether a load of the server arrived after the newest table was made.
     pub fn is_fresh(&self, server: ServerId) -> bool {
         self.dirty.is_fresh(server)
     }
 
-    /// Returns whether more than the rack's summary of the server may have changed.
+    /// Returns whether other inputs of the server than its rack's summary may have changed.
     pub fn needs_refresh(&self, server: ServerId) -> bool {
         self.dirty.needs_refresh(server)
     }
 
-    /// Begins a report interval. `opened`: connections opened in the previous interval, if known.
+    /// Begins a report interval. `opened`: number of connections opened in the previous interval, if known.
     pub fn begin_interval(&mut self, opened: Option<u64>) {
         self.opened_in_interval = opened;
         self.is_new_interval = true;
@@ -299,12 +299,12 @@ impl Service {
         if self.is_new_interval { pool } else { pool.for_same_interval() }
     }
 
-    /// Stores the fingerprints of the next table's inputs, apart from loads; returns whether they have changed.
+    /// Stores the fingerprints of the next table's inputs, except loads. Returns whether they have changed.
     pub fn update_fingerprints(&mut self, inputs: u64, servers: &[(Shard, u64)]) -> bool {
         self.fingerprints.update(inputs, servers)
     }
 
-    /// Returns the shards of servers to poll next.
+    /// Returns the shards of servers that are to be polled next; all shards if `all` is set.
     pub fn next_shards(&mut self, all: bool) -> Vec<Shard> {
         self.fingerprints.next(&self.fleet.members, all)
     }
@@ -333,7 +333,7 @@ impl Service {
         down.map(|(id, _)| *id)
     }
 
-    /// Records the servers in a new table and returns its [`PlacementTable::core_slot_ages`].
+    /// Records which servers' loads a new table contains. Returns its [`PlacementTable::core_slot_ages`].
     fn slot_ages(&mut self, table: &PlacementTable) -> Vec<u32> {
         self.dirty.mark_in_table(table.generation);
         if table.rule != PlacementRule::LeastAssigned {
@@ -353,7 +353,7 @@ impl Service {
         }
     }
 
-    /// Returns the servers that owned buckets of this server before, if any.
+    /// Returns the servers that owned buckets of this server earlier, if any.
     pub fn predecessors(&self, server: ServerId) -> Option<&BTreeSet<ServerId>> {
         self.predecessors.get(&server).filter(|_| self.forwards_unknown_packets())
     }
@@ -362,7 +362,7 @@ impl Service {
         if self.forwards_unknown_packets() { self.predecessor_changes } else { 0 }
     }
 
-    /// Returns whether servers forward unknown packets, which they do if the bucket selects the server.
+    /// Returns whether servers forward packets of unknown connections, which they do if the bucket selects the server.
     fn forwards_unknown_packets(&self) -> bool {
         self.fleet.address.protocol == Protocol::Tcp
             && !matches!(self.fleet.mode.consistency, Consistency::None | Consistency::HashTable)
@@ -376,7 +376,7 @@ impl Service {
         self.newest_table.as_ref().map(|(table, _)| NewTable { service: self.fleet.index, table: table.clone() })
     }
 
-    /// Returns the newest table and its age; `None` before the first one.
+    /// Returns the newest table and its age; `None` before the first table.
     pub fn table(&self, now: Now) -> Option<(&PlacementTable, Duration)> {
         self.newest_table.as_ref().map(|(table, made)| (&**table, now.monotonic.saturating_sub(*made)))
     }

@@ -15,12 +15,12 @@ use super::service::Service;
 use super::traffic::OpenedConnections;
 use super::{Controller, Now};
 
-/// Interval of updates of the allowances. Within an interval a server can exceed its allowance.
+/// Interval at which the allowances are updated. Within an interval a server can exceed its allowance.
 const UPDATE_INTERVAL: Duration = Duration::from_millis(250);
-/// Limit of the time between two updates that counts.
+/// Maximum time between two updates for which servers gain allowance.
 const MAX_ELAPSED: Duration = Duration::from_secs(1);
 
-/// Shares of servers in new connections.
+/// Limiter of the share that each server gets of the new connections.
 #[derive(Debug, Default)]
 pub struct ShareLimiter {
     opened_by_service: HashMap<ServiceIndex, u64>,
@@ -51,7 +51,7 @@ impl ShareLimiter {
         self.allowances.iter().filter(|(_, allowance)| allowance.is_limited()).map(|(id, _)| *id)
     }
 
-    /// Returns whether the server has spent its allowance, so that services may exclude it.
+    /// Returns whether the server has used up its allowance, so that services may exclude it.
     pub fn is_limited(&self, id: ServerId) -> bool {
         self.allowances.get(&id).is_some_and(Allowance::is_limited)
     }
@@ -60,7 +60,7 @@ impl ShareLimiter {
         self.allowances.get(&id).is_some_and(Allowance::is_spent)
     }
 
-    /// Updates the allowances after `elapsed`. `expected`: each server's fair number of the opened connections.
+    /// Updates the allowances. `fair_counts`: each server's fair number of the connections opened in `elapsed`.
     fn update(&mut self, expected: &HashMap<ServerId, f64>, elapsed: Duration) {
         let opened = std::mem::take(&mut self.opened_by_server);
         for id in expected.keys().chain(opened.keys()) {
@@ -76,8 +76,8 @@ impl ShareLimiter {
 }
 
 impl Controller {
-    /// Returns the server's fraction of its share of the service's new connections: less than 1 during the slow start,
-    /// 0 while it is excluded.
+    /// Returns the fraction of its share that the server gets of the service's new connections: less than 1 during the
+    /// slow start, 0 while it is excluded.
     pub(super) fn ramp(&self, service: &Service, id: ServerId, now: Now) -> f64 {
         if self.is_excluded(service, id) { 0.0 } else { service.ramp(id, now) }
     }
@@ -86,7 +86,7 @@ impl Controller {
         self.share_limiter.excluded.contains(&(service.fleet().index, id))
     }
 
-    /// Updates the allowances once per [`UPDATE_INTERVAL`].
+    /// Updates the allowances of all servers, once per [`UPDATE_INTERVAL`].
     pub(super) fn update_share_limiter(&mut self, now: Now) {
         let elapsed = now.monotonic.saturating_sub(self.share_limiter.updated_at);
         if elapsed < UPDATE_INTERVAL {
@@ -114,7 +114,7 @@ impl Controller {
         service.fair_shares(&self.cached_pool(service, now))
     }
 
-    /// Excludes servers whose allowance is spent from services whose policy reads loads, if other servers remain.
+    /// Excludes servers without allowance from services whose policy reads loads, if other servers remain.
     fn exclude_spent(&mut self, limited: &HashSet<ServerId>, now: Now) {
         let mut excluded = HashSet::new();
         let of_server = |id: &ServerId| self.positions_by_server.get(id).into_iter().flatten().copied();

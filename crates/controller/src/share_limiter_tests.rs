@@ -15,10 +15,10 @@ use coreward_fleet::records::Records;
 
 const SERVER_COUNT: usize = 10;
 const CORE_COUNT: usize = 4;
-/// New connections in 100 ms, all together, and the intervals that each lives.
+/// Number of new connections at all servers per interval of 100 ms, and of intervals for which a connection lasts.
 const CONNECTIONS_PER_INTERVAL: u64 = 20;
 const LIFETIME_INTERVALS: usize = 50;
-/// Work of a connection at its core: half of the cores' time, all together.
+/// CPU time of a connection on its core, per interval. All connections together use half of the cores' time.
 const BUSY_NS: u64 = 2_000_000;
 const IMPOSTOR: usize = 0;
 
@@ -33,12 +33,12 @@ struct Harness {
     sessions: Vec<Session>,
     balancer: u64,
     random: u32,
-    /// Cores of the open connections, by the interval in which they came.
+    /// Server and core of each open connection, by the interval in which the connection was opened.
     open: VecDeque<Vec<(usize, usize)>>,
     busy: Vec<[u64; CORE_COUNT]>,
     opened: Vec<u64>,
     is_byzantine: bool,
-    /// RSS key of the false reports, and the hash under it of every connection; `None`: the others' key.
+    /// RSS key that the false server reports, and every connection's hash with it; `None`: the other servers' key.
     own_key: Option<(RssKey, u32)>,
 }
 
@@ -117,7 +117,7 @@ impl Harness {
         self.controller.record_load_balancer_traffic(self.balancer, &message, at(interval));
     }
 
-    /// Returns the false server's part of the connections of a minute, after a minute.
+    /// Returns the false server's share of the connections that are opened during the second minute.
     fn share_of_impostor(&mut self) -> f64 {
         (0..600).for_each(|interval| self.step(interval));
         let before = self.opened.clone();
@@ -137,7 +137,7 @@ fn byzantine_agent_gets_at_most_twice_its_fair_share() {
     }
 }
 
-/// A late exclusion lets connections through in a burst.
+/// If the false server is excluded too late, it gets connections in a burst.
 #[test]
 fn impostor_gets_twice_its_fair_share_in_any_ten_seconds() {
     let mut harness = Harness::new("least:cpu", true);
@@ -156,7 +156,7 @@ fn impostor_gets_twice_its_fair_share_in_any_ten_seconds() {
     assert!(most < 0.2 + 0.25 / 10.0, "{most}");
 }
 
-/// Keys that hash every connection alike (zeros do) put it into one bucket.
+/// A key that gives every connection the same hash, like one of zeros, puts all connections into one bucket.
 #[test]
 fn impostor_with_a_degenerate_key_gets_no_more() {
     for hash in 0..16 {

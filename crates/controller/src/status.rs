@@ -21,14 +21,14 @@ use super::{Controller, Now};
 use coreward_fleet::fleet::FleetServer;
 
 impl Controller {
-    /// Returns servers in the order of their ids, from the first one after `after`.
+    /// Returns servers in the order of their ids: those whose ids follow `after`, or all servers.
     pub fn servers_after(&self, after: Option<ServerId>) -> impl Iterator<Item = (ServerId, &FleetServer)> {
         let first = after.map_or(Bound::Unbounded, Bound::Excluded);
         self.fleet.servers.range((first, Bound::Unbounded)).map(|(id, server)| (*id, server))
     }
 
-    /// Returns the status without services and servers, which callers add in steps: reports must not wait for thousands
-    /// of servers.
+    /// Returns the status without services and servers. Callers add them in steps, because reports must not wait for
+    /// thousands of servers.
     pub fn status_summary(&self, now: Now) -> Status {
         Status {
             configuration_generation: self.fleet.generation,
@@ -60,7 +60,7 @@ impl Controller {
         Status { services, servers, keys: self.keys(now), ..self.status_summary(now) }
     }
 
-    /// Returns the values that change with every report, without servers.
+    /// Returns the part of the status that changes with every report, without the servers.
     pub fn loads_summary(&self, now: Now) -> Loads {
         let load_balancer = |(name, balancer): (&String, &super::load_balancers::LoadBalancer)| LoadBalancerCounts {
             name: name.clone(),
@@ -74,7 +74,7 @@ impl Controller {
         }
     }
 
-    /// Returns the values that change with each report of a server.
+    /// Returns the part of a server's status that changes with each of its reports.
     pub fn server_loads(&self, id: ServerId, server: &FleetServer, now: Now) -> ServerLoads {
         let nobody = Agent::default();
         let agent = self.agent(id).unwrap_or(&nobody);
@@ -89,7 +89,7 @@ impl Controller {
         }
     }
 
-    /// Returns the values that change rarely, without services and servers.
+    /// Returns the part of the status that changes rarely, without services and servers.
     pub fn overview_summary(&self, now: Now) -> Overview {
         let load_balancer = |(name, balancer): (&String, &super::load_balancers::LoadBalancer)| OverviewLoadBalancer {
             name: name.clone(),
@@ -109,8 +109,8 @@ impl Controller {
         }
     }
 
-    /// Returns the overview of the service at this position, with ids of servers, as looking up thousands of names
-    /// takes milliseconds. `None`: no service has this position. `pool`: as for [`Controller::service_status`].
+    /// Returns the overview of the service at this position, with server ids, because looking up thousands of names
+    /// takes milliseconds. `None`: there is no such service. `pool`: as for [`Controller::service_status`].
     pub fn overview_service(
         &self,
         position: usize,
@@ -165,9 +165,9 @@ impl Controller {
             .collect()
     }
 
-    /// Returns the service at this position without its members ([`Controller::members_after`]); `None`: no service has
-    /// this position. `rss_keys`: includes full RSS keys. `pool`: the service's pool, if none is cached
-    /// ([`Controller::needs_pool`]).
+    /// Returns the status of the service at this position, without its members ([`Controller::members_after`]); `None`:
+    /// there is no such service. `rss_keys`: whether it includes full RSS keys. `pool`: the service's pool, if none is
+    /// cached ([`Controller::needs_pool`]).
     pub fn service_status(
         &self,
         position: usize,
@@ -203,7 +203,7 @@ impl Controller {
         ids.map(|id| self.fleet.servers[&id].name.clone()).collect()
     }
 
-    /// Returns the groups of a pool. A group without known RSS is not shown, so its key does not matter.
+    /// Returns a pool's RSS groups. A group without a known RSS configuration is not displayed: its key is irrelevant.
     pub(super) fn rss_groups<'a>(&self, pool: &'a Pool) -> Vec<RssGroup<'a>> {
         rss_groups(pool, &RssKey::microsoft())
     }
@@ -269,7 +269,7 @@ impl Controller {
         warnings
     }
 
-    /// Returns a server's status. `rss_keys`: includes its full RSS key.
+    /// Returns a server's status. `rss_keys`: whether it includes the full RSS key.
     pub fn server_status(&self, id: ServerId, server: &FleetServer, rss_keys: bool, now: Now) -> Server {
         let nobody = Agent::default();
         let agent = self.agent(id).unwrap_or(&nobody);
@@ -315,7 +315,7 @@ impl Controller {
         }
     }
 
-    /// Returns the configured capacity of the server, or the number of its cores.
+    /// Returns the server's capacity: the configured one, or else the number of its cores.
     pub(super) fn capacity(&self, server: &FleetServer, agent: &Agent) -> Option<f64> {
         let cores = || agent.core_count().map(|cores| cores as f64);
         server.capacity.map(Capacity::get).or_else(cores)
@@ -341,7 +341,7 @@ impl Controller {
     }
 }
 
-/// Returns a warning if there are more receive queues than cores, whose loads would count as average.
+/// Returns a warning if there are more receive queues than cores: loads of queues without a core count as average.
 fn queues_without_cores(rss: &RssConfig, cores: usize) -> Option<String> {
     let highest = usize::from(*rss.indirection_table.queues().iter().max()?);
     (highest >= cores).then(|| format!("its indirection table names receive queue {highest}, but {cores} cores report"))

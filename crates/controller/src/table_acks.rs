@@ -8,19 +8,19 @@ use coreward_wire::ServiceIndex;
 use super::Now;
 use super::service::TableTrigger;
 
-/// Tables of a service that are kept until load balancers confirm them. Latencies of slower confirmations are not
-/// measured.
+/// Maximum number of a service's tables whose confirmations by load balancers are awaited. Latencies of slower
+/// confirmations are not measured.
 const MAX_UNCONFIRMED: usize = 1024;
 
-/// Triggers of the newest tables, and latencies.
+/// Triggers of the newest tables, and histograms of the latencies until load balancers confirm the tables.
 #[derive(Debug, Default)]
 pub struct TableAcks {
     unconfirmed_builds: HashMap<ServiceIndex, VecDeque<(u64, TableTrigger)>>,
-    /// Newest confirmed generation, by session of a load balancer and service.
+    /// Generation of the newest confirmed table, by the load balancer's session and the service.
     confirmed_generations: HashMap<(u64, ServiceIndex), u64>,
-    /// Durations from the receipt of a report to the confirmation of its table by each load balancer.
+    /// Histogram of the time from the arrival of a report to each load balancer's confirmation of its table.
     pub latency_since_receipt: LatencyHistogram,
-    /// Durations from the sending of a report, by the agent's wall clock, to the confirmation of its table.
+    /// Histogram of the time from the sending of a report, by the agent's wall clock, to its table's confirmation.
     pub latency_since_sent: LatencyHistogram,
 }
 
@@ -33,8 +33,8 @@ impl TableAcks {
         made.push_back((generation, trigger));
     }
 
-    /// Records that a load balancer has the table in force. Its latency also counts for earlier tables that it replaced
-    /// unconfirmed.
+    /// Records that a load balancer has the table in force. The latency is also measured for earlier tables that this
+    /// one has replaced before they were confirmed.
     pub fn confirm(&mut self, session: u64, service: ServiceIndex, generation: u64, now: Now) {
         let Some(made) = self.unconfirmed_builds.get(&service) else { return };
         let before = self.confirmed_generations.insert((session, service), generation);

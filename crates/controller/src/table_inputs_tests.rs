@@ -21,7 +21,7 @@ use coreward_fleet::records::Records;
 const SERVER_COUNT: usize = 4;
 const POLICIES: [&str; 4] = ["hash", "crossrss-plus", "least", "pow2"];
 
-/// Whether each server takes new connections; `None`: it is not in the document.
+/// Whether each server takes new connections; `None`: the server is not in the document.
 type States = [Option<bool>; SERVER_COUNT];
 
 #[derive(Debug, Clone)]
@@ -89,7 +89,7 @@ struct Harness {
     sequence: u64,
     load_balancer: Option<u64>,
     traffic: TrafficMessage,
-    /// By service.
+    /// Inputs about servers that the newest table of each service was made from, by the service's name.
     in_tables: BTreeMap<String, Vec<PoolServer>>,
 }
 
@@ -108,7 +108,7 @@ impl Harness {
         Self { controller, records, agents, sequence: 0, load_balancer: None, traffic, in_tables }
     }
 
-    /// Applies the change, makes the tables that are due, and checks them.
+    /// Applies the change, makes the tables that are due, and compares their inputs with the present ones.
     fn step(&mut self, change: &Change, now: Now) {
         self.apply(change, now);
         self.controller.poll_inputs(now, true);
@@ -159,7 +159,7 @@ impl Harness {
         }
     }
 
-    /// Another number of cores means another RSS.
+    /// Reports a server's load. If the number of its cores has changed, the report contains a new RSS configuration.
     fn report(&mut self, server: usize, busy_ms: u64, cores: u32, now: Now) {
         if self.agents[server].is_none() {
             self.agents[server] = self.controller.register(&format!("s{server}"), "test", now).ok();
@@ -181,7 +181,7 @@ impl Harness {
         self.load_balancer
     }
 
-    /// Returns whether a server takes new connections of the service by the present inputs.
+    /// Returns whether the server takes new connections of the service, according to the present inputs.
     fn is_eligible(controller: &Controller, service: &Service, id: ServerId, now: Now) -> bool {
         let of = |id: ServerId| controller.eligibility(service.fleet(), id, now);
         let mut members = service.fleet().members.keys();
@@ -191,7 +191,7 @@ impl Harness {
         of(id) == Eligibility::Eligible || fails_open
     }
 
-    /// Compares the inputs of each service's newest table with inputs that are read now.
+    /// Compares the inputs of each service's newest table with the same inputs as they are now.
     fn check(&mut self, now: Now) {
         for service in &self.controller.services {
             let name = &service.fleet().name;
@@ -219,7 +219,7 @@ fn id(server: usize) -> ServerId {
     ServerId::try_from(server as u64).unwrap()
 }
 
-/// Returns the servers without what the service's policy does not read, and without what restarts with each table.
+/// Returns the servers without inputs that the service's policy ignores, and without counts that tables restart.
 fn comparable(service: &Service, pool: &Pool) -> Vec<PoolServer> {
     let compared = |server: PoolServer| {
         let server = PoolServer { has_new_load: true, ..server };
@@ -232,7 +232,7 @@ fn comparable(service: &Service, pool: &Pool) -> Vec<PoolServer> {
     pool.servers().iter().cloned().map(compared).collect()
 }
 
-/// The ramp of the table in which a server joins is an input of that table, and not the earlier value 1.
+/// A table in which a server begins its slow start has the new fraction as an input, and not the earlier value 1.
 #[test]
 fn slow_start_ends_by_configuration_or_time() {
     let configure = |joined: Option<bool>, slow_start: bool| Change::Configure {
@@ -250,7 +250,7 @@ fn slow_start_ends_by_configuration_or_time() {
     }
 }
 
-/// A configuration removes load balancers that are neither on record nor connected, and their counts with them.
+/// A new configuration removes load balancers that are neither on record nor connected, and their counts.
 #[test]
 fn counts_of_a_removed_load_balancer_leave_the_table() {
     let mut harness = Harness::new();

@@ -17,7 +17,7 @@ fn load_fraction(fixed_point: u32) -> f64 {
 }
 
 impl Controller {
-    /// Returns the newest table of every service, without contents.
+    /// Returns a summary of the newest table of every service, without the contents.
     pub fn table_summaries(&self, now: Now) -> Tables {
         let summary = |service: &Service| {
             let table = service.table(now);
@@ -36,7 +36,7 @@ impl Controller {
         self.services.iter().position(|known| known.fleet().name == name)
     }
 
-    /// Returns the newest table of this service, and its age; `None`: unknown service, or no table yet.
+    /// Returns the newest table of this service, and its age; `None`: the service is unknown or has no table yet.
     pub fn newest_table(&self, service: &str, now: Now) -> Option<(Arc<PlacementTable>, Duration)> {
         let service = &self.services[self.service_position(service)?];
         let (_, age) = service.table(now)?;
@@ -44,7 +44,7 @@ impl Controller {
     }
 }
 
-/// Returns the table in the form of the API; `names`: names of all servers.
+/// Converts the table to the form of the API. `names`: names of all servers.
 pub fn to_api_table(service: &str, table: &PlacementTable, age: Duration, names: &HashMap<ServerId, String>) -> Table {
     let name = |id: ServerId| names.get(&id).cloned().unwrap_or_else(|| format!("(id {id})"));
     let member = |member: &coreward_model::placement::Member| Member {
@@ -63,7 +63,7 @@ pub fn to_api_table(service: &str, table: &PlacementTable, age: Duration, names:
     }
 }
 
-/// Returns the candidates by group and bucket.
+/// Returns the names and loads of the candidates, by RSS group and bucket.
 fn candidates(table: &PlacementTable, name: impl Fn(ServerId) -> String) -> Vec<Vec<Vec<Candidate>>> {
     let (buckets, per_bucket) = (table.bucket_count.get() as usize, table.candidates_per_bucket as usize);
     let candidate = |candidate: &coreward_model::placement::Candidate| Candidate {

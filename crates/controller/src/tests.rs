@@ -24,7 +24,7 @@ fn at(milliseconds: u64) -> Now {
     Now { monotonic, wall: START + monotonic, record: START + monotonic }
 }
 
-/// Servers s0, s1 ... with ids 0, 1 ...; `states` has their states.
+/// Returns a fleet of servers s0, s1 ... with ids 0, 1 ... and the states `states`, and one service.
 fn config(states: &[&str], policy: &str) -> FleetConfig {
     let mut text = String::new();
     for (n, state) in states.iter().enumerate() {
@@ -56,7 +56,7 @@ impl Harness {
         self.controller.configure(Fleet::new(&config, &self.records));
     }
 
-    /// Connects an agent for each server and lets it report twice, 100 ms apart, so that loads exist at 100 ms.
+    /// Connects an agent for each server, which reports twice, 100 ms apart, so that loads are known at 100 ms.
     fn report_loads(&mut self, loads: &[&[f64]]) -> Vec<Session> {
         let sessions: Vec<Session> =
             (0..loads.len()).map(|n| self.controller.register(&format!("s{n}"), "test", at(0)).unwrap()).collect();
@@ -93,14 +93,14 @@ fn client(port: u16) -> std::net::SocketAddr {
     ([10, 1, 0, 7], port).into()
 }
 
-/// Core = bucket mod number of cores, on every server.
+/// Returns an RSS configuration that distributes buckets evenly: core = bucket mod number of cores.
 pub(super) fn plain_rss(entries: u32, cores: u32) -> ReportedRss {
     let queues: Vec<u32> = (0..entries).map(|entry| entry % cores).collect();
     let rss = RssConfig { key: RssKey::microsoft(), indirection_table: IndirectionTable::new(&queues).unwrap() };
     ReportedRss { source: "ethtool".into(), rss: Some(rss) }
 }
 
-/// Readings are on a clock that runs like the controller's.
+/// Returns a report whose readings are on a clock that runs like the controller's.
 fn report(sequence: u64, now: Now, busy_ns: &[u64]) -> Report {
     Report {
         time_to_live: Duration::from_millis(300),
@@ -111,7 +111,7 @@ fn report(sequence: u64, now: Now, busy_ns: &[u64]) -> Report {
     }
 }
 
-/// A report for a minute, without RSS.
+/// Returns a report that is valid for a minute, without an RSS configuration.
 pub(super) fn plain_report(sequence: u64, now: Now, busy_ns: &[u64]) -> Report {
     Report {
         sent_at: now.wall,
@@ -129,7 +129,7 @@ pub(super) fn plain_report(sequence: u64, now: Now, busy_ns: &[u64]) -> Report {
 
 const ACTIVE: [&str; 3] = ["active"; 3];
 
-/// Returns the number of buckets of each server in a table with one candidate per bucket.
+/// Returns each server's number of buckets in a table with one candidate per bucket.
 fn buckets_by_server(table: &PlacementTable) -> BTreeMap<u16, usize> {
     let mut counts = BTreeMap::new();
     for candidate in &table.candidates {
@@ -232,7 +232,7 @@ fn rejected_reports_are_counted_and_change_nothing() {
     assert_eq!(status.accepted_reports, 3);
 }
 
-/// The controller's wall clock is set back by an hour (or the server's ahead): loads remain, with a warning.
+/// If the controller's wall clock is set back by an hour, or the server's forward, loads remain, with a warning.
 #[test]
 fn wall_clock_step_changes_no_load() {
     let mut harness = Harness::new(&ACTIVE, "crossrss");
@@ -481,7 +481,7 @@ fn explanations_name_the_decision_and_its_reason() {
 }
 
 proptest! {
-    /// The explained server is the data plane's: every connection of every policy that decides by the table alone.
+    /// The explained server is the one that the data plane chooses, for all policies that decide by the table alone.
     #[test]
     fn explained_server_equals_the_chosen_one(
         policy in prop::sample::select(vec![
@@ -501,7 +501,7 @@ proptest! {
         }
     }
 
-    /// Whatever arrives in any order, there are tables, and every report is counted once.
+    /// After reports in any order and with any contents, tables can be made, and every report is counted once.
     #[test]
     fn arbitrary_reports_never_panic(
         reports in prop::collection::vec(
@@ -555,7 +555,7 @@ fn established_packets_are_explained_by_their_cookie() {
     assert!(reply.chosen_server.is_none() && reply.reason.contains("it is broadcast"), "{}", reply.reason);
 }
 
-/// A flood changes a counter alone, and takes nothing from others.
+/// A flood of reports from one agent changes only a counter, and does not affect other agents.
 #[test]
 fn excess_reports_are_rejected_and_counted() {
     let mut harness = Harness::new(&["active", "active"], "crossrss");

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-/// Token bucket of one subject.
+/// Token bucket that limits the rate of one peer's messages.
 #[derive(Debug, Clone, Copy)]
 pub struct TokenBucket {
     tokens: f64,
@@ -11,9 +11,9 @@ pub struct TokenBucket {
 
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Quota {
-    /// Mean interval between two tokens.
+    /// Mean time between two tokens, the inverse of the rate.
     pub interval: Duration,
-    /// Capacity of the bucket, the burst after a pause.
+    /// Maximum number of tokens in the bucket, which is the burst after a pause.
     pub burst: u32,
 }
 
@@ -24,7 +24,7 @@ impl Quota {
 }
 
 impl TokenBucket {
-    /// Takes a token, and returns whether one was left (`now`: since the controller's start).
+    /// Takes a token if one is left, and returns whether it did. `now`: time since the controller's start.
     pub fn take(&mut self, quota: Quota, now: Duration) -> bool {
         let elapsed = now.saturating_sub(self.updated_at).as_secs_f64();
         self.updated_at = now;
@@ -36,7 +36,7 @@ impl TokenBucket {
 }
 
 impl TokenBucket {
-    /// Returns the time until the next token, without taking it; zero: a token is left.
+    /// Returns the time until the next token is available, without taking it; zero: a token is left.
     pub fn time_until_token(&self, quota: Quota, now: Duration) -> Duration {
         let every = quota.interval.as_secs_f64();
         let left = self.tokens + now.saturating_sub(self.updated_at).as_secs_f64() / every;

@@ -13,36 +13,36 @@ use super::Now;
 
 #[derive(Debug, Default, Clone, Copy)]
 struct OpenedCounts {
-    /// Connections since the load balancer's maps were created.
+    /// Number of connections opened since the load balancer's maps were created.
     total: u64,
-    /// Connections since the last query; `None`: only one message so far.
+    /// Number of connections opened since the last query; `None`: only one message has arrived so far.
     since_last_query: Option<u64>,
 }
 
-/// Map by server id. The controller draws the ids, so no peer can choose them to collide.
+/// Map by server id. Its hash need not resist collisions: the controller draws the ids, so no peer can choose them.
 type ByServer<T> = HashMap<ServerId, T, foldhash::fast::FixedState>;
 
-/// Traffic from one load balancer to servers.
+/// Traffic from one load balancer to all servers.
 #[derive(Debug, Default)]
 pub struct Traffic {
-    /// Time of the last message (since the controller's start).
+    /// Time at which the last message arrived, since the controller's start.
     last_message_at: Option<Duration>,
-    /// Sums over all services, since the load balancer's maps were created.
+    /// Counts for each server over all services, since the load balancer's maps were created.
     totals: ByServer<ServerTraffic>,
     opened: HashMap<ServiceIndex, OpenedCounts>,
     rates: ByServer<TrafficRates>,
 }
 
-/// Connections opened since a load balancer's previous message.
+/// Numbers of connections that were opened since a load balancer's previous message.
 #[derive(Debug, Default)]
 pub struct OpenedConnections {
     pub services: Vec<(ServiceIndex, u64)>,
-    /// Connections by server, of all services together.
+    /// Number of connections of all services together, by server.
     pub servers: Vec<(ServerId, u64)>,
 }
 
 impl Traffic {
-    /// Returns the increase since the previous message. Counts that are new or restarted add nothing.
+    /// Returns the increases since the previous message. A count that is new or has restarted adds nothing.
     pub fn opened_connections(&self, message: &TrafficMessage) -> OpenedConnections {
         let services = message
             .opened_connections
@@ -58,7 +58,7 @@ impl Traffic {
         }
     }
 
-    /// Records a message. A lower count than before comes from new maps: its rate restarts.
+    /// Records the counts of a message. A count that has decreased comes from new maps, so its rate starts anew.
     pub fn record_totals(&mut self, message: &TrafficMessage, alpha: Alpha, now: Now) {
         let totals: ByServer<ServerTraffic> = message.servers.iter().map(|(id, traffic)| (*id, *traffic)).collect();
         self.record_opened(message);
@@ -84,7 +84,7 @@ impl Traffic {
         self.opened = message.opened_connections.iter().map(follow).collect();
     }
 
-    /// Returns the connections opened for the service since the last call; `None`: not known yet.
+    /// Returns the number of connections opened for the service since the last call; `None`: not known yet.
     pub fn newly_opened(&mut self, service: ServiceIndex) -> Option<u64> {
         self.opened.get_mut(&service)?.since_last_query.as_mut().map(std::mem::take)
     }
@@ -102,7 +102,7 @@ impl Traffic {
         }))
     }
 
-    /// Ends the rates after a disconnect. The data plane may continue without the daemon.
+    /// Ends the rates after the load balancer has disconnected. Its data plane may continue without the daemon.
     pub fn stop(&mut self) {
         self.rates.clear();
         self.opened.clear();
@@ -122,8 +122,8 @@ impl Traffic {
 pub struct TrafficTotals(pub BTreeMap<String, ServerTraffic>);
 
 impl TrafficTotals {
-    /// Returns the increase of open connections since `then`, by load balancers' counts. A load balancer with new or
-    /// restarted counts adds nothing, because the report may already include its connections.
+    /// Returns the increase of the number of open connections since `earlier`, by load balancers' counts. A load
+    /// balancer with new or restarted counts adds nothing, because the report may already include its connections.
     pub fn opened_since(&self, then: &TrafficTotals) -> i64 {
         let of = |(name, now): (&String, &ServerTraffic)| {
             let then = then.0.get(name)?;

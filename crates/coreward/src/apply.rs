@@ -33,10 +33,10 @@ pub struct ApplyArgs {
     timeout: humantime::Duration,
 }
 
-/// Interval of checks for acknowledgements.
+/// Interval between requests for the acknowledgements.
 const POLL_INTERVAL: Duration = Duration::from_millis(200);
 
-/// Runs the command. Fails if the document is wrong, the controller rejects it, or the operator declines.
+/// Runs `coreward apply`. Fails if the document is wrong, the controller rejects it, or the operator declines.
 pub fn run(args: &ApplyArgs) -> anyhow::Result<()> {
     let client = args.query.contact.client()?;
     let proposed = ProposedFleet::read(&client, &args.file)?;
@@ -44,7 +44,7 @@ pub fn run(args: &ApplyArgs) -> anyhow::Result<()> {
     if is_done && args.wait { wait_until_in_force(&client, args.timeout.into()) } else { Ok(()) }
 }
 
-/// Shows the changes, asks, and applies the document. Returns whether it was applied.
+/// Shows the changes, asks for confirmation, and applies the document. Returns whether the document is in force now.
 fn confirm_and_apply(proposed: ProposedFleet, format: Format, (dry_run, yes): (bool, bool)) -> anyhow::Result<bool> {
     let only_looked = dry_run || proposed.is_in_force();
     // JSON output is one object, the result.
@@ -88,7 +88,7 @@ fn is_wait_over(seen: &Acknowledgements) -> bool {
     seen.waiting_count == 0 || seen.refused.iter().any(refuses_it)
 }
 
-/// Returns the peers without the newest configuration, or without all of it.
+/// Describes the peers that lack the newest configuration or a part of it.
 fn describe_pending(seen: &Acknowledgements) -> String {
     let mut lines = vec![format!(
         "configuration {} is in force at {}, not at {}; {} updates were refused, {} load balancers are not connected:",

@@ -14,7 +14,7 @@ pub struct AuditArgs {
     limit: u16,
 }
 
-/// Runs the command. Fails if the controller cannot be reached, or rejects the request.
+/// Runs `coreward audit`. Fails if the controller cannot be reached, or rejects the request.
 pub fn audit(args: &AuditArgs) -> anyhow::Result<()> {
     let client = args.query.contact.client()?;
     let audit = block_on(client.audit(&AuditQuery { after: 0, limit: Some(args.limit) }))?;

@@ -47,7 +47,7 @@ pub enum FileKind {
     Rack,
 }
 
-/// Runs the command. Fails if there is a mistake.
+/// Runs `coreward check`. Fails if a file has a mistake.
 pub fn run(args: &CheckArgs) -> anyhow::Result<()> {
     if let Some(kind) = args.schema {
         return print(&format!("{:#}", kind.schema()));
@@ -79,7 +79,7 @@ struct CheckedFile<'a> {
 }
 
 impl<'a> CheckedFile<'a> {
-    /// Reads the file once, because it may be a pipe.
+    /// Reads and checks the file; reads it only once, because it may be a pipe.
     fn new(file: &'a Path, kind: Option<FileKind>) -> Self {
         let source = match Source::read(file) {
             Ok(source) => source,
@@ -142,7 +142,7 @@ impl FileKind {
         }
     }
 
-    /// Returns the JSON schema, from the same description as the parser.
+    /// Returns the JSON schema of this kind of file, from the same description as the parser.
     pub fn schema(self) -> Value {
         match self {
             Self::Controller => schema::<ControllerFile>("coreward controller"),
@@ -155,7 +155,7 @@ impl FileKind {
         }
     }
 
-    /// Checks a controller's file and the fleet's file that it names.
+    /// Checks a controller's file together with the fleet document that it names.
     fn check_with_fleet_file(self, source: &Source) -> Result<(), Diagnostics> {
         let own = self.check(source);
         let named = match self {
@@ -173,8 +173,8 @@ impl FileKind {
         }
     }
 
-    /// Returns the kind that has most of the file's keys; of several the kind in the file's name, then the one with the
-    /// fewest mistakes. Fails if several kinds are left.
+    /// Detects the kind that has most of the file's keys. Among several it prefers the kind in the file's name, then
+    /// the one with the fewest mistakes. Fails if several kinds are left.
     fn of(source: &Source) -> Result<Self, Diagnostics> {
         let keys = source.keys();
         let name = source.path().file_stem().and_then(|name| name.to_str()).unwrap_or_default();
@@ -197,14 +197,14 @@ impl FileKind {
     }
 }
 
-/// Checks the files of `[etcd.tls]` as the daemon does.
+/// Checks the certificate files of `[etcd.tls]` as the daemon does.
 fn check_etcd_files(controller: &Source) -> Result<(), Diagnostics> {
     let StoreLocation::Etcd(etcd) = ControllerConfig::parse(controller)?.store else { return Ok(()) };
     let wrong = |error| Diagnostic::for_file(controller.path(), &format!("[etcd.tls]: {error:#}")).into();
     leader_election::connect_cluster(&etcd).map(drop).map_err(wrong)
 }
 
-/// Returns the path of the fleet's file in a controller's file, even if other keys are wrong.
+/// Returns the path of the fleet document that a controller's file names, even if other keys are wrong.
 fn fleet_path(controller: &Source) -> Option<PathBuf> {
     let table: toml::Table = controller.parse().ok()?;
     Some(controller.path().parent()?.join(table.get("fleet")?.as_str()?))
@@ -216,8 +216,8 @@ mod tests {
 
     use super::*;
 
-    /// Returns every TOML block of the pages that describe files, with its first line. A block that begins with
-    /// `[[dispatch` continues the agent's above it.
+    /// Returns every TOML block of the manual's pages about files, with its page and line. A block that begins with
+    /// `[[dispatch` continues the agent's file above it.
     fn documented_examples() -> Vec<(String, String)> {
         let pages = [
             ("config.md", include_str!("../../../docs/config.md")),
@@ -250,7 +250,7 @@ mod tests {
         jsonschema::is_valid(schema, &serde_json::to_value(value).unwrap())
     }
 
-    /// The documents are right, are recognised, and match the schema; with another key they fail both.
+    /// The examples are valid, recognised, and match the schema; with an unknown key, parser and schema reject them.
     #[test]
     fn documents_in_the_manual_are_valid() {
         let mut seen = Vec::new();
@@ -340,7 +340,7 @@ mod tests {
         assert!(neither.contains("some.toml: fits several kinds") && neither.contains("some.toml:1:1: "), "{neither}");
     }
 
-    /// `coreward check <(...)`: what was read is gone.
+    /// `coreward check <(...)`: the text of a pipe can be read only once.
     #[test]
     fn pipe_is_read_once() {
         let directory = tempfile::tempdir().unwrap();
@@ -353,7 +353,7 @@ mod tests {
         assert_eq!((checked.kind, checked.mistake_count()), (Some(FileKind::Fleet), 1), "{}", checked.text());
     }
 
-    /// A controller's file is checked with the fleet's that it names, also when both are wrong.
+    /// A controller's file is checked together with the fleet document that it names, even if both are wrong.
     #[test]
     fn controller_file_is_checked_with_its_fleet() {
         let directory = tempfile::tempdir().unwrap();

@@ -7,7 +7,7 @@ use coreward_http::client::{Client, ControllerUrl, Credential};
 use coreward_tls::CredentialFiles;
 use coreward_tls::verify::ExpectedHost;
 
-/// File of the operator's token in packages.
+/// Path of the operator's token file in packages.
 const DEFAULT_TOKEN_FILE: &str = "/var/lib/coreward/operator.token";
 
 #[derive(clap::Args, Clone)]
@@ -41,7 +41,7 @@ pub struct ControllerArgs {
 }
 
 impl ControllerArgs {
-    /// Returns the client. Fails if a file cannot be read, or is invalid.
+    /// Returns a client of the controllers. Fails if a file cannot be read, or is invalid.
     pub fn client(&self) -> anyhow::Result<Client> {
         let files = |((ca, certificate), key)| CredentialFiles { ca, certificate, key };
         let certificate = self.ca.clone().zip(self.certificate.clone()).zip(self.key.clone()).map(files);

@@ -10,10 +10,10 @@ use tokio::time::{Instant, sleep, timeout_at};
 
 use crate::{Format, QueryArgs, print};
 
-/// Poll interval of `--wait`. Agents count each second.
+/// Interval between requests of `--wait`. Agents count connections each second.
 const POLL_INTERVAL: Duration = Duration::from_millis(500);
 
-/// Longest timeout.
+/// Maximum timeout; longer timeouts are cut to it.
 const MAX_TIMEOUT: Duration = Duration::from_secs(365 * 86_400);
 
 #[derive(clap::Args)]
@@ -48,7 +48,7 @@ fn build_runtime() -> std::io::Result<tokio::runtime::Runtime> {
     tokio::runtime::Builder::new_current_thread().enable_all().build()
 }
 
-/// Drains the server, and waits if requested. Fails on a rejection or at the timeout.
+/// Drains the server, and waits if requested. Fails if the controller rejects the drain, or at the timeout.
 pub fn drain(args: &DrainArgs) -> anyhow::Result<()> {
     let client = args.query.contact.client()?;
     build_runtime()?.block_on(async {
@@ -79,13 +79,13 @@ pub fn drain(args: &DrainArgs) -> anyhow::Result<()> {
     })
 }
 
-/// Ends the drain. Fails when the controller rejects it.
+/// Ends the drain of a server. Fails when the controller rejects it.
 pub fn undrain(args: &UndrainArgs) -> anyhow::Result<()> {
     let client = args.query.contact.client()?;
     print(&format_status(&build_runtime()?.block_on(client.undrain(&args.server))?, args.query.format)?)
 }
 
-/// Result of the wait.
+/// Connections that remain at the end of the wait.
 enum RemainingConnections {
     None,
     Some(String),
@@ -138,7 +138,7 @@ async fn wait_until_drained(
     }
 }
 
-/// Returns whether the error is a final answer of the controller.
+/// Returns whether the error is a final answer of the controller, after which retries are useless.
 fn is_permanent_error(error: &anyhow::Error) -> bool {
     error.downcast_ref::<Problem>().is_some_and(|problem| matches!(problem.status, 400..=407 | 422))
 }

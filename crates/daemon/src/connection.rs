@@ -26,16 +26,16 @@ metrics! {
     );
 }
 
-/// First and last retry interval. The interval doubles after all controllers have been tried.
+/// Minimum and maximum retry interval. The interval doubles after all controllers have been tried.
 const RETRY_INTERVAL_RANGE: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(2));
-/// Retry interval after a rejection, which only an operator can end.
+/// Retry interval after a rejection, whose cause only an operator can remove.
 const REJECTED_RETRY_INTERVAL: Duration = Duration::from_secs(2);
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
-/// Interval of HTTP/2 pings to a silent controller, and the limit for their answers.
+/// Interval of HTTP/2 pings to a silent controller, and time limit for their answers.
 const KEEP_ALIVE_INTERVAL: Duration = Duration::from_secs(5);
 
-/// HTTP/2 flow-control window. Tables have 13 kB, a thousand per second: with HTTP/2's default of 64 kB they would wait
-/// for window updates. The configuration of ten thousand servers fits, too.
+/// HTTP/2 flow-control window in bytes. A thousand tables of 13 kB arrive per second: with HTTP/2's default of 64 kB
+/// they would wait for window updates. The configuration of ten thousand servers fits, too.
 const WINDOW_BYTES: u32 = 1 << 20;
 
 /// Time for which a leader of an older term is rejected after the newer leader's last message. It is the longest lease,
@@ -73,12 +73,12 @@ impl ControllerConnection {
         Ok(Self { attempt_order: turns, newest_term: TermTracker::default(), tls, expected_roles, controllers })
     }
 
-    /// Returns warnings for the operator: certificates that expire soon.
+    /// Returns warnings for the operator about certificates that expire soon.
     pub fn warnings(&self) -> Vec<String> {
         self.tls.as_ref().map(|tls| tls.warnings()).unwrap_or_default()
     }
 
-    /// Adds the expiry times of certificates.
+    /// Adds the expiry times of the daemon's certificates to the metrics.
     pub fn add_metrics(&self, page: &mut Snapshot) {
         self.tls.iter().for_each(|tls| add_certificate_expiry(tls, page));
     }
@@ -104,14 +104,14 @@ impl ControllerConnection {
         }
     }
 
-    /// Returns a started stream. Fails if the leader's term is older than the newest known term.
+    /// Returns the stream in a response. Fails if the leader's term is older than the newest known term.
     pub fn accept_stream<T>(&mut self, response: Response<T>) -> anyhow::Result<T> {
         let term = response.metadata().get(TERM_HEADER).and_then(|term| term.to_str().ok()?.parse().ok());
         self.newest_term.check(term, Instant::now())?;
         Ok(response.into_inner())
     }
 
-    /// Records that the controller answered, so it leads.
+    /// Records a message from the controller, which shows that it leads.
     pub fn record_message(&mut self) {
         self.attempt_order.record_answer();
         self.newest_term.record_message(Instant::now());
@@ -174,7 +174,7 @@ impl ControllerConnection {
     }
 }
 
-/// Returns the root cause of the error, on which an operator can act.
+/// Returns the text of the error's root cause, on which an operator can act.
 fn root_cause_text(error: &anyhow::Error) -> String {
     match error.downcast_ref::<Status>() {
         Some(status) if std::error::Error::source(status).is_some() => error.root_cause().to_string(),
@@ -184,7 +184,7 @@ fn root_cause_text(error: &anyhow::Error) -> String {
     }
 }
 
-/// Adds the expiry times of a process's certificates.
+/// Adds the expiry times of a process's certificates to the metrics.
 pub fn add_certificate_expiry(tls: &Tls, page: &mut Snapshot) {
     let mut ends = std::collections::BTreeMap::new();
     for (which, certificate) in tls.certificates() {
@@ -200,15 +200,15 @@ enum StreamEnd {
     /// The controller is unreachable, or does not lead.
     Lost,
     Rejected,
-    /// Index of the leader that the controller named.
+    /// The controller does not lead, and named the leader: its index in the configured addresses.
     NotTheLeader(usize),
 }
 
-/// Order of connection attempts, separated from clock and randomness.
+/// Order of connection attempts to the controllers, without clock and randomness.
 struct AttemptOrder {
     controller_count: usize,
     current_controller: usize,
-    /// Number of attempts since the last answer.
+    /// Number of attempts without an answer since the last answer.
     failed_attempts: usize,
     has_answered: bool,
     retry_interval: Duration,
@@ -252,14 +252,14 @@ impl AttemptOrder {
     }
 }
 
-/// Newest term of a leader. Time is an argument.
+/// Tracker of the newest term of a leader. The caller passes the time.
 #[derive(Default)]
 struct TermTracker {
     newest: Option<(u64, Instant)>,
 }
 
 impl TermTracker {
-    /// Checks the term of a new stream; `None`: a controller with its own store has no terms.
+    /// Checks the term of a new stream. `None` is accepted: a controller with its own store has no terms.
     fn check(&mut self, term: Option<u64>, now: Instant) -> anyhow::Result<()> {
         match (term, self.newest) {
             (Some(term), Some((newest, last_message)))

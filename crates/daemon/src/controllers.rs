@@ -7,7 +7,7 @@ use coreward_config::toml::de::DeValue;
 use coreward_config::{FromToml, Reader, Spanned, serde_json};
 use serde_json::{Value, json};
 
-/// Limit of controllers in one fleet.
+/// Maximum number of controllers in a fleet.
 const MAX_CONTROLLERS: usize = 16;
 
 /// Addresses of a fleet's controllers: at least one, without duplicates.

@@ -7,7 +7,6 @@ use nix::sys::prctl;
 
 /// Returns the capabilities that the daemon keeps. BPF capabilities remain, because changed services need other
 /// programs.
-/// services.
 pub fn retained_capabilities(daemon: Component) -> &'static [Capability] {
     use Capability::{
         CAP_BPF, CAP_DAC_READ_SEARCH, CAP_NET_ADMIN, CAP_NET_BIND_SERVICE, CAP_NET_RAW, CAP_PERFMON, CAP_SYS_PTRACE,
@@ -26,9 +25,9 @@ pub fn retained_capabilities(daemon: Component) -> &'static [Capability] {
     }
 }
 
-/// Drops every other capability for good, also for child processes, and forbids core dumps and ptrace(2) without
-/// CAP_SYS_PTRACE, since keys are in memory. Must be called before the first thread is started, because capabilities
-/// belong to threads.
+/// Drops all capabilities that the daemon does not keep, for good and also for child processes. Forbids core dumps and
+/// ptrace(2) without CAP_SYS_PTRACE, since keys are in memory. Must be called before the first thread is started,
+/// because capabilities belong to threads.
 pub fn drop_other_capabilities(daemon: Component) -> anyhow::Result<()> {
     let retained: CapsHashSet = retained_capabilities(daemon).iter().copied().collect();
     let has = |set| caps::read(None, set).context("cannot read this process's capabilities");

@@ -48,7 +48,7 @@ pub async fn run_until_shutdown(work: impl Future<Output = anyhow::Result<()>>) 
     outcome
 }
 
-/// Logs that the file of a reload is invalid.
+/// Logs that the configuration file is invalid at a reload.
 pub fn log_reload_failure(path: &Path, error: &dyn Display) {
     tracing::warn!(
         event = "reload-failed",
@@ -73,8 +73,8 @@ async fn feed_watchdog() -> std::convert::Infallible {
     }
 }
 
-/// Raises the soft limit of open files to the hard one: each agent's connection and each health check needs one. The
-/// default of 1,024 is for programs that use select(2).
+/// Raises the soft limit of open files to the hard one: each agent's connection and each health check needs a file
+/// descriptor. The default of 1,024 is for programs that use select(2).
 pub fn raise_file_limit() {
     use nix::sys::resource::{Resource, getrlimit, setrlimit};
     let raised = getrlimit(Resource::RLIMIT_NOFILE)

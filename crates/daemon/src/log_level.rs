@@ -9,13 +9,13 @@ type SetDebug = Box<dyn Fn(bool) + Send + Sync>;
 
 static SET_DEBUG: OnceLock<SetDebug> = OnceLock::new();
 
-/// Registers the setter of the level: true sets debug, false the initial level. Without a setter the signals have no
-/// effect.
+/// Registers the function that sets the log level: true sets debug, false the initial level. Without it the signals
+/// have no effect.
 pub fn register_setter(set_debug: impl Fn(bool) + Send + Sync + 'static) {
     let _ = SET_DEBUG.set(Box::new(set_debug));
 }
 
-/// Handles the signals until the daemon ends.
+/// Handles SIGUSR1 and SIGUSR2 until the daemon ends.
 pub(crate) async fn switch_level_by_signals() -> anyhow::Result<Infallible> {
     let (mut debug, mut usual) = (signal(SignalKind::user_defined1())?, signal(SignalKind::user_defined2())?);
     loop {

@@ -19,18 +19,18 @@ use coreward_metrics::snapshot::Snapshot;
 
 /// Media type of OpenMetrics 1.0, which prometheus-client writes.
 const MEDIA_TYPE: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
-/// Limit of concurrent connections; further connections wait.
+/// Maximum number of concurrent connections; further connections wait.
 const MAX_CONNECTIONS: usize = 8;
-/// Time limit from the connection to the end of the answer.
+/// Time limit from the acceptance of a connection to the end of the answer.
 const TIMEOUT: Duration = Duration::from_secs(10);
 const MAX_HEADER_BYTES: usize = 16 << 10;
 
-/// Pending scrapes; each is answered with a snapshot.
+/// Receiver of pending scrapes of the metrics; each is answered with a snapshot.
 #[derive(Debug, Default)]
 pub struct ScrapeReceiver(Option<mpsc::Receiver<oneshot::Sender<Snapshot>>>);
 
 impl ScrapeReceiver {
-    /// Listens at `address`; `None`: there are no scrapes.
+    /// Listens for scrapes at `address`; with `None` there are no scrapes.
     pub fn listen(address: Option<SocketAddr>) -> anyhow::Result<Self> {
         let Some(address) = address else { return Ok(Self(None)) };
         let listener = bind(address)?;
@@ -47,7 +47,7 @@ impl ScrapeReceiver {
         Ok(Self(Some(receiver)))
     }
 
-    /// Returns the next scrape. Cancel-safe.
+    /// Waits for the next scrape and returns the sender for its answer. Cancel-safe.
     pub async fn next(&mut self) -> oneshot::Sender<Snapshot> {
         match &mut self.0 {
             Some(scrapes) => match scrapes.recv().await {

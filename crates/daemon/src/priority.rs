@@ -3,7 +3,7 @@
 use nix::errno::Errno;
 use nix::libc;
 
-/// Added niceness: the thread gets a ninth of the CPU share of a normal thread.
+/// Increment of the niceness: the thread gets a ninth of the CPU share of a normal thread.
 const NICENESS: i32 = 10;
 
 /// Lowers the calling thread's priority; `thread` names it in the log if that fails.
@@ -18,7 +18,7 @@ pub fn lower_thread_priority(thread: &str) {
     }
 }
 
-/// On Linux niceness is a thread's. The thread still gets a ninth of a CPU, so it releases its locks in time.
+/// On Linux niceness belongs to a thread. The thread still gets a ninth of a CPU, so it releases its locks in time.
 fn lower_priority() -> nix::Result<()> {
     // SAFETY: both calls take numbers only; 0 is the calling thread.
     let outcome =

@@ -15,8 +15,8 @@ pub fn notify_stopping() {
     notify(NotifyState::Stopping);
 }
 
-/// Runs work that does not feed the watchdog for up to `limit`. The kernel's verifier may need longer than the
-/// watchdog's interval on a slow machine, where a restart would not help.
+/// Runs work during which the watchdog gets no notifications for up to `limit`. The kernel's verifier may need longer
+/// than the watchdog's interval on a slow machine, where a restart would not help.
 pub fn run_with_watchdog_limit<T>(limit: Duration, work: impl FnOnce() -> T) -> T {
     let Some(interval) = sd_notify::watchdog_enabled().filter(|interval| *interval < limit) else { return work() };
     let set = |limit: Duration| notify(NotifyState::WatchdogUsec(limit.as_micros().try_into().unwrap_or(u32::MAX)));
@@ -31,12 +31,12 @@ pub fn watchdog_interval() -> Option<Duration> {
     sd_notify::watchdog_enabled().map(|limit| (limit / 2).max(Duration::from_millis(1)))
 }
 
-/// Notifies the watchdog.
+/// Notifies the watchdog that the daemon is alive.
 pub fn notify_watchdog() {
     notify(NotifyState::Watchdog);
 }
 
-/// Notifications to the watchdog from a loop without an asynchronous runtime.
+/// Sender of notifications to the watchdog, for a loop without an asynchronous runtime.
 #[derive(Debug)]
 pub struct Watchdog {
     interval: Option<Duration>,

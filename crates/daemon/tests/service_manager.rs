@@ -4,15 +4,14 @@
 use std::os::unix::net::UnixDatagram;
 use std::time::{Duration, Instant};
 
-/// Signs of life before the work ends.
+/// Minimum number of watchdog messages before the work ends.
 const MIN_WATCHDOG_MESSAGES: usize = 5;
 
 fn count_watchdog_messages(received: &[String]) -> usize {
     received.iter().filter(|message| *message == "WATCHDOG=1").count()
 }
 
-/// Readiness comes first; the watchdog is notified during the work only, and the end is
-/// announced.
+/// Readiness is reported first; the watchdog is notified only during the work; and the end is announced.
 #[test]
 fn service_manager_gets_ready_watchdog_and_stopping() {
     let directory = tempfile::tempdir().unwrap();

@@ -2,13 +2,13 @@
 
 use anyhow::Context as _;
 
-/// Capabilities to load programs, attach them and resolve neighbours, with their numbers in linux/capability.h.
+/// Capabilities that load and attach programs and resolve neighbours: names and numbers of linux/capability.h.
 const REQUIRED_CAPABILITIES: [(&str, u32); 4] =
     [("CAP_NET_ADMIN", 12), ("CAP_NET_RAW", 13), ("CAP_PERFMON", 38), ("CAP_BPF", 39)];
-/// The capability for BPF before Linux 5.8, which still includes `CAP_BPF` and `CAP_PERFMON`.
+/// Number of the capability that allowed BPF before Linux 5.8, and still implies `CAP_BPF` and `CAP_PERFMON`.
 const CAP_SYS_ADMIN: u32 = 21;
 
-/// Checks the capabilities of a command. Fails when one is missing; the error names it.
+/// Checks that this process has the capabilities that `command` needs. Fails when one is missing, and names it.
 pub fn require(command: &str) -> anyhow::Result<()> {
     let missing = missing_capabilities()?;
     anyhow::ensure!(
@@ -21,13 +21,13 @@ pub fn require(command: &str) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Returns the missing capabilities of a daemon in the packet path. Fails when /proc does not show them.
+/// Returns the capabilities that a packet-forwarding daemon needs and lacks. Fails when /proc does not list them.
 pub fn missing_capabilities() -> anyhow::Result<Vec<&'static str>> {
     let status = std::fs::read_to_string("/proc/self/status").context("cannot read this process's rights")?;
     missing_in(&status).context("/proc/self/status names no effective capabilities (CapEff)")
 }
 
-/// Returns the names of missing capabilities of [`REQUIRED_CAPABILITIES`]; `None`: `status` does not show any.
+/// Returns the [`REQUIRED_CAPABILITIES`] missing in `status` (/proc/PID/status); `None`: no capabilities are listed.
 fn missing_in(status: &str) -> Option<Vec<&'static str>> {
     let effective = status.lines().find_map(|line| line.strip_prefix("CapEff:"))?;
     let effective = u64::from_str_radix(effective.trim(), 16).ok()?;

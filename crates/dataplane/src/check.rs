@@ -15,28 +15,28 @@ use crate::skeleton;
 use crate::skeleton::dispatch::DispatchSkelBuilder;
 use crate::skeleton::lb::LbSkelBuilder;
 
-/// Loads the objects with these names; returns each name with the kernel's answer.
+/// Loads the BPF objects with the given names. Returns the kernel's result for each of them.
 pub fn load_programs(names: &[&str]) -> Vec<(&'static str, anyhow::Result<()>)> {
     let named = skeleton::OBJECTS.into_iter().filter(|(name, _)| names.contains(name));
     named.map(|(name, object)| (name, load(name, object).map(drop))).collect()
 }
 
-/// Loads every program; returns the name of each with the kernel's answer.
+/// Loads every BPF object of the data plane. Returns its name and the kernel's result for each.
 pub fn load_every_program() -> Vec<(&'static str, anyhow::Result<()>)> {
     skeleton::OBJECTS.into_iter().map(|(name, object)| (name, load(name, object).map(drop))).collect()
 }
 
-/// Cost of one program in one variant.
+/// Verifier's cost of one BPF program in one variant (set of constants).
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct VerifierCost {
     /// Name of the program and of the variant.
     pub program: String,
-    /// Instructions that the verifier has processed; the kernel's limit is 1,000,000 (include/linux/bpf_verifier.h,
-    /// BPF_COMPLEXITY_LIMIT_INSNS).
+    /// Number of instructions that the verifier processed. The kernel allows 1,000,000 (BPF_COMPLEXITY_LIMIT_INSNS in
+    /// include/linux/bpf_verifier.h).
     pub instructions: u32,
 }
 
-/// Loads every variant of every program; returns the costs. Fails when the kernel refuses one of them.
+/// Loads every variant of every program and returns the verifier's costs. Fails when the kernel refuses a program.
 pub fn verifier_costs() -> anyhow::Result<Vec<VerifierCost>> {
     collect(skeleton::OBJECTS.into_iter().map(|(name, object)| load(name, object)))
 }

@@ -13,7 +13,7 @@ use crate::skeleton::cpu_load::CpuLoadSkelBuilder;
 
 type CpuBusyTimes = [intf::cpu_busy_time; intf::MAX_CPUS as usize];
 
-/// Counter of the CPUs' busy time, until it is dropped.
+/// BPF programs that count each CPU's busy time, until the value is dropped.
 #[derive(Debug)]
 pub struct CpuLoad {
     cpus: MmapArray<CpuBusyTimes>,
@@ -21,7 +21,7 @@ pub struct CpuLoad {
 }
 
 impl CpuLoad {
-    /// Starts counting on all CPUs. Fails when the kernel refuses the program (it needs BTF).
+    /// Starts counting busy time on all CPUs. Fails when the kernel refuses the programs, which need BTF.
     pub fn start() -> anyhow::Result<Self> {
         let mut storage = MaybeUninit::uninit();
         let open = CpuLoadSkelBuilder::default().open(&mut storage).context("bpf/server/cpu_load.bpf.c")?;
@@ -40,7 +40,7 @@ impl CpuLoad {
         Ok(Self { cpus: MmapArray::new(&skeleton.maps.bss).context("mapping busy times")?, _links: links })
     }
 
-    /// Returns the busy time of `cpu` in ns from the start until now; 0 for CPUs that are not counted.
+    /// Returns the time in ns for which `cpu` has been busy since the start; 0 if that CPU is not counted.
     pub fn busy_ns(&self, cpu: usize) -> u64 {
         if cpu >= intf::MAX_CPUS as usize {
             return 0;
@@ -59,7 +59,7 @@ impl CpuLoad {
     }
 }
 
-/// Returns the busy time in ns that `cpu_busy_time.encoded_busy_ns` has, at `now_ns`.
+/// Decodes the value of `cpu_busy_time.encoded_busy_ns`. Returns the busy time in ns until `now_ns`.
 fn decode_busy_ns(encoded: u64, now_ns: u64) -> u64 {
     match encoded % 2 {
         0 => encoded / 2,

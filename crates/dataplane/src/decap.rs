@@ -27,14 +27,14 @@ use crate::lb::link::{self, XdpLink};
 use crate::per_cpu::per_cpu_sums;
 use crate::skeleton::decap::DecapSkelBuilder;
 
-/// Number of counters.
+/// Number of counters of the decapsulation program.
 pub const COUNTER_COUNT: usize = intf::DECAP_COUNTER_COUNT as usize;
 
 const MAP_NAMES: [&str; 3] = ["sources", "vips", "counters"];
-/// Bytes of a map's key: an address, with IPv4 addresses as in `struct service_key`.
+/// Length of an address as a map key, in bytes. IPv4 addresses are stored as in `struct service_key`.
 const ADDRESS_BYTES: usize = 16;
 
-/// The decapsulating program and its maps. An attached program stays after a drop.
+/// XDP program that decapsulates packets, and its maps. The program stays attached after the value is dropped.
 #[derive(Debug)]
 pub struct Decapsulation {
     program: OwnedFd,
@@ -48,8 +48,8 @@ fn decap_pin_directory(pin_directory: &Path) -> PathBuf {
 }
 
 impl Decapsulation {
-    /// Attaches the program, in the driver if possible, or replaces the program of an earlier process and keeps its
-    /// maps. Fails when another XDP program is at the device, or the kernel rejects something.
+    /// Attaches the program to a device, in the driver if possible. A program of an earlier process is replaced, and
+    /// its maps are kept. Fails when the device has another XDP program, or the kernel rejects the program.
     pub fn attach(interface_index: u32, pin_directory: &Path) -> anyhow::Result<Self> {
         let pins = decap_pin_directory(pin_directory);
         let mut pinned = XdpLink::open_pinned(&pins.join("link"))?;
@@ -93,24 +93,24 @@ impl Decapsulation {
         })
     }
 
-    /// Returns the program, for `BPF_PROG_TEST_RUN`.
+    /// Returns the file descriptor of the program, for `BPF_PROG_TEST_RUN`.
     pub fn program(&self) -> BorrowedFd<'_> {
         self.program.as_fd()
     }
 
-    /// Sets the load balancers whose packets are decapsulated.
+    /// Sets the addresses of the load balancers whose packets are decapsulated. Fails when there are too many of them.
     pub fn set_sources(&self, sources: &[IpAddr]) -> anyhow::Result<()> {
         let limit = intf::MAX_DECAP_SOURCES as usize;
         ensure!(sources.len() <= limit, "{} sources of encapsulated packets: expected at most {limit}", sources.len());
         set_addresses(&self.sources, sources)
     }
 
-    /// Sets the VIPs whose packets are decapsulated.
+    /// Sets the VIPs to which encapsulated packets are accepted.
     pub fn set_vips(&self, vips: &[IpAddr]) -> anyhow::Result<()> {
         set_addresses(&self.vips, vips)
     }
 
-    /// Returns the counters since the maps were made, in the order of [`COUNTER_NAMES`].
+    /// Returns the counters in the order of [`COUNTER_NAMES`], counted since the maps were created.
     pub fn counters(&self) -> anyhow::Result<[u64; COUNTER_COUNT]> {
         per_cpu_sums(&self.counters)
     }
@@ -123,7 +123,7 @@ fn attach_new(program: BorrowedFd<'_>, interface_index: u32) -> anyhow::Result<X
     })
 }
 
-/// Replaces the map's addresses by these.
+/// Replaces the contents of an address map by the `desired` addresses.
 fn set_addresses(map: &MapHandle, desired: &[IpAddr]) -> anyhow::Result<()> {
     let key = |address: &IpAddr| -> [u8; ADDRESS_BYTES] { zerocopy::transmute!(address_words(*address)) };
     let desired: BTreeSet<[u8; ADDRESS_BYTES]> = desired.iter().map(key).collect();
@@ -137,8 +137,8 @@ fn set_addresses(map: &MapHandle, desired: &[IpAddr]) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Removes the pinned maps of a version with IPv4 addresses only. The attached program keeps its maps until it is
-/// replaced.
+/// Removes the pinned maps of older versions, which held IPv4 addresses only. The attached program keeps its maps until
+/// it is replaced.
 fn remove_other_layout(pins: &Path) -> anyhow::Result<()> {
     match MapHandle::from_pinned_path(pins.join(MAP_NAMES[0])) {
         Ok(sources) if sources.key_size() as usize != ADDRESS_BYTES => {

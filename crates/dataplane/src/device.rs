@@ -8,18 +8,18 @@ use nix::sys::socket::{AddressFamily, SockFlag, SockType, socket};
 
 use crate::ethtool::interface_request;
 
-/// XDP programs and support of a device.
+/// XDP programs attached to a network device, and its driver's support of XDP.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct XdpState {
-    /// Id of the program in the driver.
+    /// Id of the attached program that runs in the driver (native XDP).
     pub native_program_id: Option<u32>,
-    /// Id of the program after the driver.
+    /// Id of the attached program that runs after the driver (generic XDP).
     pub generic_program_id: Option<u32>,
-    /// Whether the driver can pass, drop and return frames by XDP; `None`: the kernel does not report it (before 6.3).
+    /// Whether the driver supports XDP_PASS, XDP_DROP and XDP_TX; `None`: the kernel does not report it (before 6.3).
     pub supports_native: Option<bool>,
 }
 
-/// NETDEV_XDP_ACT_BASIC of include/uapi/linux/netdev.h: XDP_ABORTED, XDP_DROP, XDP_PASS and XDP_TX.
+/// NETDEV_XDP_ACT_BASIC of include/uapi/linux/netdev.h: support of XDP_ABORTED, XDP_DROP, XDP_PASS and XDP_TX.
 const ACT_BASIC: u64 = 1;
 
 /// Returns the XDP state of a device. Fails when no device has this index.
@@ -53,7 +53,7 @@ fn reports_xdp_features() -> bool {
     })
 }
 
-/// Returns the device's MTU in bytes. Fails when the device does not exist.
+/// Returns the MTU of a network interface in bytes. Fails when the interface does not exist.
 pub fn mtu(interface: &str) -> io::Result<u32> {
     let socket = socket(AddressFamily::Inet, SockType::Datagram, SockFlag::SOCK_CLOEXEC, None)?;
     let mut ifreq = interface_request(interface)?;

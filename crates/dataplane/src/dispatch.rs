@@ -31,12 +31,12 @@ pub use request_ledger::{RequestLedger, WorkerCounts};
 use crate::reuseport::{self, SocketArray, SocketCookie};
 use crate::skeleton::dispatch::{DispatchSkelBuilder, OpenDispatchSkel};
 
-/// Names of the counters of [`RequestLedger::counters`].
+/// Names of the counters that [`RequestLedger::counters`] returns.
 pub use coreward_intf::DISPATCH_COUNTER_NAMES as COUNTER_NAMES;
 
-/// Limit of workers of one service.
+/// Maximum number of workers of one service.
 pub const MAX_WORKERS: usize = intf::MAX_DISPATCH_WORKERS as usize;
-/// Limit of priority classes of one service.
+/// Maximum number of priority classes of one service.
 pub const MAX_CLASSES: usize = intf::MAX_DISPATCH_CLASSES as usize;
 
 const WORKERS_PIN: &str = "workers";
@@ -46,7 +46,7 @@ const REQUESTS_PIN: &str = "requests";
 const RESPONSES_LINK_PIN: &str = "responses_link";
 const DROPS_LINK_PIN: &str = "drops_link";
 
-/// Dispatcher of one service. After a drop it continues to work.
+/// BPF programs that dispatch the requests of one service. They continue to work after the value is dropped.
 #[derive(Debug)]
 pub struct DispatchPrograms {
     program: OwnedFd,
@@ -62,11 +62,11 @@ pub struct DispatchPrograms {
 }
 
 impl DispatchPrograms {
-    /// Loads the programs and begins to observe responses. `pins` is the service's own directory, whose pinned state is
+    /// Loads the programs and starts to observe responses. Pinned state in `pins`, the service's own directory, is
     /// taken over, with the sockets in their slots and the requests in flight. `cgroup` is a directory of a cgroup2
-    /// file system that all workers are in or below. The calling thread must be in the service's network namespace.
-    /// Fails when `pins` is not on a bpffs, the pins are of another version, or the kernel rejects a program. Panics
-    /// when `options` has more than [`MAX_TYPES`] types.
+    /// file system that contains all workers. The calling thread must be in the service's network namespace. Fails when
+    /// `pins` is not on a bpffs, the pins are of another version, or the kernel rejects a program. Panics when
+    /// `options` has more than [`MAX_TYPES`] types.
     pub fn load(pins: &Path, cgroup: &Path, options: &Options) -> anyhow::Result<Self> {
         assert!(options.types.len() <= MAX_TYPES, "{} types", options.types.len());
         fs::create_dir_all(pins).with_context(|| pins.display().to_string())?;
@@ -109,34 +109,34 @@ impl DispatchPrograms {
         self.is_taken_over
     }
 
-    /// Returns the selecting program.
+    /// Returns the file descriptor of the program that selects a worker's socket.
     pub fn program(&self) -> BorrowedFd<'_> {
         self.program.as_fd()
     }
 
-    /// Returns the program that observes sent datagrams.
+    /// Returns the file descriptor of the program that observes sent datagrams.
     pub fn responses_program(&self) -> BorrowedFd<'_> {
         self.responses_program.as_fd()
     }
 
-    /// Returns the programs' counts.
+    /// Returns the ledger with the requests and counts of the programs.
     pub fn ledger(&self) -> &RequestLedger {
         &self.ledger
     }
 
-    /// Attaches the program to the group of `socket`, and replaces an attached program. Fails when the socket is in no
-    /// SO_REUSEPORT group.
+    /// Attaches the program to the SO_REUSEPORT group of `socket`, in place of an attached program. Fails when the
+    /// socket is in no such group.
     pub fn attach(&self, socket: BorrowedFd<'_>) -> anyhow::Result<()> {
         reuseport::attach(self.program.as_fd(), socket)
     }
 
-    /// Returns the slots in use, each with its socket. A closed socket leaves its slot by itself.
+    /// Returns the cookie of each worker's socket, by slot. A socket that is closed leaves its slot by itself.
     pub fn sockets(&self) -> BTreeMap<u32, SocketCookie> {
         self.workers.sockets()
     }
 
-    /// Makes the reader of `socket` a worker, which gets requests from now on, and returns its slot. `pid` is for
-    /// display. Fails when all slots are taken, or the socket is in another array or without SO_REUSEPORT.
+    /// Adds the process that reads `socket` as a worker, which gets requests from now on. Returns its slot. `pid` is
+    /// only displayed. Fails when all slots are taken, or the socket is in another array or has no SO_REUSEPORT.
     pub fn add_worker(&self, socket: BorrowedFd<'_>, pid: u32) -> anyhow::Result<u32> {
         let slot = self.workers.free_slot()?;
         let cookie = reuseport::socket_cookie(socket)?;
@@ -151,9 +151,9 @@ impl DispatchPrograms {
         Ok(slot)
     }
 
-    /// Sets the limits of a worker's outstanding requests, by class. For `jsq` only the first class counts. `bounds`
-    /// returns the limits for a number of workers, in the order of their slots. Panics when it returns more limits than
-    /// [`MAX_WORKERS`].
+    /// Sets the limits of outstanding requests per worker, by priority class; `jsq` uses the first class only. `bounds`
+    /// gets the number of workers and returns their limits in the order of slots. Panics when it returns more than
+    /// [`MAX_WORKERS`] limits.
     pub fn set_bounds(&self, bounds: impl Fn(u16) -> ClassBounds) {
         let slots: Vec<u32> = self.sockets().into_keys().collect();
         let bounds = bounds(slots.len().max(1) as u16);
@@ -163,17 +163,17 @@ impl DispatchPrograms {
         self.ledger.set_bounds(&slots, &rows, first);
     }
 
-    /// Sets the expected service time of each type, in the order of [`Options::types`]; the last is for all others.
-    /// Panics when there are more times than types can be.
+    /// Sets the expected service time of each type, in the order of [`Options::types`]; the last time is for requests
+    /// of no type. Panics when there are more times than types are possible.
     pub fn set_expected_times(&self, times: &[Duration]) {
         for (number, time) in times.iter().enumerate() {
             self.ledger.set_weight(number, RoundedServiceTime::new(*time));
         }
     }
 
-    /// Maintains the service, once per [`POLL_INTERVAL`]: reads the queues, gives up requests that will have no
-    /// response, disables workers that do not read. Returns whether a worker has died since the last call. `now` is of
-    /// any monotonic clock. Fails when the kernel does not show the queues.
+    /// Maintains the service; to be called once per [`POLL_INTERVAL`]. Reads the sockets' queues, gives up requests
+    /// without a response, and disables workers that do not read. Returns whether a worker has died since the last
+    /// call. `now` may be from any monotonic clock. Fails when the queues cannot be read.
     pub fn poll(&mut self, now: Duration, timeouts: &Timeouts) -> anyhow::Result<bool> {
         self.ledger.begin_poll();
         self.read_queues()?;
@@ -190,9 +190,9 @@ impl DispatchPrograms {
     }
 }
 
-/// Removes the pins in `pins` and the programs, except for the program of the sockets' group ([`reuseport::detach`]).
-/// The sockets may then be in another array, and responses are not observed any more. Fails when a pin or a program
-/// cannot be removed.
+/// Removes the pins in `pins`, and with them all programs except that of the sockets' group ([`reuseport::detach`]).
+/// The sockets may then join another array, and responses are no longer observed. Fails when a pin or a program cannot
+/// be removed.
 pub fn remove(pins: &Path) -> anyhow::Result<()> {
     if let Ok(map) = MapHandle::from_pinned_path(pins.join(WORKERS_PIN)) {
         let workers = SocketArray::new(map, intf::MAX_DISPATCH_WORKERS);
@@ -216,7 +216,7 @@ pub fn remove(pins: &Path) -> anyhow::Result<()> {
     }
 }
 
-/// Returns the counts of a service's programs, read-only. Fails when nothing of this version is pinned there.
+/// Opens the pinned ledger of a service for reading. Fails when no ledger of this version is pinned in `pins`.
 pub fn pinned_ledger(pins: &Path) -> anyhow::Result<RequestLedger> {
     let map =
         |name| MapHandle::from_pinned_path(pins.join(name)).with_context(|| pins.join(name).display().to_string());
@@ -225,8 +225,8 @@ pub fn pinned_ledger(pins: &Path) -> anyhow::Result<RequestLedger> {
     Ok(ledger)
 }
 
-/// Returns the mount point of the cgroup2 file system from /proc/mounts; all processes are in or below it. Fails when
-/// no cgroup2 file system is mounted.
+/// Returns the mount point of the cgroup2 file system, which contains all processes, from /proc/mounts. Fails when no
+/// cgroup2 file system is mounted.
 pub fn cgroup_root() -> anyhow::Result<PathBuf> {
     let mounts = fs::read_to_string("/proc/mounts").context("/proc/mounts")?;
     let mount = |line: &str| {
@@ -240,7 +240,7 @@ pub fn cgroup_root() -> anyhow::Result<PathBuf> {
         .context("no cgroup2 file system is mounted: expected one, as responses are seen there")
 }
 
-/// Sets the constants of a service's program.
+/// Sets the constants in the read-only data of a service's programs.
 pub(crate) fn set_constants(open: &mut OpenDispatchSkel<'_>, options: &Options) -> anyhow::Result<()> {
     let namespace = fs::metadata("/proc/thread-self/ns/net").context("this network namespace")?;
     let constants = open.maps.rodata_data.as_deref_mut().context("dispatch.bpf.o has no constants")?;
@@ -284,7 +284,7 @@ fn attach_responses(program: &libbpf_rs::ProgramMut<'_>, cgroup: &Path, pin: &Pa
     Ok(link)
 }
 
-/// Attaches the program that observes drops. Replaces an earlier program, whose map of requests is another one.
+/// Attaches the program that observes dropped datagrams, in place of an earlier program with another map of requests.
 fn attach_drops(program: &libbpf_rs::ProgramMut<'_>, pin: &Path) -> anyhow::Result<Link> {
     if pin.exists() {
         fs::remove_file(pin).with_context(|| format!("removing {}", pin.display()))?;

@@ -15,18 +15,18 @@ const ETHTOOL_SFLAGS: u32 = 0x26;
 const ETHTOOL_GSSET_INFO: u32 = 0x37;
 const ETHTOOL_GCHANNELS: u32 = 0x3c;
 
-/// Flag of [`flags`]: VLAN tags of received packets are stripped.
+/// Bit in [`offload_flags`]: the device strips VLAN tags from received packets.
 pub const ETH_FLAG_RXVLAN: u32 = 1 << 8;
-/// Flag of [`flags`]: received packets are merged and cannot be forwarded.
+/// Bit in [`offload_flags`]: the device merges received packets (LRO), which then cannot be forwarded.
 pub const ETH_FLAG_LRO: u32 = 1 << 15;
-/// Flag of [`flags`]: flow steering rules (and with them accelerated RFS) are on.
+/// Bit in [`offload_flags`]: the device applies flow steering rules, as accelerated RFS needs.
 pub const ETH_FLAG_NTUPLE: u32 = 1 << 27;
 
-/// Makes one ethtool request: `request` holds the command as 32-bit words, and receives the answer. Fails when the
-/// device does not exist, or its driver rejects the request.
+/// Performs one ethtool ioctl on a device. `request` holds the command as 32-bit words and receives the answer. Fails
+/// when the device does not exist, or its driver rejects the request.
 ///
 /// # Safety
-/// `request` must have the length that its header gives, because the kernel writes so many bytes.
+/// `request` must have the length that its header specifies, because the kernel writes that many bytes.
 pub unsafe fn request(interface: &str, request: &mut [u32]) -> io::Result<()> {
     let socket = socket(AddressFamily::Inet, SockType::Datagram, SockFlag::SOCK_CLOEXEC, None)?;
     let mut ifreq = interface_request(interface)?;
@@ -36,7 +36,7 @@ pub unsafe fn request(interface: &str, request: &mut [u32]) -> io::Result<()> {
     if result < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
 }
 
-/// Returns the flags of offloads, of `enum ethtool_flags`.
+/// Returns a device's offload flags, as in `enum ethtool_flags`. Fails when the driver does not report them.
 pub fn flags(interface: &str) -> io::Result<u32> {
     let mut value = [ETHTOOL_GFLAGS, 0];
     // SAFETY: struct ethtool_value has two words.
@@ -44,13 +44,13 @@ pub fn flags(interface: &str) -> io::Result<u32> {
     Ok(value[1])
 }
 
-/// Sets the flags of offloads. Fails when the driver cannot.
+/// Sets a device's offload flags, as in `enum ethtool_flags`. Fails when the driver rejects them.
 pub fn set_flags(interface: &str, flags: u32) -> io::Result<()> {
     // SAFETY: struct ethtool_value has two words.
     unsafe { request(interface, &mut [ETHTOOL_SFLAGS, flags]) }
 }
 
-/// Returns a request about a device, with its name.
+/// Returns an ioctl request that names the network interface.
 pub(crate) fn interface_request(interface: &str) -> io::Result<libc::ifreq> {
     // SAFETY: a struct of integers and pointers, for which zero is a value.
     let mut ifreq: libc::ifreq = unsafe { std::mem::zeroed() };
@@ -63,8 +63,8 @@ pub(crate) fn interface_request(interface: &str) -> io::Result<libc::ifreq> {
     Ok(ifreq)
 }
 
-/// Returns the names of one of the driver's string sets, at most `limit`. Fails when the device does not exist, or its
-/// driver has no such set.
+/// Returns up to `limit` names from one of the driver's string sets (`enum ethtool_stringset`). Fails when the device
+/// does not exist, or its driver has no such set.
 pub fn strings(interface: &str, set: u32, limit: u32) -> io::Result<Vec<String>> {
     const NAME_WORDS: usize = 8;
     // struct ethtool_sset_info: cmd, reserved, sset_mask (64 bits), then a count for each set that was asked for.
@@ -84,7 +84,7 @@ pub fn strings(interface: &str, set: u32, limit: u32) -> io::Result<Vec<String>>
     Ok(names[3..].chunks(NAME_WORDS).take(count as usize).map(text).collect())
 }
 
-/// Returns the driver's counters (`ethtool -S`) by name; empty without any.
+/// Returns the names and values of the driver's counters (`ethtool -S`); an empty list if the driver has none.
 pub fn counters(interface: &str) -> Vec<(String, u64)> {
     const ETH_SS_STATS: u32 = 1;
     // A NIC has some thousand counters.
@@ -102,13 +102,13 @@ pub fn counters(interface: &str) -> Vec<(String, u64)> {
     names.into_iter().zip(words[2..].chunks(2).map(value)).collect()
 }
 
-/// Returns the driver's counters of frames that XDP programs sent and the driver dropped, without zeros.
+/// Returns the nonzero driver counters of frames that XDP programs sent and the driver dropped.
 pub fn xdp_send_errors(interface: &str) -> Vec<(String, u64)> {
     send_errors(counters(interface))
 }
 
-/// Returns the counters of send errors by their names. veth: `rx_queue_0_xdp_tx_errors`; mlx5: `rx_xdp_tx_full`,
-/// `rx_xdp_tx_err`; bnxt, ena and virtio_net have similar names.
+/// Filters the counters of XDP transmit errors by name: `rx_queue_0_xdp_tx_errors` (veth), `rx_xdp_tx_full` and
+/// `rx_xdp_tx_err` (mlx5); bnxt, ena and virtio_net have similar names.
 fn send_errors(counters: Vec<(String, u64)>) -> Vec<(String, u64)> {
     let is_error = |name: &str| {
         let of_xdp = name.split_once("xdp_tx").map(|(_, rest)| rest);
@@ -117,20 +117,20 @@ fn send_errors(counters: Vec<(String, u64)>) -> Vec<(String, u64)> {
     counters.into_iter().filter(|(name, count)| *count > 0 && is_error(name)).collect()
 }
 
-/// Returns the number of receive queues as in `ethtool -l`: combined and receive-only ones. Fails when the driver does
+/// Returns the number of receive queues of a device, combined ones included (`ethtool -l`). Fails when the driver does
 /// not report it.
 pub fn receive_queue_count(interface: &str) -> io::Result<u16> {
     all_channels(interface).map(|channels| channels.receive)
 }
 
-/// Numbers of queues as in `ethtool -l`; combined queues count in both directions.
+/// Numbers of a device's queues, as in `ethtool -l`. Combined queues count as receive and as transmit queues.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Channels {
-    /// Receive queues, at least 1.
+    /// Number of receive queues, at least 1.
     pub receive: u16,
-    /// Largest number of receive queues.
+    /// Maximum number of receive queues that the device supports.
     pub receive_max: u16,
-    /// Send queues, at least 1.
+    /// Number of transmit queues, at least 1.
     pub transmit: u16,
 }
 

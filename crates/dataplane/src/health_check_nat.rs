@@ -16,24 +16,24 @@ use zerocopy::IntoBytes as _;
 use crate::skeleton::health::HealthSkelBuilder;
 use crate::tc::{self, Direction, TemporaryAttachment};
 
-/// Limit of concurrent connections: each needs two entries.
+/// Maximum number of concurrent connections; each needs two entries of the table.
 pub const MAX_CONNECTIONS: usize = intf::MAX_NAT_ENTRIES as usize / 2;
 
-/// One connection of a health check.
+/// Connection of a health check whose addresses the programs rewrite.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct NatEntry {
     /// The server's own address, to which the load balancer connects.
     pub server: IpAddr,
-    /// Address of the same family that the server sees as the destination.
+    /// VIP that the server sees as the destination address; of the same address family as `server_address`.
     pub vip: IpAddr,
-    /// The server's port.
+    /// Port of the server to which the health check connects.
     pub port: u16,
-    /// Source port of the load balancer.
+    /// Source port from which the load balancer connects.
     pub own_port: u16,
 }
 
 impl NatEntry {
-    /// Key and value of each direction, in packet byte order.
+    /// Returns the table's key and value for each direction of the connection, in network byte order.
     fn entries(&self) -> [(intf::nat_entry, intf::nat_address); 2] {
         let key = |address: IpAddr| intf::nat_entry {
             address: layout(address),
@@ -44,19 +44,19 @@ impl NatEntry {
     }
 }
 
-/// Returns an address in the programs' layout.
+/// Converts an address to the layout of the BPF programs.
 fn layout(address: IpAddr) -> intf::nat_address {
     intf::nat_address { word: address_words(address) }
 }
 
-/// The programs at the device, until this is dropped.
+/// BPF programs that rewrite health checks, attached to a device until the value is dropped.
 #[derive(Debug)]
 pub struct NatPrograms {
     nat_table: Arc<NatTable>,
     _held: [TemporaryAttachment; 2],
 }
 
-/// Table of the rewritten connections.
+/// Table of the connections that the programs rewrite.
 #[derive(Debug)]
 pub struct NatTable(MapHandle);
 
@@ -75,14 +75,14 @@ impl NatPrograms {
         Ok(Self { nat_table: Arc::new(NatTable(MapHandle::try_from(&loaded.maps.checked_paths)?)), _held: held })
     }
 
-    /// Returns the table, for use from any thread.
+    /// Returns the table of connections, which any thread may use.
     pub fn nat_table(&self) -> &Arc<NatTable> {
         &self.nat_table
     }
 }
 
 impl NatTable {
-    /// Adds a connection, whose packets then reach the server at the VIP. Fails above [`MAX_CONNECTIONS`].
+    /// Adds a connection: its packets then reach the server at the VIP. Fails above [`MAX_CONNECTIONS`] connections.
     pub fn add(&self, path: &NatEntry) -> anyhow::Result<()> {
         for (key, to) in path.entries() {
             self.0.update(key.as_bytes(), to.as_bytes(), MapFlags::ANY).context("a path for a health check")?;
@@ -90,7 +90,7 @@ impl NatTable {
         Ok(())
     }
 
-    /// Removes a connection.
+    /// Removes a connection from the table.
     pub fn remove(&self, path: &NatEntry) {
         for (key, _) in path.entries() {
             if let Err(error) = self.0.delete(key.as_bytes()) {

@@ -16,22 +16,22 @@ use crate::lb::device::mac_of;
 use program::IntakeProgram;
 use queue::{CopyMode, XdpQueue};
 
-/// Bytes of an Ethernet header, an IPv4 header without options and a UDP header.
+/// Length of an Ethernet header, an IPv4 header without options and a UDP header together, in bytes.
 const HEADERS_BYTES: usize = 14 + 20 + 8;
 
-/// A request in a frame.
+/// UDP datagram with a request, in a received frame.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Datagram<'f> {
-    /// Address of the client.
+    /// Address and port of the client.
     pub source: SocketAddrV4,
-    /// Address of the service.
+    /// Address and port of the service.
     pub destination: SocketAddrV4,
-    /// Payload behind the UDP header.
+    /// Bytes after the UDP header.
     pub payload: &'f [u8],
 }
 
 impl<'f> Datagram<'f> {
-    /// Returns the request in a frame whose headers the program has checked; `None`: the frame is too short for them.
+    /// Parses a frame whose headers the XDP program has checked; `None`: the frame is shorter than its headers.
     pub fn parse(frame: &'f [u8]) -> Option<Self> {
         let (headers, rest) = frame.split_first_chunk::<HEADERS_BYTES>()?;
         let address =
@@ -46,7 +46,7 @@ impl<'f> Datagram<'f> {
     }
 }
 
-/// Program and sockets at a device. Both are gone when it is dropped, also when the process is killed.
+/// XDP program and AF_XDP sockets at a device. Both end when the value is dropped, and when the process is killed.
 #[derive(Debug)]
 pub struct Intake {
     program: IntakeProgram,
@@ -79,14 +79,14 @@ impl Intake {
         Ok(Self { program, queues, received: 0, malformed: 0 })
     }
 
-    /// Returns the method by which frames get into the sockets' memory.
+    /// Returns how frames get into the sockets' memory: zero-copy only if all queues use it.
     pub fn copy_mode(&self) -> CopyMode {
         let is_zero_copy = self.queues.iter().all(|queue| queue.copy_mode() == CopyMode::ZeroCopy);
         if is_zero_copy { CopyMode::ZeroCopy } else { CopyMode::Copy }
     }
 
-    /// Passes a batch of each queue's requests to `accept`. Returns their number. Fails when the driver cannot be
-    /// woken.
+    /// Receives a batch of requests from each queue and passes them to `accept`. Returns the number of requests. Fails
+    /// when the driver cannot be woken.
     pub fn receive(&mut self, accept: &mut impl FnMut(Datagram<'_>)) -> io::Result<usize> {
         let Self { queues, received, malformed, .. } = self;
         let mut frames = 0;
@@ -102,12 +102,12 @@ impl Intake {
         Ok(frames)
     }
 
-    /// Returns the sockets, to wait for requests.
+    /// Returns the AF_XDP sockets, by which a caller waits for requests.
     pub fn sockets(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
         self.queues.iter().map(XdpQueue::as_fd)
     }
 
-    /// Checks the sockets. Fails when the device is gone.
+    /// Checks that the sockets still have a device. Fails when the device was removed.
     pub fn check(&self) -> io::Result<()> {
         self.queues.iter().try_for_each(XdpQueue::check)
     }

@@ -68,27 +68,27 @@ use program::{MapSizes, Maps};
 use services::{Service, features_in_use, read_services};
 use variant::{EnabledFeatures, Variant, VlansInUse};
 
-/// A rate of packets.
+/// Rate of packets, limited by a token bucket.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PacketRate {
-    /// Packets per second, at least 1.
+    /// Sustained rate in packets per second, at least 1.
     pub per_second: u32,
-    /// Burst in packets, at least 1.
+    /// Number of packets that may pass at once, at least 1.
     pub burst: u32,
 }
 
-/// Rate limits of broadcasts for one reason (`bpf/lb/broadcast.h`).
+/// Rate limits of packets that are broadcast for one reason (`bpf/lb/broadcast.h`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct BroadcastRates {
-    /// Limit of one source address. Several sources may share a bucket.
+    /// Limit of packets from one source address. Several sources may share a token bucket.
     pub per_source: PacketRate,
-    /// Limit of one service.
+    /// Limit of packets to one service.
     pub per_service: PacketRate,
-    /// Limit of the load balancer.
+    /// Limit of all packets of the load balancer.
     pub total: PacketRate,
 }
 
-/// Rate limits of broadcasts, by `enum limited_kind`.
+/// Rate limits of broadcast packets, by the reason of the broadcast (`enum limited_kind`).
 pub type BroadcastLimits = [BroadcastRates; intf::LIMITED_KIND_COUNT as usize];
 
 impl BroadcastRates {
@@ -99,14 +99,14 @@ impl BroadcastRates {
         Self { per_source: rate(per_source), per_service: rate(per_service), total: rate(total) }
     }
 
-    /// Returns limits that all have this rate.
+    /// Returns limits that all have the same rate.
     pub const fn uniform(rate: PacketRate) -> Self {
         Self { per_source: rate, per_service: rate, total: rate }
     }
 
-    /// 80,000 packets a second in all. One source may have a quarter of a service's rate. ICMP errors without a cookie
-    /// have the largest rate, because forged ones with any source look the same. Packets of a lost connection table
-    /// cost one delivery per connection, all at the same time.
+    /// Default limits, which sum to 80,000 packets per second. One source may use a quarter of a service's rate. ICMP
+    /// errors without a cookie have the largest rate, because forged ones from any source look the same. After the loss
+    /// of a connection table, each of its connections causes one broadcast, all at the same time.
     pub const DEFAULT_LIMITS: BroadcastLimits = {
         let small = Self::new((250, 64), (1_000, 128), (10_000, 1_000));
         let mut rates = [small; intf::LIMITED_KIND_COUNT as usize];
@@ -117,30 +117,30 @@ impl BroadcastRates {
     };
 }
 
-/// Limit of the flow table's entries: 256 MB of kernel memory.
+/// Maximum number of entries of the flow table: 256 MB of kernel memory.
 pub const MAX_FLOW_TABLE_ENTRIES: u32 = 1 << 24;
 
-/// Options of a load balancer.
+/// Options with which a load balancer is loaded.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Options {
-    /// Pin directory in a BPF file system; `None`: maps and programs end with the process.
+    /// Directory in a BPF file system for pinned objects; `None`: maps and programs end with the process.
     pub pin_directory: Option<PathBuf>,
-    /// Rate limits of broadcasts.
+    /// Rate limits of packets that are broadcast to all servers.
     pub broadcast_limits: BroadcastLimits,
     /// Number of entries for connections without a cookie (16 bytes each): 1 to [`MAX_FLOW_TABLE_ENTRIES`], rounded up
     /// to sets of 8. A table that is taken over keeps its size.
     pub flow_table_entries: u32,
-    /// Clock that restores servers' timestamps.
+    /// Clock from which LB-side stamping restores servers' timestamps.
     pub lb_stamping_clock: LbStampingClock,
-    /// Whether packets of stateful services read the clock if [`LoadBalancer::tick`] is late, so that entries age
-    /// without a daemon. Default false: only `tick` sets the time, which may then be any.
+    /// Whether packets of stateful services update the clock if [`LoadBalancer::tick`] is late, so that entries age
+    /// without a daemon. With false, the default, only `tick` sets the clock, to any time.
     pub packets_read_clock: bool,
-    /// Number of entries for connections of stateful services (64 bytes each). A pinned table of another size is
-    /// replaced when it is empty, and rejected otherwise.
+    /// Number of connection table entries for stateful services (64 bytes each). A pinned table of another size is
+    /// replaced if it is empty; else loading fails.
     pub connection_table_size: TableSize,
-    /// Key of the connection table's hash in new maps; `None`: random. Tests with a fixed seed set a key.
+    /// Hash key of a new connection table; `None`: random. Tests with a fixed seed set a key.
     pub connection_key: Option<CookieKey>,
-    /// VLAN of clients' packets.
+    /// VLAN in which clients' packets arrive.
     pub vlan: Vlan,
 }
 
@@ -159,29 +159,29 @@ impl Default for Options {
     }
 }
 
-/// Clock of LB-side stamping that restores servers' timestamps.
+/// Clock from which LB-side stamping restores servers' timestamps.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum LbStampingClock {
     /// The kernel's clock (CLOCK_MONOTONIC).
     #[default]
     Kernel,
-    /// The last time of [`LoadBalancer::tick`], which stops without a daemon: for comparisons with the model.
+    /// The time of the last [`LoadBalancer::tick`], which stops without a daemon; for comparisons with the model.
     Ticks,
 }
 
-/// XDP mode of the program, as it is configured.
+/// XDP mode that the configuration requests.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum XdpMode {
-    /// The program runs in the driver, or attaching fails.
+    /// The program runs in the driver; attaching fails if the driver does not support this.
     Native,
     /// The program runs after the driver, on any device.
     Generic,
-    /// Native; generic with a warning if the driver does not support native mode.
+    /// Native mode; generic mode with a warning if the driver does not support native mode.
     #[default]
     Auto,
 }
 
-/// Actual XDP mode of the program.
+/// XDP mode in which the program is attached.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum AttachedXdpMode {
     /// The program runs in the driver.
@@ -195,22 +195,22 @@ pub enum AttachedXdpMode {
 pub struct ServiceIndex(u16);
 
 impl ServiceIndex {
-    /// Returns the number, as entries of the connection table have it.
+    /// Returns the index as a number, as connection table entries contain it.
     pub fn get(self) -> u16 {
         self.0
     }
 }
 
-/// A server in the data plane.
+/// A server's address and state in the data plane.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Server {
-    /// MAC address; `None`: not resolved, so the server gets no packets.
+    /// MAC address of the server; `None`: it is not resolved, so the server gets no packets.
     pub mac: Option<MacAddress>,
     /// Whether the server gets new connections. A draining or unhealthy server gets only packets of established ones.
     pub is_eligible: bool,
 }
 
-/// The program, its maps and its link. After a drop, pinned objects continue to work.
+/// Load balancer program with its maps and link. Pinned objects continue to work after the value is dropped.
 #[derive(Debug)]
 pub struct LoadBalancer {
     lb_pin_directory: Option<PathBuf>,
@@ -220,21 +220,21 @@ pub struct LoadBalancer {
     link: Option<XdpLink>,
     interface: Option<String>,
     services: BTreeMap<ServiceAddress, Service>,
-    /// Services by index; only indexes that were used since the start of the process.
+    /// Addresses of services by index, for the indexes that were used since the start of the process.
     services_by_index: Vec<Option<ServiceAddress>>,
-    /// Last known source address of the replies of servers with LB-side stamping.
+    /// Last known source MAC address of the replies of each server with LB-side stamping.
     lb_stamped_macs: BTreeMap<(ServiceIndex, ServerId), MacAddress>,
-    /// VLANs that servers are in.
+    /// VLANs that contain servers.
     server_vlans: BTreeSet<Vlan>,
     grace_periods: GracePeriods,
-    /// Time at which programs were switched away from the idle half of the service directory.
+    /// Ticket of the grace period after the last switch of the service directory; its idle half may be written then.
     directory_grace_ticket: GraceTicket,
-    /// Index in the connection table of the next sweep.
+    /// Index of the connection table entry at which the next sweep starts.
     next_sweep_position: u32,
     /// Number of used entries of the connection table.
     occupancy: Occupancy,
     is_taken_over: bool,
-    /// Link of a program with another layout, of another version, which still forwards.
+    /// Link of a program of another version, with another map layout, which forwards until the upgrade.
     pending_upgrade: Option<XdpLink>,
 }
 
@@ -339,7 +339,7 @@ impl LoadBalancer {
         })
     }
 
-    /// Loads another variant and, if a program is at the device, replaces it atomically.
+    /// Loads another variant of the program. If a program is attached, the variant replaces it atomically.
     fn change_variant(&mut self, variant: Variant) -> anyhow::Result<()> {
         if variant == self.variant {
             return Ok(());
@@ -360,8 +360,8 @@ impl LoadBalancer {
         self.pending_upgrade.is_some()
     }
 
-    /// Replaces another version's program, if one still forwards, without loss of packets. To be called when this
-    /// program has its tables. Fails when the kernel rejects the program or the pins.
+    /// Replaces the program of another version, if one still forwards, without loss of packets. To be called when this
+    /// program's tables are complete. Fails when the kernel rejects the program or the pins.
     pub fn commit_upgrade(&mut self) -> anyhow::Result<()> {
         let Some(link) = self.pending_upgrade.take() else { return Ok(()) };
         link.replace(self.program.as_fd()).context("replacing the program at the device")?;
@@ -373,7 +373,7 @@ impl LoadBalancer {
         Ok(())
     }
 
-    /// Returns whether [`load`](Self::load) took over a working load balancer.
+    /// Returns whether [`load`](Self::load) took over the state of a running load balancer.
     pub fn is_taken_over(&self) -> bool {
         self.is_taken_over
     }
@@ -383,7 +383,7 @@ impl LoadBalancer {
         self.program.as_fd()
     }
 
-    /// Sets the cookie's keys.
+    /// Sets the keys by which cookies are made and checked.
     pub fn set_keys(&mut self, keys: &FleetKeys) {
         let switch_ms = self.switch_ms(keys);
         let fleet = intf::fleet_keys {
@@ -394,7 +394,7 @@ impl LoadBalancer {
         self.maps.state.write(offset_of!(intf::lb_state, keys), &fleet);
     }
 
-    /// Removes the program from the device and all pins: forwarding ends. Fails when a pin cannot be removed.
+    /// Detaches the program and removes all pins, so that forwarding ends. Fails when a pin cannot be removed.
     pub fn detach(mut self) -> anyhow::Result<()> {
         if let Some(pins) = &self.lb_pin_directory {
             link::unpin(&pins.join("link"))?;
@@ -421,7 +421,7 @@ impl LoadBalancer {
 
 const SERVER_FLAGS_SHIFT: u32 = 48;
 
-/// Returns the offset of a server's entry in an array of all servers.
+/// Returns the offset in bytes of a server's entry in an array of `T` indexed by server id.
 fn entry_offset<T>(id: u16) -> usize {
     usize::from(id) * size_of::<T>()
 }

@@ -17,27 +17,27 @@ use anyhow::Context as _;
 
 use crate::sockets::{self, Inode};
 
-/// A socket of a service and the process that waits for it.
+/// Socket of a service, with a process that has it open.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Listener {
     /// Inode number of the socket.
     pub inode: Inode,
-    /// Descriptor of the socket in the process.
+    /// Number of the socket's file descriptor in the process.
     pub descriptor: i32,
-    /// Process id.
+    /// Id of the process.
     pub pid: i32,
     /// CPUs on which the process may run.
     pub cpu_affinity: BTreeSet<usize>,
 }
 
-/// Returns the inodes of the TCP sockets that listen at `address`; without such sockets, of sockets that listen at its
-/// port on the wildcard address, as the kernel selects. Fails when the kernel's list cannot be read.
+/// Returns the inodes of TCP sockets that listen at `address`. If there are none, returns those that listen at its port
+/// on the wildcard address, as the kernel does. Fails when the kernel's list cannot be read.
 pub fn tcp_listener_inodes(address: SocketAddr) -> anyhow::Result<BTreeSet<Inode>> {
     Ok(most_specific(address, &sockets::counts::listening_sockets()?))
 }
 
-/// Returns the inodes of the unconnected UDP sockets at `address`; without such sockets, of sockets at its port on
-/// 0.0.0.0, then on `[::]` (which also receives IPv4). Fails when the kernel's lists cannot be read.
+/// Returns the inodes of unconnected UDP sockets at `address`. If there are none, returns those at its port on 0.0.0.0,
+/// or else on `[::]`, which also receives IPv4. Fails when the kernel's lists cannot be read.
 pub fn udp_socket_inodes(address: SocketAddr) -> anyhow::Result<BTreeSet<Inode>> {
     // The kernel's state TCP_CLOSE: not connected.
     const UNCONNECTED: &str = "07";
@@ -47,8 +47,8 @@ pub fn udp_socket_inodes(address: SocketAddr) -> anyhow::Result<BTreeSet<Inode>>
     Ok(most_specific(address, &sockets))
 }
 
-/// Returns the `sockets` that connections to `address` reach: those bound to the address, or else those bound to its
-/// port on the wildcard address.
+/// Returns those of `sockets` that connections to `address` reach: sockets bound to this address or, if there are none,
+/// to its port on the wildcard address.
 pub fn most_specific(address: SocketAddr, sockets: &[(SocketAddr, Inode)]) -> BTreeSet<Inode> {
     let any_ipv4 = SocketAddr::new(Ipv4Addr::UNSPECIFIED.into(), address.port());
     let any = SocketAddr::new(Ipv6Addr::UNSPECIFIED.into(), address.port());
@@ -73,7 +73,7 @@ fn sockets_in(file: &str, state: &str) -> anyhow::Result<Vec<(SocketAddr, Inode)
     Ok(sockets)
 }
 
-/// Returns local address, state and inode from a line of /proc/net/tcp, udp or udp6.
+/// Parses a line of /proc/net/tcp, udp or udp6. Returns the local address, the state and the inode of the socket.
 fn parse_socket(line: &str) -> Option<(SocketAddr, &str, Inode)> {
     let mut words = line.split_whitespace();
     let (local, state) = (words.nth(1)?, words.nth(1)?);
@@ -92,7 +92,7 @@ fn parse_socket(line: &str) -> Option<(SocketAddr, &str, Inode)> {
     Some((SocketAddr::new(ip, u16::from_str_radix(port, 16).ok()?), state, inode))
 }
 
-/// Returns a process for each of these sockets that has the socket in an epoll set. Fails when /proc cannot be read.
+/// Finds, for each of these sockets, a process that has it in an epoll set. Fails when /proc cannot be read.
 pub fn find_waiters(inodes: &BTreeSet<Inode>) -> anyhow::Result<Vec<Listener>> {
     let mut found: BTreeMap<Inode, Listener> = BTreeMap::new();
     for entry in fs::read_dir("/proc").context("/proc")?.flatten() {
@@ -121,7 +121,7 @@ fn epoll_members(process: &Path) -> std::io::Result<Vec<(Inode, i32)>> {
     Ok(members)
 }
 
-/// Parses a line `tfd:  8 events:  2019 data: 7f0e... pos:0 ino:5a3f sdev:9`. Only `tfd` is decimal.
+/// Parses a line `tfd:  8 events:  2019 data: 7f0e... pos:0 ino:5a3f sdev:9`, in which only `tfd` is decimal.
 fn parse_epoll_member(line: &str) -> Option<(Inode, i32)> {
     let mut words = line.strip_prefix("tfd:")?.split_whitespace();
     let descriptor = words.next()?.parse().ok()?;
@@ -129,9 +129,8 @@ fn parse_epoll_member(line: &str) -> Option<(Inode, i32)> {
     Some((Inode::from_str_radix(inode, 16).ok()?, descriptor))
 }
 
-/// Returns a process for each of these sockets that has the socket open. Of several processes (a master and workers
-/// that inherited its sockets) it is the process with the fewest of these sockets, then the youngest. Fails when /proc
-/// cannot be read.
+/// Finds, for each of these sockets, a process that has it open. Among several (a master and workers that inherited its
+/// sockets) it is the one with the fewest of these sockets, or else the youngest. Fails when /proc cannot be read.
 pub fn find_owners(inodes: &BTreeSet<Inode>) -> anyhow::Result<Vec<Listener>> {
     let mut holders: Vec<(i32, Vec<(Inode, i32)>)> = Vec::new();
     for entry in fs::read_dir("/proc").context("/proc")?.flatten() {
@@ -166,8 +165,8 @@ fn cpu_affinity(pid: i32) -> BTreeSet<usize> {
     (0..nix::sched::CpuSet::count()).filter(|cpu| set.is_set(*cpu).unwrap_or(false)).collect()
 }
 
-/// Duplicates another process's socket and returns the new descriptor (pidfd_getfd, Linux 5.6). Fails when the process
-/// has ended, or access is denied (CAP_SYS_PTRACE).
+/// Duplicates the socket of another process (pidfd_getfd, Linux 5.6). Returns the new descriptor. Fails when the
+/// process has ended, or access is denied (CAP_SYS_PTRACE).
 pub fn duplicate_socket(listener: &Listener) -> anyhow::Result<OwnedFd> {
     let own = |result: libc::c_long| {
         // SAFETY: the system call returned a new descriptor that nothing else owns.

@@ -5,12 +5,12 @@ use std::path::Path;
 use anyhow::Context as _;
 use libbpf_rs::{MapCore as _, MapHandle, OpenMapMut};
 
-/// Number of free entries that each CPU reserves (`LOCAL_FREE_TARGET` in the kernel's `kernel/bpf/bpf_lru_list.c`).
-/// Without room for these entries, a map of 4,096 entries evicts early with two CPUs, and at once with 32.
+/// Number of free entries that each CPU reserves in an LRU map (`LOCAL_FREE_TARGET` in `kernel/bpf/bpf_lru_list.c`).
+/// Without extra room for them, a map of 4,096 entries evicts early with two CPUs, and at once with 32.
 const RESERVED_PER_CPU: u32 = 128;
 
-/// Sets the size of `map` so that it holds `capacity` entries with any number of CPUs. A map that is pinned at `pin`
-/// keeps its size. Fails when the pin cannot be opened, or the map has been created already.
+/// Sets the size of an LRU map so that it holds `capacity` entries, whatever the number of CPUs. A map that is pinned
+/// at `pin` keeps its size. Fails when the pin cannot be opened, or the map has already been created.
 pub(crate) fn set_capacity(map: &mut OpenMapMut<'_>, capacity: u32, pin: Option<&Path>) -> anyhow::Result<()> {
     let pinned = pin.filter(|pin| pin.exists());
     let entries = match pinned {

@@ -2,33 +2,33 @@
 
 use std::fmt;
 
-/// A MAC address.
+/// MAC address: six bytes in the order of transmission.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct MacAddress(pub [u8; 6]);
 
 impl MacAddress {
-    /// The broadcast address.
+    /// Broadcast address ff:ff:ff:ff:ff:ff.
     pub const BROADCAST: MacAddress = MacAddress([0xff; 6]);
 
-    /// Whether this is a multicast or broadcast address (IEEE 802.3, Sect. 3.2.3: the first bit sent).
+    /// Returns whether this is a multicast or broadcast address: its first bit sent is 1 (IEEE 802.3, Sect. 3.2.3).
     pub fn is_group(self) -> bool {
         self.0[0] & 1 != 0
     }
 
-    /// Returns the address in the low 48 bits of a word read from a frame.
+    /// Returns the address as the low 48 bits of a word, as a program reads it from a frame.
     pub(crate) fn word(self) -> u64 {
         let [a, b, c, d, e, f] = self.0;
         u64::from_le_bytes([a, b, c, d, e, f, 0, 0])
     }
 
-    /// Returns the address in the low 48 bits; the upper 16 bits are ignored.
+    /// Converts the low 48 bits of a word to an address; the upper 16 bits are ignored.
     pub(crate) fn from_word(word: u64) -> Self {
         let [a, b, c, d, e, f, ..] = word.to_le_bytes();
         Self([a, b, c, d, e, f])
     }
 }
 
-/// Writes six bytes in hexadecimal, separated by colons.
+/// Formats the address as six hexadecimal bytes, separated by colons.
 impl fmt::Display for MacAddress {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
         let [a, b, c, d, e, f] = self.0;

@@ -13,7 +13,7 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use nix::sys::mman::{MapFlags, ProtFlags, mmap, munmap};
 use zerocopy::{FromBytes, Immutable, IntoBytes};
 
-/// A map's memory as a `T`: one value, or a slice of the map's values.
+/// Memory of a BPF array map, mapped as a `T`: one value, or a slice of values.
 #[derive(Debug)]
 pub struct MmapArray<T: ?Sized> {
     address: NonNull<libc::c_void>,
@@ -33,7 +33,7 @@ impl<T: FromBytes + IntoBytes> MmapArray<T> {
         Self::map(map, size_of::<T>())
     }
 
-    /// Returns the address of the value, which is valid as long as `self`. Programs access the value concurrently.
+    /// Returns the address of the mapped value, valid as long as `self`. BPF programs access the value concurrently.
     pub fn pointer(&self) -> *mut T {
         self.address.as_ptr().cast()
     }
@@ -74,26 +74,26 @@ impl<T: ?Sized> MmapArray<T> {
         &self.words()[offset / WORD_BYTES..(offset + bytes) / WORD_BYTES]
     }
 
-    /// Returns the word at `offset`. Panics when `offset` is no multiple of 8 or outside.
+    /// Returns the 64-bit word at byte `offset`. Panics when `offset` is not a multiple of 8, or out of bounds.
     pub fn load(&self, offset: usize) -> u64 {
         self.words_at(offset, WORD_BYTES)[0].load(Ordering::Acquire)
     }
 
-    /// Sets the word at `offset`. Programs that read the new word also see all earlier writes. Panics when `offset` is
-    /// no multiple of 8 or outside.
+    /// Sets the 64-bit word at byte `offset`. Programs that read the new word also see all earlier writes. Panics when
+    /// `offset` is not a multiple of 8, or out of bounds.
     pub fn store(&self, offset: usize, word: u64) {
         self.words_at(offset, WORD_BYTES)[0].store(word, Ordering::Release);
     }
 
-    /// Replaces the word at `offset` by `new` if it equals `old`, and returns whether it did; atomically, with acquire
-    /// and release ordering. Panics when `offset` is no multiple of 8 or outside.
+    /// Replaces the word at `offset` by `new` if it equals `old`, atomically, with acquire and release ordering.
+    /// Returns whether it did. Panics when `offset` is not a multiple of 8, or out of bounds.
     pub fn compare_exchange(&self, offset: usize, old: u64, new: u64) -> bool {
         let word = &self.words_at(offset, WORD_BYTES)[0];
         word.compare_exchange(old, new, Ordering::AcqRel, Ordering::Acquire).is_ok()
     }
 
-    /// Returns the 32-bit word at `offset`, which programs change by atomic operations of that size. Panics when
-    /// `offset` is no multiple of 4 or outside.
+    /// Returns the 32-bit word at byte `offset`, for atomic operations of that size, as programs use. Panics when
+    /// `offset` is not a multiple of 4, or out of bounds.
     pub fn word32(&self, offset: usize) -> &AtomicU32 {
         assert!(
             offset.is_multiple_of(HALF_WORD_BYTES) && offset + HALF_WORD_BYTES <= self.bytes.get(),
@@ -103,14 +103,14 @@ impl<T: ?Sized> MmapArray<T> {
         unsafe { AtomicU32::from_ptr(self.address.as_ptr().byte_add(offset).cast()) }
     }
 
-    /// Returns the word at `offset`, which programs change by atomic operations. Panics when `offset` is no multiple of
-    /// 8 or outside.
+    /// Returns the 64-bit word at byte `offset`, for atomic operations, as programs use. Panics when `offset` is not a
+    /// multiple of 8, or out of bounds.
     pub fn word(&self, offset: usize) -> &AtomicU64 {
         &self.words_at(offset, WORD_BYTES)[0]
     }
 
-    /// Returns a copy of the value at `offset`, read word by word: a program may write between two words. Panics when
-    /// offset or size are no multiples of 8, or outside.
+    /// Returns a copy of the value at byte `offset`. It is read word by word, so a program may write in between. Panics
+    /// when offset or size is not a multiple of 8, or the value is out of bounds.
     pub fn read<V: FromBytes + IntoBytes>(&self, offset: usize) -> Box<V> {
         let mut value = V::new_box_zeroed().expect("memory for one value");
         let words = self.words_at(offset, size_of::<V>());
@@ -120,8 +120,8 @@ impl<T: ?Sized> MmapArray<T> {
         value
     }
 
-    /// Returns a copy of `count` values from `offset` on, read word by word as in `read`. Panics when `offset` is no
-    /// multiple of 8, or a value is outside.
+    /// Returns a copy of `count` values from byte `offset` on, read word by word like [`read`](Self::read). Panics when
+    /// `offset` is not a multiple of 8, or a value is out of bounds.
     pub fn read_slice<V: FromBytes + IntoBytes>(&self, offset: usize, count: usize) -> Vec<V> {
         let mut values = V::new_vec_zeroed(count).expect("memory for the values");
         let bytes = values.as_mut_slice().as_mut_bytes();
@@ -132,15 +132,15 @@ impl<T: ?Sized> MmapArray<T> {
         values
     }
 
-    /// Copies all words to the start of `other`. Panics when `other` is smaller.
+    /// Copies all words to the start of the memory of `other`. Panics when `other` is smaller.
     pub fn copy_to(&self, other: &Self) {
         for (from, to) in self.words().iter().zip(other.words_at(0, self.bytes.get())) {
             to.store(from.load(Ordering::Acquire), Ordering::Relaxed);
         }
     }
 
-    /// Writes `value` at `offset`, word by word: for memory that no program reads yet. Panics when offset or size are
-    /// no multiples of 8, or outside.
+    /// Writes `value` at byte `offset`, word by word, which is for memory that no program reads yet. Panics when offset
+    /// or size is not a multiple of 8, or the value is out of bounds.
     pub fn write<V: IntoBytes + Immutable + ?Sized>(&self, offset: usize, value: &V) {
         let words = self.words_at(offset, size_of_val(value));
         for (bytes, word) in value.as_bytes().chunks_exact(WORD_BYTES).zip(words) {

@@ -28,40 +28,40 @@ use crate::lb::OuterSources;
 use crate::mac::MacAddress;
 use crate::vlan_device;
 
-/// Probe interval of a resolved neighbour.
+/// Interval at which a resolved neighbour is probed.
 pub const PROBE_INTERVAL: Duration = Duration::from_secs(1);
-/// Probe interval of an unresolved neighbour.
+/// Interval at which an unresolved neighbour is probed.
 pub const UNRESOLVED_PROBE_INTERVAL: Duration = Duration::from_millis(250);
-/// Number of probes that are sent before replies are read. With [`BURST_INTERVAL`] the limit is 32,000 probes per
-/// second: ten thousand servers are probed within a third of a second, and no switch or server is flooded.
+/// Maximum number of probes sent before replies are read. With [`BURST_INTERVAL`] this allows 32,000 probes per second:
+/// ten thousand servers are probed within a third of a second, and no switch or server is flooded.
 pub const PROBES_PER_BURST: usize = 32;
-/// Time between two bursts.
+/// Minimum time between two bursts of probes.
 pub const BURST_INTERVAL: Duration = Duration::from_millis(1);
-/// Number of missed probes after which a neighbour counts as unresolved.
+/// Number of consecutive unanswered probes after which a neighbour counts as unresolved.
 pub const MAX_MISSED_PROBES: u32 = 4;
 
-/// Length of an ARP frame for Ethernet and IPv4, in bytes.
+/// Length of an Ethernet frame with an ARP packet for IPv4, in bytes.
 pub const FRAME_BYTES: usize = 42;
 /// Maximum number of frames that are read before probes are sent again.
 const MAX_FRAMES_PER_BURST: usize = 256;
 const ETHERTYPE_ARP: u16 = 0x0806;
 const ETHERTYPE_VLAN: u16 = 0x8100;
-/// Start of an ARP packet: hardware Ethernet, protocol IPv4, address lengths 6 and 4.
+/// First bytes of an ARP packet: hardware type Ethernet, protocol IPv4, address lengths 6 and 4.
 const ARP_ETHERNET_IPV4: [u8; 6] = [0, 1, 8, 0, 6, 4];
 
-/// A change of a neighbour's MAC address.
+/// Change of the MAC address of a neighbour.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct MacChange {
-    /// Address of the neighbour.
+    /// IP address of the neighbour.
     pub address: IpAddr,
-    /// New MAC address; `None`: the neighbour is unresolved.
+    /// New MAC address; `None`: the neighbour has become unresolved.
     pub mac: Option<MacAddress>,
 }
 
-/// A probe to be sent.
+/// Probe that is due to be sent: an ARP request or a neighbour solicitation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Probe {
-    /// Address to resolve.
+    /// IP address to resolve.
     pub address: IpAddr,
     /// MAC address to which the probe is sent; `None`: the probe is broadcast or multicast.
     pub mac: Option<MacAddress>,
@@ -74,16 +74,16 @@ struct Neighbour {
     next_probe: Duration,
 }
 
-/// State of the neighbours, and the schedule of probes. Callers pass times of one monotonic clock.
+/// State of all neighbours, and the schedule of their probes. All times must be from one monotonic clock.
 #[derive(Debug, Clone, Default)]
 pub struct Neighbours {
     by_address: BTreeMap<IpAddr, Neighbour>,
-    /// Addresses of the neighbours, sorted by the time of the next probe.
+    /// Time of the next probe and address of each neighbour, sorted by time.
     probe_schedule: BTreeSet<(Duration, IpAddr)>,
 }
 
 impl Neighbours {
-    /// Sets the addresses to resolve; new ones are probed at once.
+    /// Sets the IP addresses to resolve. New addresses are probed at once.
     pub fn set_addresses(&mut self, addresses: &[IpAddr], now: Duration) {
         let desired: BTreeSet<IpAddr> = addresses.iter().copied().collect();
         self.by_address.retain(|address, _| desired.contains(address));
@@ -94,8 +94,8 @@ impl Neighbours {
             self.by_address.iter().map(|(address, neighbour)| (neighbour.next_probe, *address)).collect();
     }
 
-    /// Records the sender of a packet of ARP or neighbour discovery (reply, request or announcement), and returns the
-    /// change of its MAC address.
+    /// Records the sender of an ARP or neighbour discovery packet (reply, request or announcement). Returns the change
+    /// of its MAC address, if any.
     pub fn observe(&mut self, address: IpAddr, mac: MacAddress, now: Duration) -> Option<MacChange> {
         let neighbour = self.by_address.get_mut(&address)?;
         neighbour.missed_probes = 0;
@@ -105,7 +105,7 @@ impl Neighbours {
         (neighbour.mac.replace(mac) != Some(mac)).then_some(MacChange { address, mac: Some(mac) })
     }
 
-    /// Returns the due probes, at most [`PROBES_PER_BURST`], and the neighbours that became unresolved.
+    /// Returns the probes that are due, at most [`PROBES_PER_BURST`], and the neighbours that have become unresolved.
     pub fn take_due_probes(&mut self, now: Duration) -> (Vec<Probe>, Vec<MacChange>) {
         let (mut probes, mut changes) = (Vec::new(), Vec::new());
         while probes.len() < PROBES_PER_BURST {
@@ -125,13 +125,13 @@ impl Neighbours {
         (probes, changes)
     }
 
-    /// Returns the time of the next probe; `None` without neighbours.
+    /// Returns the time at which the next probe is due; `None`: there are no neighbours.
     pub fn next_probe_time(&self) -> Option<Duration> {
         self.probe_schedule.first().map(|(due, _)| *due)
     }
 }
 
-/// Returns the frame of an ARP request for `address`, sent to `mac`; `None`: broadcast.
+/// Returns the frame of an ARP request for `address`, sent to the MAC address `mac`; with `None` it is broadcast.
 pub fn arp_request_frame(
     address: Ipv4Addr,
     mac: Option<MacAddress>,
@@ -150,7 +150,7 @@ pub fn arp_request_frame(
     frame
 }
 
-/// Returns the sender of an ARP frame; `None`: not ARP for Ethernet and IPv4, or a sender with a group address.
+/// Returns the sender of an ARP frame; `None`: the frame is not ARP for IPv4, or its sender has a group address.
 pub fn parse_sender(frame: &[u8]) -> Option<(Ipv4Addr, MacAddress)> {
     if frame.len() < FRAME_BYTES || frame[12..14] != ETHERTYPE_ARP.to_be_bytes() || frame[14..20] != ARP_ETHERNET_IPV4 {
         return None;
@@ -160,17 +160,17 @@ pub fn parse_sender(frame: &[u8]) -> Option<(Ipv4Addr, MacAddress)> {
     (!mac.is_group() && mac != MacAddress([0; 6])).then_some((address, mac))
 }
 
-/// Thread that resolves neighbours until this is dropped.
+/// Thread that resolves neighbours until the value is dropped.
 #[derive(Debug)]
 pub struct Resolver {
     pending_addresses: Arc<Mutex<Option<Vec<IpAddr>>>>,
-    /// Dropping this sender closes the channel, which ends the thread.
+    /// Sender whose drop closes the channel, which ends the thread.
     liveness_sender: Sender<()>,
 }
 
 impl Resolver {
-    /// Starts the thread at the device `interface` of the caller's network namespace; the receiver gets the changes.
-    /// Fails when the interface does not exist or packet sockets are not allowed.
+    /// Starts the thread on the device `interface` of the caller's network namespace. The receiver gets the changes of
+    /// MAC addresses. Fails when the interface does not exist, or packet sockets are not allowed.
     pub fn start(interface: &str) -> anyhow::Result<(Self, Receiver<MacChange>)> {
         let (changes, receiver) = mpsc::channel();
         let notify = move |change| changes.send(change).is_ok();
@@ -178,8 +178,8 @@ impl Resolver {
         Ok((resolver, receiver))
     }
 
-    /// [`start`](Self::start) for neighbours in a VLAN. The thread sends tagged frames, so it needs no VLAN device.
-    /// `notify` gets the changes, and ends the thread by returning false.
+    /// Starts the thread for neighbours in a VLAN; otherwise like [`start`](Self::start). It sends tagged frames, so it
+    /// needs no VLAN device. `notify` gets the changes, and ends the thread by returning false.
     pub fn start_in_vlan(
         interface: &str,
         vlan: Vlan,
@@ -211,7 +211,7 @@ impl Resolver {
         *self.pending_addresses.lock() = Some(addresses);
     }
 
-    /// Whether the thread still runs.
+    /// Returns whether the thread is still running.
     pub fn is_alive(&self) -> bool {
         self.liveness_sender.send(()).is_ok()
     }
@@ -280,7 +280,7 @@ impl ArpNdpSockets {
         Ok(())
     }
 
-    /// Sends probes. A probe that cannot be sent (the link is down) counts as missed.
+    /// Sends the probes. A probe that cannot be sent, because the link is down, counts as missed.
     fn send(&self, probes: &[Probe], own: &OwnAddresses) {
         for Probe { address, mac } in probes {
             let sent = match *address {
@@ -299,7 +299,7 @@ impl ArpNdpSockets {
         }
     }
 
-    /// Sends a frame, with the tag of the VLAN if there is one.
+    /// Sends a frame, with the VLAN's tag if the VLAN is tagged.
     fn write(&self, socket: &OwnedFd, frame: &[u8]) -> nix::Result<usize> {
         const ADDRESSES: usize = 12;
         if !self.vlan.is_tagged() {
@@ -383,7 +383,7 @@ fn packet_socket(index: u32, ethertype: u16, filter: &[libc::sock_filter]) -> an
     Ok(socket)
 }
 
-/// Returns the device's first IPv4 address, or else its first IPv6 address that is not link-local.
+/// Returns the first IPv4 address of a device or, if it has none, its first IPv6 address that is not link-local.
 pub fn own_address(interface: &str) -> Option<IpAddr> {
     let own = OwnAddresses::of(interface)?;
     [own.ipv4.into(), own.routable_ipv6.into()].into_iter().find(|address: &IpAddr| !address.is_unspecified())
@@ -408,7 +408,7 @@ struct OwnAddresses {
 }
 
 impl OwnAddresses {
-    /// Returns the addresses of the VLAN device. Without a VLAN device, returns those of the interface, except its IPv4
+    /// Returns the addresses of the VLAN's device. If there is none, returns those of the interface, except its IPv4
     /// address, which belongs to another network.
     fn in_vlan(interface: &str, vlan: Vlan) -> Option<Self> {
         match vlan_device::name(interface, vlan) {

@@ -19,15 +19,15 @@ use nix::sys::statfs::{BPF_FS_MAGIC, statfs};
 #[derive(Debug)]
 pub struct PinLock(#[allow(dead_code, reason = "held")] Flock<File>);
 
-/// Limit of the wait for the lock: a process that has just ended, or its child before execve(2), may still hold it.
+/// Maximum time to wait for the lock. A process that has just ended, or its child before execve(2), may still hold it.
 const LOCK_TIMEOUT: Duration = Duration::from_secs(2);
 const RETRY_INTERVAL: Duration = Duration::from_millis(20);
 
-/// Maximum depth of the search for pin directories.
+/// Maximum depth of directories that are searched for pins.
 const MAX_DEPTH: usize = 5;
 
 impl PinLock {
-    /// Locks the directory and creates it if it is missing. Fails when the directory is not on a BPF file system, or
+    /// Locks the directory, which is created if it is missing. Fails when the directory is not on a BPF file system, or
     /// another process holds the lock for two seconds.
     pub fn new(directory: &Path) -> anyhow::Result<Self> {
         fs::create_dir_all(directory).with_context(|| directory.display().to_string())?;
@@ -51,9 +51,8 @@ impl PinLock {
     }
 }
 
-/// Returns the directories other than `directory`, on the same BPF file system, in which the relative path `file` is
-/// pinned. Unreadable directories are left out. (The kernel shows the names of programs only with CAP_SYS_ADMIN, which
-/// daemons lack.)
+/// Returns the other directories on the BPF file system of `directory` in which the relative path `file` is pinned.
+/// Unreadable directories are left out. (The kernel shows programs' names only with CAP_SYS_ADMIN, which daemons lack.)
 pub fn other_directories(directory: &Path, file: &str) -> Vec<PathBuf> {
     let Some(root) = directory.ancestors().filter(|folder| ensure_bpf_file_system(folder).is_ok()).last() else {
         return Vec::new();

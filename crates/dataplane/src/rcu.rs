@@ -9,7 +9,7 @@ use anyhow::{Context as _, bail};
 use libbpf_rs::{MapCore as _, MapFlags, MapHandle, MapType, libbpf_sys};
 use parking_lot::{Condvar, Mutex, MutexGuard};
 
-/// A map of maps that no program uses: every update of its one element waits for an RCU grace period.
+/// Outer and inner map, used by no program: an update of the outer map's only element waits for an RCU grace period.
 static MAP_OF_MAPS: OnceLock<(MapHandle, MapHandle)> = OnceLock::new();
 
 /// Returns when every program that ran at the time of the call has ended: programs run inside an RCU read-side section.
@@ -32,7 +32,7 @@ pub fn wait_for_programs() -> anyhow::Result<()> {
         .context("waiting for an RCU grace period by an update of a map of maps")
 }
 
-/// Creates a map of one map, and returns both maps: outer, inner.
+/// Creates a map of maps that contains one map. Returns the outer and the inner map.
 fn map_of_maps() -> anyhow::Result<(MapHandle, MapHandle)> {
     let sz = size_of::<libbpf_sys::bpf_map_create_opts>() as _;
     let mut options = libbpf_sys::bpf_map_create_opts { sz, ..Default::default() };
@@ -45,11 +45,11 @@ fn map_of_maps() -> anyhow::Result<(MapHandle, MapHandle)> {
     Ok((outer, inner))
 }
 
-/// Number of the first grace period that begins after a switch ([`GracePeriods::has_passed`]).
+/// Number of the first grace period that begins after a switch of programs (see [`GracePeriods::has_passed`]).
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub struct GraceTicket(u64);
 
-/// Thread that waits for grace periods, and ends when this is dropped.
+/// Thread that waits for RCU grace periods until the value is dropped.
 #[derive(Debug)]
 pub struct GracePeriods(Arc<GracePeriodState>);
 
@@ -65,7 +65,7 @@ struct GracePeriodState {
 
 #[derive(Debug, Default)]
 struct GraceRequests {
-    /// Number of the last grace period that a caller awaits.
+    /// Number of the latest grace period for which a caller waits.
     last_requested: u64,
     is_stopped: bool,
     wait_error: Option<String>,
@@ -102,7 +102,7 @@ impl GracePeriodState {
 }
 
 impl GracePeriods {
-    /// Starts the thread. Fails when no thread can be created.
+    /// Starts the thread that waits for grace periods. Fails when no thread can be created.
     pub fn start() -> anyhow::Result<Self> {
         let shared = Arc::<GracePeriodState>::default();
         let thread = shared.clone();
@@ -113,7 +113,7 @@ impl GracePeriods {
         Ok(Self(shared))
     }
 
-    /// Requests a grace period, and returns its ticket. To be called after programs were switched.
+    /// Requests a grace period and returns its ticket. To be called after programs or tables were switched.
     pub fn request(&self) -> GraceTicket {
         // Programs that begin after the fence see all earlier stores.
         fence(Ordering::SeqCst);
@@ -125,13 +125,13 @@ impl GracePeriods {
         GraceTicket(moment)
     }
 
-    /// Whether all programs that ran at the ticket's time have ended.
+    /// Returns whether all programs that ran when the ticket was requested have ended.
     pub fn has_passed(&self, moment: GraceTicket) -> bool {
         self.0.ended_count.load(Ordering::SeqCst) >= moment.0
     }
 
-    /// Waits until [`has_passed`](Self::has_passed) is true. Fails when the kernel has refused to wait for a grace
-    /// period.
+    /// Waits until [`has_passed`](Self::has_passed) returns true for the ticket. Fails when the kernel has refused to
+    /// wait for a grace period.
     pub fn wait(&self, moment: GraceTicket) -> anyhow::Result<()> {
         let mut requests = self.0.requests();
         while !self.has_passed(moment) {

@@ -9,17 +9,17 @@ use std::os::fd::{AsRawFd as _, BorrowedFd};
 use anyhow::{Context as _, bail};
 use libbpf_rs::{MapCore as _, MapFlags, MapHandle};
 
-/// Identifier of a socket (SO_COOKIE), constant for its lifetime.
+/// Cookie (SO_COOKIE) that identifies a socket for its lifetime.
 pub type SocketCookie = u64;
 
-/// Attaches a program of type sk_reuseport to the group that `socket` is in, and replaces an attached program. Fails
-/// when the socket is in no SO_REUSEPORT group.
+/// Attaches a program of type sk_reuseport to the group of `socket`, in place of an attached program. Fails when the
+/// socket is in no SO_REUSEPORT group.
 pub fn attach(program: BorrowedFd<'_>, socket: BorrowedFd<'_>) -> anyhow::Result<()> {
     set_option(socket, libc::SO_ATTACH_REUSEPORT_EBPF, program.as_raw_fd()).context("attaching to the group of sockets")
 }
 
-/// Detaches the program from the group of `socket`. The kernel then selects sockets by hash. Fails when no program is
-/// attached.
+/// Detaches the program from the group of `socket`, so that the kernel selects sockets by hash again. Fails when no
+/// program is attached.
 pub fn detach(socket: BorrowedFd<'_>) -> anyhow::Result<()> {
     set_option(socket, libc::SO_DETACH_REUSEPORT_BPF, 0).context("detaching from the group of sockets")
 }
@@ -38,7 +38,7 @@ fn set_option(socket: BorrowedFd<'_>, option: libc::c_int, value: i32) -> nix::R
     nix::errno::Errno::result(result).map(drop)
 }
 
-/// Returns the socket's identifier. Fails when the descriptor is no socket.
+/// Returns the cookie of a socket. Fails when the descriptor is not a socket.
 pub fn socket_cookie(socket: BorrowedFd<'_>) -> anyhow::Result<SocketCookie> {
     let mut cookie: SocketCookie = 0;
     let mut length = size_of_val(&cookie) as libc::socklen_t;
@@ -56,7 +56,7 @@ pub fn socket_cookie(socket: BorrowedFd<'_>) -> anyhow::Result<SocketCookie> {
     Ok(cookie)
 }
 
-/// A map of type BPF_MAP_TYPE_REUSEPORT_SOCKARRAY.
+/// BPF map of type BPF_MAP_TYPE_REUSEPORT_SOCKARRAY, which holds a socket in each slot.
 #[derive(Debug)]
 pub struct SocketArray {
     map: MapHandle,
@@ -69,7 +69,7 @@ impl SocketArray {
         Self { map, slot_count }
     }
 
-    /// Returns the slots in use, each with its socket. The kernel clears the slot of a closed socket.
+    /// Returns the cookie of the socket in each used slot. The kernel clears the slot of a closed socket.
     pub fn sockets(&self) -> BTreeMap<u32, SocketCookie> {
         let cookie = |slot: u32| {
             let value = self.map.lookup(&slot.to_ne_bytes(), MapFlags::ANY).ok()??;
@@ -87,8 +87,8 @@ impl SocketArray {
         Ok(slot)
     }
 
-    /// Puts a socket into a free slot. Fails when the slot is not free, or the socket is in no SO_REUSEPORT group or in
-    /// another array.
+    /// Inserts a socket into an empty slot. Fails when the slot is in use, or the socket is in no SO_REUSEPORT group or
+    /// in another array.
     pub fn insert(&self, slot: u32, socket: BorrowedFd<'_>) -> anyhow::Result<()> {
         let descriptor = socket.as_raw_fd() as u64;
         self.map
@@ -96,7 +96,7 @@ impl SocketArray {
             .context("a socket cannot be put into the array (is it in another one, or without SO_REUSEPORT?)")
     }
 
-    /// Removes the socket from a slot; an empty slot stays empty.
+    /// Removes the socket from a slot, if the slot has one.
     pub fn clear(&self, slot: u32) {
         if let Err(error) = self.map.delete(&slot.to_ne_bytes()) {
             tracing::debug!(

@@ -21,53 +21,53 @@ use crate::veth::attribute;
 const RTA_DST: u16 = 1;
 const RTA_OIF: u16 = 4;
 const RTA_GATEWAY: u16 = 5;
-/// Gateway with another address family than the destination: struct rtvia (RFC 8950, in fabrics of unnumbered links).
+/// Route attribute for a gateway of another address family than the destination (struct rtvia; RFC 8950).
 const RTA_VIA: u16 = 18;
-/// Size of `rtvia_family` in struct rtvia, in bytes; the address follows.
+/// Size of the field `rtvia_family` of struct rtvia in bytes; the address follows it.
 const VIA_FAMILY: usize = 2;
-/// Size of struct nlmsghdr and struct rtmsg, in bytes.
+/// Size of struct nlmsghdr and struct rtmsg together, in bytes.
 const NETLINK_HEADER_BYTES: usize = 16 + 12;
-/// Size of struct rtattr, in bytes.
+/// Size of struct rtattr in bytes.
 const ATTRIBUTE_HEADER: usize = 4;
-/// Position of `nlmsg_seq` in struct nlmsghdr.
+/// Bytes of the sequence number `nlmsg_seq` in struct nlmsghdr.
 const SEQUENCE_RANGE: Range<usize> = 8..12;
-/// Offset of `rtm_type` in the message.
+/// Offset of `rtm_type` from the start of the message, in bytes.
 const ROUTE_TYPE_OFFSET: usize = 16 + 7;
-/// Multicast groups for links, and for addresses, routes and rules of IPv4 and IPv6: RTMGRP_* of
+/// Multicast groups of changes of links, and of addresses, routes and rules of IPv4 and IPv6: RTMGRP_* of
 /// include/uapi/linux/rtnetlink.h. The last group is 1 << (RTNLGRP_IPV6_RULE - 1).
 const MULTICAST_GROUPS: u32 = 0x1 | 0x10 | 0x40 | 0x80 | 0x100 | 0x400 | 1 << 18;
 
-/// Reason why the load balancer's interface does not reach a server.
+/// Reason why packets to a server cannot be sent by the load balancer's interface.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum RouteError {
-    /// The kernel has no route.
+    /// The kernel has no route to the server.
     #[error("no route ({0}): expected one by the load balancer's interface")]
     NoRoute(Errno),
-    /// The route is not a unicast route, so it does not lead to a server.
+    /// The route to the server is not a unicast route.
     #[error("a route of type {0}: expected a unicast route by the load balancer's interface")]
     NotUnicast(u8),
-    /// The route leads to another interface, but XDP sends packets by the interface that received them.
+    /// The route leads to another interface, but XDP can send packets only by the interface that received them.
     #[error("a route by the interface of index {found}: expected index {expected}, the load balancer's interface")]
     OtherInterface {
-        /// Index of the route's interface.
+        /// Index of the interface to which the route leads.
         found: u32,
         /// Index of the load balancer's interface.
         expected: u32,
     },
 }
 
-/// Access to the kernel's routes and notifications of changes, in the network namespace of the thread that called
-/// [`open`](Self::open).
+/// Netlink sockets for the kernel's routes and notifications of their changes, in the network namespace of the thread
+/// that called [`open`](Self::open).
 #[derive(Debug)]
 pub struct Routes {
     notification_socket: OwnedFd,
     query_socket: OwnedFd,
-    /// Number of the latest query.
+    /// Sequence number of the latest query.
     sequence: u32,
 }
 
 impl Routes {
-    /// Opens a socket for notifications and another for queries. Fails when the kernel offers no netlink.
+    /// Opens a socket for notifications and one for queries. Fails when the kernel does not offer netlink.
     pub fn open() -> io::Result<Self> {
         let open = || socket(AddressFamily::Netlink, SockType::Raw, SockFlag::SOCK_CLOEXEC, SockProtocol::NetlinkRoute);
         let (notification_socket, query_socket) = (open()?, open()?);
@@ -76,7 +76,7 @@ impl Routes {
         Ok(Self { notification_socket, query_socket, sequence: 0 })
     }
 
-    /// Returns whether links, addresses, routes or rules have changed since the last call.
+    /// Returns whether a link, address, route or rule has changed since the last call.
     pub fn has_changed(&self) -> bool {
         let mut changed = false;
         let mut notification = [0; 4096];
@@ -90,8 +90,8 @@ impl Routes {
         }
     }
 
-    /// Returns the next hop of packets to `server` at the device of index `interface`: a gateway, or the server itself.
-    /// Fails when packets to the server do not leave by that device.
+    /// Returns the next hop of packets to `server`: a gateway, or the server itself. Fails when the packets do not
+    /// leave by the device with the index `interface`.
     pub fn next_hop(&mut self, interface: u32, server: IpAddr) -> Result<IpAddr, RouteError> {
         self.send_query(server).map_err(RouteError::NoRoute)?;
         let mut answer = [0; 4096];
@@ -107,7 +107,7 @@ impl Routes {
         }
     }
 
-    /// Sends the query for `server` under the next sequence number.
+    /// Sends a query for the route to `server`, with the next sequence number.
     fn send_query(&mut self, server: IpAddr) -> Result<(), Errno> {
         self.sequence = self.sequence.wrapping_add(1);
         let (family, destination) = match server {

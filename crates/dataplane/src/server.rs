@@ -39,20 +39,20 @@ use crate::service_slots;
 use crate::skeleton::server::{OpenServerSkel, ServerSkel, ServerSkelBuilder};
 use crate::tc::{self, AttachMechanism, Direction};
 
-/// Names of the counters of [`ServerPrograms::counters`].
+/// Names of the counters that [`ServerPrograms::counters`] returns.
 pub use coreward_intf::SERVER_COUNTER_NAMES as COUNTER_NAMES;
 
-/// Number of counters.
+/// Number of counters of the server's programs.
 pub const COUNTER_COUNT: usize = intf::SERVER_COUNTER_COUNT as usize;
 
-/// Options of the server's programs.
+/// Options with which the server's programs are loaded.
 #[derive(Debug, Clone)]
 pub struct ServerOptions {
-    /// Index of the device that receives the services' packets.
+    /// Index of the network device that receives the packets of the services.
     pub interface_index: u32,
-    /// Pin directory, below a bpffs.
+    /// Directory in a bpffs for pinned objects.
     pub pin_directory: PathBuf,
-    /// Whether every TCP SYN that arrives is sampled, not only SYNs to services (fixed at load time).
+    /// Whether all arriving TCP SYNs are sampled, not only those to services. It cannot be changed after loading.
     pub sample_every_syn: bool,
 }
 
@@ -69,9 +69,9 @@ pub struct ServerPrograms {
     counter_rows: usize,
     rss: MmapArray<intf::rss_mapping>,
     chained_servers: MmapArray<ChainedServers>,
-    /// Whether encapsulated packets have IPv6 outer headers.
+    /// Whether packets are encapsulated with IPv6 outer headers.
     outer_ipv6: bool,
-    /// Maps of programs that replace another version's programs, and are pinned, once the services are known.
+    /// Maps of the programs that will replace another version's programs. They are pinned once the services are known.
     pending_upgrade: Option<[OwnedFd; MAP_NAMES.len()]>,
 }
 
@@ -118,7 +118,7 @@ impl ServerPrograms {
         self.options.pin_directory.join("server")
     }
 
-    /// Attaches the programs in place of an earlier process's programs.
+    /// Attaches the programs to the device, in place of those of an earlier process.
     fn attach_programs(&mut self) -> anyhow::Result<()> {
         let (pins, index) = (self.server_pin_directory(), self.options.interface_index);
         self.attachment = tc::attach(self.ingress.as_fd(), index, Direction::Ingress, &pins.join("ingress"))?;
@@ -126,9 +126,9 @@ impl ServerPrograms {
         Ok(())
     }
 
-    /// Copies keys and time key from state of another layout, so that issued cookies stay valid and TSvals continue.
-    /// All layouts from [`FIRST_LAYOUT_WITH_KEYS`] on have the keys at the same offsets. Cookies of older layouts are
-    /// not recognised any more.
+    /// Copies the keys and the time key from state of another layout, so that issued cookies stay valid and TSvals
+    /// continue. They have the same offsets in all layouts from [`FIRST_LAYOUT_VERSION_WITH_KEYS`] on. Cookies of older
+    /// layouts are not recognised any more.
     fn copy_keys(&mut self, state: &Path) -> anyhow::Result<()> {
         let map = MapHandle::from_pinned_path(state).with_context(|| state.display().to_string())?;
         let old = map.lookup(&0u32.to_ne_bytes(), MapFlags::ANY)?.context("an empty map")?;
@@ -151,7 +151,7 @@ impl ServerPrograms {
         Ok(())
     }
 
-    /// Replaces another version's programs, if they are still attached.
+    /// Replaces the programs of another version, if they are still attached.
     fn commit_upgrade(&mut self) -> anyhow::Result<()> {
         let Some(maps) = self.pending_upgrade.take() else { return Ok(()) };
         self.attach_programs()?;
@@ -173,7 +173,7 @@ impl ServerPrograms {
         Ok(())
     }
 
-    /// Loads the programs without attaching or pinning them: for tests by `BPF_PROG_TEST_RUN`, and for
+    /// Loads the programs without attaching or pinning them, for tests with `BPF_PROG_TEST_RUN` and for
     /// [`tc::attach_until_drop`].
     pub fn load_only(sample_every_syn: bool) -> anyhow::Result<Self> {
         let mut storage = MaybeUninit::uninit();
@@ -211,17 +211,17 @@ impl ServerPrograms {
         })
     }
 
-    /// Whether pinned state of an earlier process was taken over.
+    /// Returns whether the pinned state of an earlier process was taken over.
     pub fn is_taken_over(&self) -> bool {
         self.is_taken_over
     }
 
-    /// Returns the kind of attachment.
+    /// Returns the mechanism by which the programs are attached.
     pub fn attachment(&self) -> AttachMechanism {
         self.attachment
     }
 
-    /// Returns the program of one direction, for `BPF_PROG_TEST_RUN`.
+    /// Returns the file descriptor of the program for one direction, for `BPF_PROG_TEST_RUN`.
     pub fn program(&self, direction: Direction) -> BorrowedFd<'_> {
         match direction {
             Direction::Ingress => self.ingress.as_fd(),
@@ -229,13 +229,13 @@ impl ServerPrograms {
         }
     }
 
-    /// Returns the map with the server's RSS configuration, which `steer.bpf.c` shares.
+    /// Returns the map with the server's RSS configuration, which is shared with `steer.bpf.c`.
     pub fn rss_map(&self) -> BorrowedFd<'_> {
         self.rss_map.as_fd()
     }
 
-    /// Sets the address family of outer headers to that of `address`, this server's address (default: IPv4). In force
-    /// from the next [`set_services`](Self::set_services) on.
+    /// Sets the address family of outer headers, IPv4 by default, to that of `address`, this server's address. It
+    /// applies from the next [`set_services`](Self::set_services) on.
     pub fn set_outer_family(&mut self, address: IpAddr) {
         self.outer_ipv6 = address.is_ipv6();
     }
@@ -273,14 +273,14 @@ impl ServerPrograms {
         self.chained_servers.write(usize::from(server.get()) * size_of::<intf::server_entry>(), &entry);
     }
 
-    /// Whether any service is configured.
+    /// Returns whether any service is configured.
     pub fn has_services(&self) -> bool {
         let directory = self.state.read::<intf::service_directory>(half_offset(self.active_half()));
         directory.slots.iter().any(|slot| slot.key.port != 0)
     }
 
-    /// Sets the fleet's cookie keys. From TSval `switch_ms` (the server's own clock, in ms) on, packets are stamped
-    /// with the current key, and before with the other key. `switch_ms` is within 2^31 ms of now. When the current key
+    /// Sets the cookie keys of the fleet. From the TSval `switch_ms` on (by the server's own clock, in ms), packets are
+    /// stamped with the current key, before with the other. `switch_ms` is within 2^31 ms of now. When the current key
     /// changes, `switch_ms` must be later than every sent packet, and the whole fleet must have both keys.
     pub fn set_keys(&mut self, keys: &FleetKeys, switch_ms: u32) {
         let key = keys.keys.map(|key| key.to_bpf_key());
@@ -290,15 +290,15 @@ impl ServerPrograms {
         self.state.store(KEYS_OFFSET + offset_of!(intf::fleet_keys, current), current);
     }
 
-    /// Returns the keys and `switch_ms` from [`set_keys`](Self::set_keys), also from an earlier process.
+    /// Returns the keys and `switch_ms` set by [`set_keys`](Self::set_keys), also by an earlier process.
     pub fn keys(&self) -> (FleetKeys, u32) {
         let keys = self.state.read::<intf::fleet_keys>(KEYS_OFFSET);
         let current = if keys.current == 0 { KeyIndex::First } else { KeyIndex::Second };
         (FleetKeys { keys: keys.key.map(|key| CookieKey { k0: key.k0, k1: key.k1 }), current }, keys.switch_ms)
     }
 
-    /// Keeps the times of the last clamp within 2^29 ms of `now_ms`, the server's own clock. To be called every few
-    /// days at least, because the PAWS clamp compares 32-bit times.
+    /// Keeps the stored times of TSval clamps within 2^29 ms of `now_ms`, by the server's own clock. To be called at
+    /// least every few days, because the PAWS clamp compares 32-bit times.
     pub fn refresh_clamp_times(&mut self, now_ms: u32) {
         let first = offset_of!(intf::server_state, last_clamp_ms);
         for group in 0..intf::CLAMP_GROUPS as usize {
@@ -320,11 +320,11 @@ impl ServerPrograms {
         CookieKey { k0: key.k0, k1: key.k1 }
     }
 
-    /// Sets the server's RSS configuration, for sampling and steering; `None`: unknown. `generation` is the agent's
-    /// number of the configuration.
+    /// Sets the server's RSS configuration, for sampling and steering; `None`: it is unknown. `generation` is the
+    /// agent's number of this configuration.
     ///
-    /// During the change no receive queue is predicted. A program that already reads the old table may see parts of the
-    /// new table; the verdict over many SYNs tolerates such a sample.
+    /// During the change no receive queue is predicted. A program that is already reading the old table may read parts
+    /// of the new one; the verdict over many SYNs tolerates such a sample.
     pub fn set_rss(&mut self, rss: Option<&RssConfig>, generation: u32) {
         // The first word of the map: entry_count in the lower half, generation in the upper half.
         let header = |entry_count: u32| u64::from(generation) << 32 | u64::from(entry_count);
@@ -337,7 +337,7 @@ impl ServerPrograms {
         }
     }
 
-    /// Returns the counters since the state was created, in the order of [`COUNTER_NAMES`].
+    /// Returns the counters in the order of [`COUNTER_NAMES`], counted since the state was created.
     pub fn counters(&self) -> [u64; COUNTER_COUNT] {
         let mut sums = [0u64; COUNTER_COUNT];
         let counters = offset_of!(intf::server_state, counters);
@@ -350,7 +350,7 @@ impl ServerPrograms {
         sums
     }
 
-    /// Returns one counter since the state was created.
+    /// Returns the value of one counter, counted since the state was created.
     pub fn counter(&self, counter: intf::server_counter) -> u64 {
         self.counters()[counter as usize]
     }
@@ -360,8 +360,8 @@ impl ServerPrograms {
         self.state.load(offset_of!(intf::server_state, sample_sequence)) as u32
     }
 
-    /// Returns the SYNs sampled after sequence number `after` (0: all), oldest first. Only the last
-    /// [`RSS_SAMPLES`](intf::RSS_SAMPLES) are stored; older samples are missing.
+    /// Returns the SYN samples with sequence numbers after `after` (0: all), oldest first. Only the last
+    /// [`RSS_SAMPLES`](intf::RSS_SAMPLES) are stored, so older ones may be missing.
     pub fn samples(&self, after: u32) -> Vec<intf::rss_sample> {
         let samples = offset_of!(intf::server_state, samples);
         let all = self.state.read::<[intf::rss_sample; intf::RSS_SAMPLES as usize]>(samples);
@@ -370,13 +370,13 @@ impl ServerPrograms {
         samples
     }
 
-    /// Detaches the programs and removes the pins. Connections that are still stamped break.
+    /// Detaches the programs and removes their pins. Connections whose packets are stamped break.
     pub fn remove(self) -> anyhow::Result<()> {
         remove(self.options.interface_index, &self.options.pin_directory)
     }
 }
 
-/// Detaches the programs of [`ServerPrograms::attach`] at a device, and removes the pins.
+/// Detaches the programs of [`ServerPrograms::attach`] from a device, and removes their pins.
 pub fn remove(interface_index: u32, pin_directory: &Path) -> anyhow::Result<()> {
     let pins = pin_directory.join("server");
     tc::detach(interface_index, Direction::Egress, &pins.join("egress"))?;
@@ -385,8 +385,8 @@ pub fn remove(interface_index: u32, pin_directory: &Path) -> anyhow::Result<()> 
     fs::remove_dir(&pins).with_context(|| pins.display().to_string())
 }
 
-/// Rejects a second stamping program: each program would overwrite the other's cookies, and no connection could open.
-/// (Before kernel 6.6 the fixed handle at the clsact qdisc excludes a second program.)
+/// Fails when another stamping program is attached: each would overwrite the other's cookies, and no connection could
+/// open. (Before kernel 6.6 the fixed handle in the clsact qdisc excludes a second program.)
 fn ensure_only_stamper(interface_index: u32, pin_directory: &Path) -> anyhow::Result<()> {
     for elsewhere in pins::other_directories(pin_directory, "server/egress") {
         let pin = elsewhere.join("server").join("egress");
@@ -401,7 +401,7 @@ fn ensure_only_stamper(interface_index: u32, pin_directory: &Path) -> anyhow::Re
     Ok(())
 }
 
-/// Maximum age of a stored clamp time; an older time is set to this age.
+/// Maximum age of a stored clamp time in ms; an older time is set to this age.
 const LAST_CLAMP_OLDEST_MS: i32 = 1 << 29;
 /// Maximum time by which a stored clamp time may be in the future, because another CPU's clock may be ahead.
 const LAST_CLAMP_AHEAD_MS: i32 = 60_000;
@@ -441,7 +441,7 @@ fn maps_of(skeleton: &ServerSkel<'_>) -> anyhow::Result<[OwnedFd; MAP_NAMES.len(
     Ok(owned.try_into().expect("one per name"))
 }
 
-/// Returns the number in a service's slot: the server's id and flags of the mode.
+/// Encodes the server's id and the flags of the mode as the number in a service's slot.
 fn slot_number(id: ServerId, mode: ServiceMode, outer_ipv6: bool) -> u32 {
     let encapsulates = mode.forwarding.encapsulates();
     let flag = |set: bool, flag: u32| if set { flag } else { 0 };
@@ -464,8 +464,8 @@ fn remove_if_present(path: &Path) -> anyhow::Result<()> {
     }
 }
 
-/// Returns the reason why [`ServerPrograms::attach`] would not take over the state pinned below `pin_directory`;
-/// `None`: the state fits, or nothing is pinned. Fails when the pins cannot be opened.
+/// Returns why [`ServerPrograms::attach`] would not take over the state that is pinned below `pin_directory`; `None`:
+/// it would, or nothing is pinned. Fails when the pins cannot be opened.
 pub fn pinned_problem(pin_directory: &Path) -> anyhow::Result<Option<String>> {
     problem_of_state(&pin_directory.join("server").join("state"))
 }

@@ -8,7 +8,7 @@ use coreward_model::ServiceAddress;
 use coreward_model::rss::seeded_rng;
 use rand::Rng as _;
 
-/// [`seeded_rng`]'s stream for candidate seeds.
+/// Stream of [`seeded_rng`] from which seeds are drawn.
 const RNG_STREAM_SLOT_SEEDS: u64 = 16;
 /// Maximum number of seeds that are tried. On a server with 128 keys in 1024 slots one seed in 4,000 fits, so all of
 /// these fail with probability e^-250. At the load balancer most seeds fit.
@@ -17,28 +17,28 @@ const SEEDS_TRIED: usize = 1 << 20;
 /// Reason why no directory can be built for a list of services.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum DirectoryError {
-    /// More services than the directory holds.
+    /// There are more services than the directory holds.
     #[error("{0} services: expected at most {1}")]
     TooMany(usize, u32),
-    /// The same VIP, port and protocol twice.
+    /// Two services have the same VIP, port and protocol.
     #[error("service {0} is listed twice")]
     Duplicate(ServiceAddress),
     /// A service has port 0, which is no valid port.
     #[error("service {0}: expected a port from 1 to 65535")]
     PortZero(ServiceAddress),
-    /// All [`SEEDS_TRIED`] seeds failed, which does not happen in practice.
+    /// All [`MAX_TRIED_SEEDS`] seeds failed, which does not happen in practice.
     #[error("no perfect hash was found for {0} services")]
     NoSeed(usize),
 }
 
-/// Returns the last 64 bits of a service's key (`struct service_key` of `bpf/include/intf.h`), which identify an IPv4
+/// Returns the last 64 bits of a service's key (`struct service_key` of `bpf/include/intf.h`). They identify an IPv4
 /// service.
 fn tail(key: &intf::service_key) -> u64 {
     u64::from(key.address[3]) | u64::from(key.port) << 32 | u64::from(key.protocol) << 48 | u64::from(key.family) << 56
 }
 
-/// Returns the word that is hashed to find a service's slot: the tail of the key, for IPv6 combined with the rest of
-/// the address.
+/// Returns the word that is hashed to find a service's slot: the last 64 bits of its key, for IPv6 combined with the
+/// rest of the address.
 pub(crate) fn service_word(key: &intf::service_key) -> u64 {
     if u32::from(key.family) == intf::ADDRESS_FAMILY_IPV4 {
         return tail(key);
@@ -48,7 +48,7 @@ pub(crate) fn service_word(key: &intf::service_key) -> u64 {
     tail(key) ^ mixed ^ (middle | upper << 32).wrapping_mul(intf::SERVICE_WORD_MIDDLE_FACTOR)
 }
 
-/// Returns the index of a service with that word in `forwarded_services` of `bpf/include/server.h`.
+/// Returns the index in `forwarded_services` (`bpf/include/server.h`) of the service with this hash word.
 pub(crate) fn forwarded_slot(word: u64) -> usize {
     (word.wrapping_mul(intf::FORWARDED_SERVICE_FACTOR) >> intf::FORWARDED_SERVICE_SHIFT) as usize
 }
@@ -64,7 +64,7 @@ fn group_and_slot(word: u64, seed: u64) -> (usize, u16) {
     ((hash >> intf::LB_SERVICE_GROUP_SHIFT) as usize, slot as u16)
 }
 
-/// Returns the slot in which `directory` has a service with that word, if it has such a service.
+/// Returns the only slot of `directory` in which a service with this hash word may be.
 fn lb_slot(directory: &intf::lb_service_directory, word: u64) -> usize {
     let (group, slot) = group_and_slot(word, directory.seed);
     usize::from(slot ^ directory.displacement[group])
@@ -83,7 +83,7 @@ pub fn build_directory(services: &[(ServiceAddress, u32)]) -> Result<Box<intf::s
     Ok(directory)
 }
 
-/// Returns a load balancer's directory, with the same entries. Fails for the reasons of [`DirectoryError`].
+/// Builds a load balancer's directory, with the same entries. Fails for the reasons in [`DirectoryError`].
 pub fn lb_directory(services: &[(ServiceAddress, u32)]) -> Result<Box<intf::lb_service_directory>, DirectoryError> {
     let mut directory: Box<intf::lb_service_directory> =
         zerocopy::FromZeros::new_box_zeroed().expect("140 KB of memory");
@@ -122,7 +122,7 @@ fn build_slots(services: &[(ServiceAddress, u32)], most: u32) -> Result<Vec<intf
     Ok(slots)
 }
 
-/// A VIP without port and protocol.
+/// Address of a VIP, without port and protocol.
 #[derive(PartialEq, Eq, PartialOrd, Ord)]
 struct VipKey {
     address: [u32; 4],
@@ -146,14 +146,14 @@ fn find_seed(words: &[u64]) -> Option<u64> {
 
 type Displacement = [u16; intf::LB_SERVICE_GROUPS as usize];
 
-/// Returns a seed, and displacements under which every word has a different slot.
+/// Finds a seed and displacements by which all words have different slots; `None`: no tried seed fits.
 fn perfect_hash(words: &[u64]) -> Option<(u64, Displacement)> {
     let mut rng = seeded_rng(0, RNG_STREAM_SLOT_SEEDS);
     let mut seeds = (0..SEEDS_TRIED).map(|_| rng.next_u64() | 1);
     seeds.find_map(|seed| Some((seed, displacements(words, seed)?)))
 }
 
-/// Returns displacements under which every word has a different slot with that seed. The largest groups choose first.
+/// Finds displacements by which all words have different slots with this seed. The largest groups choose first.
 fn displacements(words: &[u64], seed: u64) -> Option<Displacement> {
     let mut groups: Vec<(usize, Vec<u16>)> =
         (0..intf::LB_SERVICE_GROUPS as usize).map(|group| (group, Vec::new())).collect();
@@ -213,7 +213,7 @@ mod tests {
         }
     }
 
-    /// The look-up is that of `find_service` in bpf/include/service.h.
+    /// The service is looked up as by `find_service` in bpf/include/service.h.
     #[test]
     fn server_finds_the_maximum_of_services() {
         let services = many(intf::MAX_SERVICES_OF_SERVER);
@@ -221,7 +221,7 @@ mod tests {
         all_are_found(&services, |word| directory.slots[slot(word, directory.seed)]);
     }
 
-    /// The look-up is that of `find_lb_service` in bpf/include/service.h.
+    /// The service is looked up as by `find_lb_service` in bpf/include/service.h.
     #[test]
     fn load_balancer_finds_the_maximum_of_services() {
         for count in [2, 64, intf::MAX_SERVICES] {

@@ -11,10 +11,10 @@ use coreward_model::FourTuple;
 use nix::errno::Errno;
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
-/// Inode number in the kernel's file system of sockets, which identifies a socket for its lifetime.
+/// Inode number of a socket, which identifies it for its lifetime.
 pub type Inode = u64;
 
-/// struct nlmsghdr of linux/netlink.h. (The type in libc lacks zerocopy's traits.)
+/// struct nlmsghdr of linux/netlink.h, the header of a netlink message. (The type in libc lacks zerocopy's traits.)
 #[derive(Debug, Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
 struct NetlinkHeader {
@@ -25,7 +25,7 @@ struct NetlinkHeader {
     port: u32,
 }
 
-/// struct inet_diag_sockid of linux/inet_diag.h, with ports and addresses in network byte order.
+/// struct inet_diag_sockid of linux/inet_diag.h: addresses and ports of a socket, in network byte order.
 #[derive(Debug, Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
 struct SocketId {
@@ -37,7 +37,7 @@ struct SocketId {
     cookie: [u32; 2],
 }
 
-/// struct nlmsghdr and struct inet_diag_req_v2.
+/// Query to sock_diag(7): struct nlmsghdr and struct inet_diag_req_v2.
 #[derive(Debug, Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
 struct InetDiagRequest {
@@ -51,11 +51,11 @@ struct InetDiagRequest {
 }
 
 const SOCK_DIAG_BY_FAMILY: u16 = 20;
-/// Offset of inet_diag_msg.idiag_state in the message, after the header and the family.
+/// Offset of inet_diag_msg.idiag_state in a reply, after the header and the family.
 const STATE_OFFSET: usize = size_of::<NetlinkHeader>() + 1;
 /// TCP_LISTEN of include/net/tcp_states.h. A look-up without a connection finds the listening socket instead.
 const LISTEN: u8 = 10;
-/// Number of concurrent queries, whose answers fit the smallest receive buffer.
+/// Number of queries sent at once, whose replies fit the smallest receive buffer.
 const QUERIES_PER_BATCH: usize = 64;
 
 fn request(sequence: u32, connection: &FourTuple) -> InetDiagRequest {
@@ -93,9 +93,9 @@ fn request(sequence: u32, connection: &FourTuple) -> InetDiagRequest {
     }
 }
 
-/// Returns whether each connection has a socket on this host: established, half-open, closing or in TIME-WAIT. The
-/// results are in the order of `connections`, and take about 2 us of CPU each. Fails when the kernel has no
-/// sock_diag(7) for TCP, or does not answer.
+/// Returns for each connection, in order, whether this host has a socket of it: established, half-open, closing or in
+/// TIME-WAIT. This takes about 2 us of CPU per connection. Fails when the kernel has no sock_diag(7) for TCP, or does
+/// not answer.
 pub fn have_sockets(connections: &[FourTuple]) -> anyhow::Result<Vec<bool>> {
     static SUPPORTED: OnceLock<()> = OnceLock::new();
     if SUPPORTED.get().is_none() {
@@ -119,7 +119,7 @@ pub fn have_sockets(connections: &[FourTuple]) -> anyhow::Result<Vec<bool>> {
     Ok(found)
 }
 
-/// Opens a socket with a timeout of a second.
+/// Opens a sock_diag(7) socket with a receive timeout of one second.
 fn open() -> anyhow::Result<OwnedFd> {
     let kind = libc::SOCK_RAW | libc::SOCK_CLOEXEC;
     // SAFETY: socket() returns a new descriptor that nothing else owns, or -1, which is checked.
@@ -143,7 +143,7 @@ fn open() -> anyhow::Result<OwnedFd> {
     Ok(socket)
 }
 
-/// Records the answers of one read in `found`, and returns their number.
+/// Records the replies of one read in `found`. Returns the number of replies.
 fn read_answers(mut bytes: &[u8], found: &mut [bool]) -> anyhow::Result<usize> {
     let mut answers = 0;
     while let Ok((header, _)) = NetlinkHeader::read_from_prefix(bytes) {

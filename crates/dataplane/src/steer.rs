@@ -19,13 +19,13 @@ use crate::mmap_array::MmapArray;
 use crate::reuseport::{self, SocketArray, SocketCookie};
 use crate::skeleton::steer::SteerSkelBuilder;
 
-/// Names of the counters of [`SteerProgram::counters`].
+/// Names of the counters that [`SteerProgram::counters`] returns.
 pub use coreward_intf::STEER_COUNTER_NAMES as COUNTER_NAMES;
 
-/// Number of counters.
+/// Number of counters of the steering program.
 pub const COUNTER_COUNT: usize = intf::STEER_COUNTER_COUNT as usize;
 
-/// Steering of one service's connections. The program continues to work after a drop.
+/// BPF program that steers one service's connections to sockets. It continues to work after the value is dropped.
 #[derive(Debug)]
 pub struct SteerProgram {
     program: OwnedFd,
@@ -34,7 +34,7 @@ pub struct SteerProgram {
     is_taken_over: bool,
 }
 
-/// Read access to the counters of one service's steering, also without a running agent.
+/// Read access to the steering counters of one service, for which the agent need not run.
 #[derive(Debug)]
 pub struct SteerCounters(MmapArray<intf::steer_state>);
 
@@ -55,9 +55,9 @@ impl SteerCounters {
 }
 
 impl SteerProgram {
-    /// Loads the program. `name` is the service's name, for the pins; pinned sockets stay in their slots. `rss_map` is
-    /// [`rss_map`](crate::server::ServerPrograms::rss_map) of the server programs. Fails when the pin directory is not
-    /// on a bpffs, the pins are of another version, or the kernel rejects the program.
+    /// Loads the program. `name`, the service's name, becomes part of the pins' path; pinned sockets stay in their
+    /// slots. `rss_map` is [`rss_map`](crate::server::ServerPrograms::rss_map) of the server's programs. Fails when the
+    /// pin directory is not on a bpffs, the pins are of another version, or the kernel rejects the program.
     pub fn load(pin_directory: &Path, name: &str, rss_map: BorrowedFd<'_>) -> anyhow::Result<Self> {
         let pins = pin_directory.join("steer").join(name);
         fs::create_dir_all(&pins).with_context(|| pins.display().to_string())?;
@@ -85,24 +85,24 @@ impl SteerProgram {
         Ok(steer)
     }
 
-    /// Whether pinned state of an earlier process was taken over.
+    /// Returns whether the pinned state of an earlier process was taken over.
     pub fn is_taken_over(&self) -> bool {
         self.is_taken_over
     }
 
-    /// Attaches the program to the group that `socket` is in, and replaces an attached program. Fails when the socket
-    /// is in no SO_REUSEPORT group.
+    /// Attaches the program to the SO_REUSEPORT group of `socket`, in place of an attached program. Fails when the
+    /// socket is in no such group.
     pub fn attach(&self, socket: BorrowedFd<'_>) -> anyhow::Result<()> {
         reuseport::attach(self.program.as_fd(), socket)
     }
 
-    /// Returns the slots in use, each with its socket. The kernel clears the slot of a closed socket.
+    /// Returns the cookie of the socket in each used slot. The kernel clears the slot of a closed socket.
     pub fn sockets(&self) -> BTreeMap<u32, SocketCookie> {
         self.workers.sockets()
     }
 
-    /// Puts a listening socket into a free slot and returns the slot. Fails when all slots are taken, the socket does
-    /// not listen, or the socket is in another array.
+    /// Inserts a listening socket into a free slot and returns that slot. Fails when all slots are taken, the socket
+    /// does not listen, or it is in another array.
     pub fn add_socket(&self, socket: BorrowedFd<'_>) -> anyhow::Result<u32> {
         let slot = self.workers.free_slot()?;
         self.workers.insert(slot, socket)?;

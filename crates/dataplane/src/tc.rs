@@ -13,9 +13,9 @@ use libbpf_rs::{Link, TcAttachPoint, TcHook, TcHookBuilder, libbpf_sys};
 /// Direction of the packets that a program processes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Direction {
-    /// Received packets.
+    /// Packets that the device receives.
     Ingress,
-    /// Sent packets.
+    /// Packets that the device sends.
     Egress,
 }
 
@@ -35,22 +35,22 @@ impl Direction {
     }
 }
 
-/// Mechanism by which a program is attached.
+/// Mechanism by which a tc program is attached to a device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum AttachMechanism {
-    /// Attached by a tcx link.
+    /// The program is attached by a tcx link.
     Tcx,
-    /// Attached by a filter of the clsact qdisc.
+    /// The program is attached by a filter of the clsact qdisc.
     Clsact,
 }
 
-/// Priority of coreward's filter in the clsact qdisc, ahead of other filters; the handle identifies the filter.
+/// Priority of coreward's filter in the clsact qdisc, ahead of other filters. The handle identifies the filter.
 const CLSACT_PRIORITY: u32 = 1;
 const CLSACT_HANDLE: u32 = 0xc03e;
 const CLSACT_HELD_PRIORITY: u32 = 2;
 
-/// Attaches `program`. It replaces the program of the link at `pin` if that link is attached to the same device. Fails
-/// when neither tcx nor clsact accepts the program.
+/// Attaches `program` to a device. It replaces the program of the link pinned at `pin` if that link is of the same
+/// device. Fails when neither tcx nor clsact accepts the program.
 pub fn attach(
     program: BorrowedFd<'_>,
     interface_index: u32,
@@ -76,7 +76,7 @@ pub fn attach(
     }
 }
 
-/// Keeps a program attached to a hook until this is dropped.
+/// Attachment of a program to a hook, which ends when the value is dropped.
 #[derive(Debug)]
 pub struct TemporaryAttachment(HeldAttachment);
 
@@ -86,8 +86,8 @@ enum HeldAttachment {
     Clsact(TcHook),
 }
 
-/// Attaches `program` in addition to others, until the result is dropped. Before kernel 6.6 the program stays attached
-/// if this process is killed, until the next call replaces it. Fails when neither tcx nor clsact accepts the program.
+/// Attaches `program` in addition to others, until the result is dropped. If the process is killed, the program stays
+/// attached before kernel 6.6, until the next call replaces it. Fails when neither tcx nor clsact accepts the program.
 pub fn attach_until_drop(
     program: BorrowedFd<'_>,
     interface_index: u32,
@@ -119,7 +119,7 @@ impl Drop for TemporaryAttachment {
     }
 }
 
-/// Attaches `program` by a clsact filter, as kernels before 6.6 need it. An earlier program is replaced.
+/// Attaches `program` by a clsact filter, which kernels before 6.6 need. It replaces an earlier program.
 pub fn attach_to_clsact(program: BorrowedFd<'_>, interface_index: u32, direction: Direction) -> anyhow::Result<()> {
     let mut hook = clsact(program, interface_index, direction);
     hook.create().context("making a clsact qdisc")?;
@@ -127,7 +127,7 @@ pub fn attach_to_clsact(program: BorrowedFd<'_>, interface_index: u32, direction
     Ok(())
 }
 
-/// Detaches the program of [`attach`], if it is attached.
+/// Detaches the program that [`attach`] has attached, if any.
 pub fn detach(interface_index: u32, direction: Direction, pin: &Path) -> anyhow::Result<()> {
     if let Some(link) = open_link(pin)? {
         // Fails when the device was removed: then nothing is attached.
@@ -151,8 +151,8 @@ pub fn detach(interface_index: u32, direction: Direction, pin: &Path) -> anyhow:
     Ok(())
 }
 
-/// Returns whether the link pinned at `pin` attaches a program to this hook. Fails when the pin is no link, or the
-/// kernel does not list the hook's programs.
+/// Returns whether the link pinned at `pin` attaches a program to this hook. Fails when the pin is not a link, or the
+/// kernel does not list the programs of the hook.
 pub fn is_attached(interface_index: u32, direction: Direction, pin: &Path) -> anyhow::Result<bool> {
     let Some(link) = open_link(pin)? else { return Ok(false) };
     // The ids of programs decide because an index may be that of an interface in another network namespace.
@@ -160,7 +160,7 @@ pub fn is_attached(interface_index: u32, direction: Direction, pin: &Path) -> an
     Ok(is_attached_to(&link, interface_index) && at_hook.contains(&link.info()?.prog_id))
 }
 
-/// Maximum number of programs at a hook (the kernel's BPF_MPROG_MAX).
+/// Maximum number of programs attached to one hook (the kernel's BPF_MPROG_MAX).
 const MAX_PROGRAMS: usize = 64;
 
 fn programs_at(interface_index: u32, direction: Direction) -> anyhow::Result<Vec<u32>> {
@@ -213,7 +213,7 @@ fn create_tcx_link(
     Ok(unsafe { OwnedFd::from_raw_fd(result) })
 }
 
-/// Replaces the link's program atomically, without loss of packets.
+/// Replaces the program of a link atomically, without loss of packets.
 fn replace(link: &Link, program: BorrowedFd<'_>) -> std::io::Result<()> {
     // SAFETY: no options are passed; the kernel checks the rest.
     let result =

@@ -8,7 +8,7 @@ use libbpf_rs::libbpf_sys;
 
 pub use crate::skip_if;
 
-/// Reports a test as skipped and returns `$result` from it if `$missing` is `Some`, with the missing requirement.
+/// Skips a test if `$missing` is `Some`: reports the missing requirement, and returns `$result` from the function.
 #[macro_export]
 macro_rules! skip_if {
     ($missing:expr $(, $result:expr)?) => {
@@ -25,46 +25,46 @@ pub fn surrounding_function<F>(_inner: F) -> &'static str {
     std::any::type_name::<F>().rsplit("::").find(|part| !["here", "{{closure}}"].contains(part)).unwrap_or_default()
 }
 
-/// Returns the requirement that is missing for tests that load BPF programs; `None`: the process may load programs.
+/// Returns the requirement that this process lacks for tests that load BPF programs; `None`: it lacks none.
 /// scripts/test sets COREWARD_WITHOUT_RIGHTS if scripts/capabilities reported a missing requirement.
 pub fn missing_bpf_rights() -> Option<&'static str> {
     let allowed = nix::unistd::geteuid().is_root() && std::env::var_os("COREWARD_WITHOUT_RIGHTS").is_none();
     (!allowed).then_some("needs root, to load BPF programs")
 }
 
-/// Result of a run.
+/// Result of running a program with `BPF_PROG_TEST_RUN`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RunOutcome {
-    /// The program's return value.
+    /// Return value of the program.
     pub verdict: i32,
-    /// The packet after the run.
+    /// Packet as the program left it.
     pub packet: Vec<u8>,
-    /// Mean time of a repetition, as measured by the kernel.
+    /// Mean duration of one repetition, measured by the kernel.
     pub duration: Duration,
 }
 
-/// A receive queue of a device in the calling thread's network namespace, from which packets seem to come.
+/// Receive queue of a device in the calling thread's network namespace. Packets seem to arrive from it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ReceiveQueue {
-    /// Index of the device.
+    /// Index of the network device.
     pub interface: u32,
-    /// Number of the receive queue, from 0.
+    /// Index of the receive queue, from 0.
     pub queue: u32,
 }
 
-/// Bytes by which a packet may grow in a run.
+/// Maximum number of bytes by which a program may lengthen a packet.
 const HEADROOM: usize = 256;
 
-/// Runs `program` on `packet` (an Ethernet frame of at least 14 bytes).
+/// Runs `program` `repeat` times on `packet`, an Ethernet frame of at least 14 bytes.
 ///
-/// With `repeat` above 1 the kernel does not restore the packet between runs. Fails without privilege, or when the
-/// packet is too short or too long, or the program's type does not support test runs.
+/// With `repeat` above 1 the kernel does not restore the packet between runs. Fails without privilege, when the packet
+/// is too short or too long, or when the program's type does not support test runs.
 pub fn run(program: BorrowedFd<'_>, packet: &[u8], repeat: u32) -> io::Result<RunOutcome> {
     run_from(program, packet, repeat, None)
 }
 
-/// [`run`] with a packet from the receive queue `queue`; `None`: the first queue of the loopback device. Fails as
-/// [`run`] does, and when the queue does not exist.
+/// Runs `program` like [`run`], on a packet from the receive queue `queue`; `None`: the first queue of the loopback
+/// device. Fails as [`run`] does, and when the queue does not exist.
 pub fn run_from(
     program: BorrowedFd<'_>,
     packet: &[u8],
@@ -78,15 +78,15 @@ pub fn run_from(
     Ok(RunOutcome { verdict: options.retval as i32, packet: out, duration })
 }
 
-/// Runs `program` once without allocating memory. Returns the program's return value and the length of the packet in
-/// `out`. Fails as [`run`] does, and when the packet does not fit into `out`.
+/// Runs `program` once without allocating memory, and writes the packet to `out`. Returns the program's return value
+/// and the packet's length. Fails as [`run`] does, and when the packet does not fit into `out`.
 pub fn run_into(program: BorrowedFd<'_>, packet: &[u8], out: &mut [u8]) -> io::Result<(i32, usize)> {
     let options = run_with(program, packet, 1, None, out)?;
     Ok((options.retval as i32, options.data_size_out as usize))
 }
 
-/// Runs an XDP program on `frames` copies of `frame`, and the kernel executes the program's actions
-/// (`BPF_F_TEST_XDP_LIVE_FRAMES`). The kernel reuses frames without restoring them.
+/// Runs an XDP program on `frames` copies of `frame`, and executes its actions (`BPF_F_TEST_XDP_LIVE_FRAMES`). The
+/// kernel reuses frames without restoring them.
 pub fn run_live(program: BorrowedFd<'_>, frame: &[u8], frames: u32) -> io::Result<()> {
     let mut options = libbpf_sys::bpf_test_run_opts {
         sz: size_of::<libbpf_sys::bpf_test_run_opts>() as _,

@@ -18,13 +18,13 @@ const IFLA_XDP: u16 = 43;
 const IFLA_TARGET_NETNSID: u16 = 46;
 const IFLA_INFO_KIND: u16 = 1;
 const IFLA_XDP_ATTACHED: u16 = 2;
-/// XDP_ATTACHED_DRV and XDP_ATTACHED_MULTI of include/uapi/linux/if_link.h.
+/// Modes in which XDP runs in the driver: XDP_ATTACHED_DRV and XDP_ATTACHED_MULTI of include/uapi/linux/if_link.h.
 const ATTACHED_IN_DRIVER: [u8; 2] = [1, 4];
-/// Size of struct nlmsghdr and struct ifinfomsg, in bytes.
+/// Size of struct nlmsghdr and struct ifinfomsg together, in bytes.
 const NETLINK_HEADER_BYTES: usize = 16 + 16;
 
-/// Returns whether the other end of the veth with this index has a native XDP program. `None`: the device is no veth,
-/// or the kernel does not show the other end.
+/// Returns whether the other end of a veth has a native XDP program; `None`: the device is not a veth, or the kernel
+/// does not show the other end.
 pub fn peer_has_xdp(interface_index: u32) -> Option<bool> {
     let own = query_link(interface_index, None).ok()?;
     let kind = attribute(attribute(&own, IFLA_LINKINFO)?, IFLA_INFO_KIND)?;
@@ -37,7 +37,7 @@ pub fn peer_has_xdp(interface_index: u32) -> Option<bool> {
     Some(attached.first().is_some_and(|attached| ATTACHED_IN_DRIVER.contains(attached)))
 }
 
-/// Returns the attributes of a link. `namespace`: id of the link's network namespace, as assigned in the caller's.
+/// Returns the attributes of a link, whose network namespace has the id `namespace` in the caller's namespace.
 fn query_link(interface_index: u32, namespace: Option<u32>) -> io::Result<Vec<u8>> {
     let target = namespace.map(|namespace| {
         [&8u16.to_ne_bytes()[..], &IFLA_TARGET_NETNSID.to_ne_bytes(), &namespace.to_ne_bytes()].concat()
@@ -65,7 +65,7 @@ fn query_link(interface_index: u32, namespace: Option<u32>) -> io::Result<Vec<u8
     }
 }
 
-/// Opens a socket with a timeout of a second.
+/// Opens a route netlink socket with a receive timeout of one second.
 fn open() -> io::Result<OwnedFd> {
     let protocol = SockProtocol::NetlinkRoute;
     let socket = socket(AddressFamily::Netlink, SockType::Raw, SockFlag::SOCK_CLOEXEC, protocol)?;

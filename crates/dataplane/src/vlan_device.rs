@@ -12,24 +12,24 @@ use nix::sys::socket::{AddressFamily, SockFlag, SockType, socket};
 use crate::ethtool::{self, ETH_FLAG_RXVLAN};
 use crate::lb::mac_of;
 
-/// Request number of linux/sockios.h.
+/// Number of the ioctl for VLAN devices (linux/sockios.h).
 const SIOCGIFVLAN: libc::c_ulong = 0x8982;
-/// Commands of `enum vlan_ioctl_cmds` in linux/if_vlan.h.
+/// Commands of SIOCGIFVLAN, of `enum vlan_ioctl_cmds` in linux/if_vlan.h.
 const GET_REAL_DEVICE: c_int = 8;
 const GET_ID: c_int = 9;
 const NAME_BYTES: usize = 24;
 
-/// struct vlan_ioctl_args of linux/if_vlan.h.
+/// Argument of SIOCGIFVLAN: struct vlan_ioctl_args of linux/if_vlan.h.
 #[repr(C)]
 struct VlanIoctlRequest {
     command: c_int,
     device: [c_char; NAME_BYTES],
-    /// Name of the underlying device, or the VLAN id in the first bytes.
+    /// Answer of the kernel: the name of the underlying device, or the VLAN id in the first bytes.
     answer: [u8; NAME_BYTES],
     priority: c_short,
 }
 
-/// Sends a query about a VLAN device, and returns the answer. Fails when `device` is no VLAN device.
+/// Queries a VLAN device and returns the kernel's answer. Fails when `device` is not a VLAN device.
 fn query(command: c_int, device: &str) -> io::Result<[u8; NAME_BYTES]> {
     let mut request = VlanIoctlRequest { command, device: [0; NAME_BYTES], answer: [0; NAME_BYTES], priority: 0 };
     if device.len() >= NAME_BYTES {
@@ -44,7 +44,7 @@ fn query(command: c_int, device: &str) -> io::Result<[u8; NAME_BYTES]> {
     if result < 0 { Err(io::Error::last_os_error()) } else { Ok(request.answer) }
 }
 
-/// Returns the underlying device of a VLAN device, and the VLAN; `None`: `device` is no VLAN device.
+/// Returns the name of the device below a VLAN device, and the VLAN; `None`: `device` is not a VLAN device.
 pub fn underlying_device(device: &str) -> Option<(String, Vlan)> {
     let name = query(GET_REAL_DEVICE, device).ok()?;
     let name = CStr::from_bytes_until_nul(&name).ok()?.to_str().ok()?.to_owned();
@@ -58,14 +58,14 @@ pub fn nic(device: &str) -> String {
     underlying_device(device).map_or_else(|| device.to_owned(), |(nic, _)| nic)
 }
 
-/// Returns the name of the device for a VLAN at `interface`, or `interface` for untagged frames; `None`: no such
-/// device.
+/// Returns the name of the device for a VLAN at `interface`: `interface` itself for untagged frames; `None`: there is
+/// no such device.
 pub fn name(interface: &str, vlan: Vlan) -> Option<String> {
     names(interface, [vlan]).remove(&vlan)
 }
 
-/// Returns the names of the devices for these VLANs at `interface`; VLANs without a device are missing. Queries every
-/// device of the network namespace if `vlans` has a tagged VLAN.
+/// Returns the name of the device for each of these VLANs at `interface`; VLANs without a device are left out. Queries
+/// all devices of the network namespace if `vlans` has a tagged VLAN.
 pub fn names(interface: &str, vlans: impl IntoIterator<Item = Vlan>) -> BTreeMap<Vlan, String> {
     let mut vlans: BTreeSet<Vlan> = vlans.into_iter().collect();
     let mut names = BTreeMap::new();
@@ -86,7 +86,7 @@ pub fn names(interface: &str, vlans: impl IntoIterator<Item = Vlan>) -> BTreeMap
     names
 }
 
-/// Returns the error text for a VLAN without a device, with the remedy.
+/// Returns the error message for a VLAN that has no device at `interface`, with the remedy.
 pub fn missing_device_message(interface: &str, vlan: Vlan) -> String {
     let id = vlan.get();
     format!(
@@ -107,7 +107,7 @@ pub fn mac_problem(interface: &str, device: &str) -> Option<String> {
     })
 }
 
-/// Makes the driver leave VLAN tags in received frames. Fails when the driver cannot.
+/// Makes the driver leave VLAN tags in received frames. Fails when the driver does not support that.
 pub fn disable_rx_vlan_offload(interface: &str) -> io::Result<()> {
     let flags = ethtool::flags(interface)?;
     if flags & ETH_FLAG_RXVLAN == 0 {

@@ -42,7 +42,7 @@ enum Format {
     Json,
 }
 
-/// Runs the command; returns the text to print, if any. Fails when the file is invalid or the kernel refuses something.
+/// Runs the command. Returns the text to print, if any. Fails when the file is invalid or the kernel rejects something.
 pub fn run(args: &DispatchArgs) -> anyhow::Result<Option<String>> {
     let config = args.config()?;
     let pin_directory = match &config {
@@ -72,7 +72,7 @@ pub fn run(args: &DispatchArgs) -> anyhow::Result<Option<String>> {
 }
 
 impl DispatchArgs {
-    /// Returns the file's configuration, or one service; `None`: neither is given.
+    /// Returns the configuration of the file, or of the one service on the command line; `None` if neither is given.
     fn config(&self) -> anyhow::Result<Option<Config>> {
         if let Some(path) = &self.config {
             return Ok(Some(Config::load(path)?));

@@ -21,25 +21,25 @@ pub const DEFAULT_PIN_DIRECTORY: &str = "/sys/fs/bpf/coreward/dispatch";
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Config {
-    /// Directory of the data plane, in a BPF file system.
+    /// Directory for the pins of the data plane, in a BPF file system.
     pub pin_directory: PathBuf,
-    /// A directory of a cgroup2 file system that all workers are in or below; without it its root.
+    /// Directory of a cgroup2 file system that contains all workers; `None`: its root.
     pub cgroup: Option<PathBuf>,
-    /// Address of the metrics of `coreward dispatch`; `None`: none are served.
+    /// Address at which `coreward dispatch` serves metrics; `None`: no metrics are served.
     pub metrics: Option<SocketAddr>,
-    /// Services, at least one.
+    /// Dispatched services, at least one.
     pub services: Vec<Service>,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Service {
-    /// Options of the program.
+    /// Options of the service's BPF programs.
     pub options: Options,
-    /// Timeouts of user space.
+    /// Timeouts that user space applies.
     pub timeouts: Timeouts,
     /// Expected service time of each type, then of all other requests; `None`: learned.
     pub expected_service_times: Vec<Option<Duration>>,
-    /// Default bound of [`Service::class_bounds`].
+    /// Default of the bounds that [`Service::class_bounds`] returns.
     default_bound: u32,
     reserved_workers: u16,
     reserved_bound: u32,
@@ -67,7 +67,7 @@ impl Service {
         }
     }
 
-    /// Returns the bounds of each class for this number of workers.
+    /// Returns the bounds on outstanding requests of each class, for a service with this number of workers.
     pub fn class_bounds(&self, workers: u16) -> ClassBounds {
         ClassBounds::with_reserved_cores(
             workers,
@@ -79,9 +79,9 @@ impl Service {
     }
 }
 
-/// Default bound, equal to RingLeader's (NSDI'23, Sect. 7.1).
+/// Default bound on a worker's outstanding requests, equal to RingLeader's (NSDI'23, Sect. 7.1).
 const DEFAULT_BOUND: u32 = 4;
-/// Default number of reserved workers, if there are several classes.
+/// Default number of reserved workers if there are several classes.
 const DEFAULT_RESERVED: u16 = 1;
 
 config_struct! {
@@ -98,7 +98,7 @@ config_struct! {
     }
 }
 
-/// Minimum of response timeouts: times below the poll interval have no effect.
+/// Minimum of response timeouts in ns: shorter times than the poll interval have no effect.
 const MIN_RESPONSE_TIMEOUT: u64 = POLL_INTERVAL.as_nanos() as u64;
 
 config_struct! {
@@ -128,7 +128,7 @@ config_struct! {
     }
 }
 
-/// Limit of an offset: no UDP payload is longer.
+/// Maximum offset of a field in bytes: no UDP payload is longer.
 const MAX_OFFSET: u64 = 65_500;
 
 config_struct! {
@@ -176,7 +176,7 @@ string_enum!(PolicyName, "policy", Policy::all().map(|policy| (policy.name().to_
 
 config_file!(Config, |table: UncheckedConfig, reader| Some(table.check(reader)));
 
-/// Decodes a table of another daemon's file.
+/// Decodes a `[dispatch]` table in the configuration file of another daemon.
 impl FromToml for Config {
     fn read(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
         let table = UncheckedConfig::read(value, reader)?;
@@ -193,7 +193,7 @@ impl FromToml for Config {
 }
 
 impl UncheckedConfig {
-    /// [`UncheckedConfig::check`] for a table of another daemon's file, which serves metrics itself.
+    /// Checks a table of another daemon's file like [`UncheckedConfig::check`]; the other daemon serves the metrics.
     fn check_within(self, reader: &mut Reader<'_>) -> Config {
         if let Some(metrics) = &self.metrics {
             let address = metrics.get_ref();
@@ -205,7 +205,7 @@ impl UncheckedConfig {
         self.check(reader)
     }
 
-    /// Returns the configuration; mistakes are on the reader's list.
+    /// Checks the configuration. Mistakes are added to the reader's list.
     pub fn check(self, reader: &mut Reader<'_>) -> Config {
         let mut services: Vec<Service> = Vec::new();
         let span = self.services.span();
@@ -280,7 +280,7 @@ impl ServiceTable {
 
 type FieldBytes = [u8; 8];
 
-/// Returns the bytes of a type, and the mask of the bits that must match.
+/// Returns the bytes that identify a request type, and the mask of the bits that must match.
 fn match_value_and_mask(
     kind: &RequestTypeTable,
     field: Option<&PayloadFieldTable>,

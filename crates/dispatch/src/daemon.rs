@@ -15,10 +15,10 @@ use crate::config::Config;
 use crate::dispatcher::Dispatcher;
 use crate::{service, status};
 
-/// Interval of checks whether the services' thread runs.
+/// Interval of checks that the services' maintenance thread is running.
 const THREAD_CHECK_INTERVAL: Duration = Duration::from_secs(1);
 
-/// Runs until SIGTERM or SIGINT. The pinned programs continue.
+/// Runs the dispatcher until SIGTERM or SIGINT. The pinned BPF programs continue to dispatch.
 pub fn run(config: &Config) -> anyhow::Result<()> {
     let (sender, signal) = channel();
     ctrlc::set_handler(move || _ = sender.send(())).context("cannot handle SIGTERM and SIGINT")?;
@@ -39,7 +39,7 @@ pub fn run(config: &Config) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Returns the programs' counts, read from the services' pins, so that no thread waits for another.
+/// Returns the counters of the BPF programs, read from the services' pins so that no thread waits for another.
 fn metrics_snapshot(pins: &[PathBuf]) -> Snapshot {
     let mut page = component::base_snapshot(Component::Dispatch);
     match status::read_pinned_status(pins) {

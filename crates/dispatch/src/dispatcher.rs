@@ -15,19 +15,19 @@ use crate::config::Config;
 use crate::service::{self, Service};
 use crate::status::ServiceStatus;
 
-/// Maintenance thread, which ends when this is dropped; requests are still dispatched.
+/// Handle of the maintenance thread, which ends when the handle is dropped; requests are still dispatched.
 #[derive(Debug)]
 pub struct Dispatcher {
-    /// Sender of requests to the thread; `None` during the drop.
+    /// Sender of new configurations to the thread; `None` only during the drop.
     config_sender: Option<Sender<ConfigChange>>,
     state: Arc<Mutex<DispatchState>>,
     thread: Option<JoinHandle<()>>,
 }
 
-/// A new configuration, and the sender of its outcome.
+/// New configuration, and the sender for the result of applying it.
 type ConfigChange = (Config, Sender<anyhow::Result<()>>);
 
-/// State at the last poll.
+/// State of the dispatched services at the last poll.
 #[derive(Debug, Clone, Default)]
 pub struct DispatchState {
     pub services: Vec<ServiceStatus>,
@@ -49,8 +49,8 @@ impl Dispatcher {
         Ok(Self { config_sender: Some(sender), state: seen, thread: Some(thread) })
     }
 
-    /// Replaces the services. For sockets of removed services the kernel selects again; the others continue without a
-    /// gap. A service whose program the kernel rejects stays as it was. Fails when a program was rejected.
+    /// Replaces the services. The kernel again selects sockets of removed services; others continue without
+    /// interruption. A service whose program the kernel rejects stays unchanged. Fails when a program was rejected.
     pub fn replace_config(&self, config: Config) -> anyhow::Result<()> {
         let (sender, outcome) = channel();
         let gone = || anyhow!("the thread that maintains the services has ended: expected a restart");
@@ -62,13 +62,13 @@ impl Dispatcher {
         self.state.lock().clone()
     }
 
-    /// Returns whether the thread runs.
+    /// Returns whether the maintenance thread is running.
     pub fn is_running(&self) -> bool {
         self.thread.as_ref().is_some_and(|thread| !thread.is_finished())
     }
 }
 
-/// Ends the dispatch of these services: the kernel chooses again. Fails when something cannot be removed.
+/// Ends the dispatch of these services: the kernel selects again. Fails when something cannot be removed.
 pub fn detach(config: &Config) -> anyhow::Result<()> {
     let pins =
         |named: &crate::config::Service| service::service_pin_directory(&config.pin_directory, named.options.service);

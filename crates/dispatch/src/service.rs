@@ -16,28 +16,28 @@ use coreward_model::dispatch::LearnedTime;
 use crate::config;
 use crate::status::ServiceStatus;
 
-/// Interval of searches for workers, if none has died.
+/// Interval of searches for new workers while no worker has died.
 const WORKER_SEARCH_INTERVAL: Duration = Duration::from_secs(1);
 
-/// A dispatched service. After a drop its requests are still dispatched.
+/// Service whose requests are dispatched to workers. Its requests are still dispatched after a drop.
 #[derive(Debug)]
 pub struct Service {
     config: config::Service,
     dispatch: DispatchPrograms,
     started: Instant,
     last_worker_search: Option<Instant>,
-    /// Time of the last worker's death.
+    /// Time at which a worker last died.
     last_worker_death: Option<Instant>,
-    /// Inodes of the workers' sockets.
+    /// Inodes of the workers' sockets that the last search found.
     known_inodes: BTreeSet<Inode>,
     learned_times: Vec<LearnedTime>,
     last_observed_times: Vec<(u64, u64)>,
-    /// The last warning, so that it is logged once.
+    /// Last warning of the service, kept so that each warning is logged once.
     last_warning: Option<String>,
 }
 
 impl Service {
-    /// Loads the programs, or takes over running ones.
+    /// Loads the service's BPF programs, or takes over running ones.
     pub fn start(config: &config::Service, pin_directory: &Path, cgroup: &Path) -> anyhow::Result<Self> {
         let listen = config.options.service;
         let dispatch = DispatchPrograms::load(&service_pin_directory(pin_directory, listen), cgroup, &config.options)
@@ -70,7 +70,7 @@ impl Service {
         Ok(service)
     }
 
-    /// Maintains the service; called once per [`dispatch::POLL_INTERVAL`].
+    /// Performs the periodic maintenance of the service; called once per [`dispatch::POLL_INTERVAL`].
     pub fn poll(&mut self) {
         let polled = self.dispatch.poll(self.started.elapsed(), &self.config.timeouts);
         let died = polled.unwrap_or_else(|error| {
@@ -189,7 +189,7 @@ impl Service {
     }
 }
 
-/// Returns the reader of each socket: by epoll, or else the process that has it open.
+/// Returns the process that reads each socket: one that waits for it by epoll, or else one that has it open.
 fn find_readers(inodes: &BTreeSet<Inode>) -> anyhow::Result<Vec<Listener>> {
     let mut found = listeners::find_waiters(inodes)?;
     let without: BTreeSet<Inode> =
@@ -202,7 +202,7 @@ fn find_readers(inodes: &BTreeSet<Inode>) -> anyhow::Result<Vec<Listener>> {
     Ok(found)
 }
 
-/// Ends the dispatch of a service: the kernel chooses again. Fails when something cannot be removed.
+/// Ends the dispatch of a service, so that the kernel selects workers again. Fails when something cannot be removed.
 pub fn detach(pins: &Path) -> anyhow::Result<()> {
     if let Ok(ledger) = dispatch::pinned_ledger(pins) {
         let listen = ledger.service().0;
@@ -229,7 +229,7 @@ pub fn detach(pins: &Path) -> anyhow::Result<()> {
     dispatch::remove(pins)
 }
 
-/// A service's directory; bpffs takes no dots in names.
+/// Returns the pin directory of a service. Its name has no dots, which bpffs does not allow.
 pub fn service_pin_directory(pin_directory: &Path, listen: SocketAddr) -> PathBuf {
     let address = listen.ip().to_string().replace(['.', ':'], "_");
     pin_directory.join(format!("{address}_{}", listen.port()))

@@ -9,7 +9,7 @@ use coreward_dataplane::dispatch::{self, COUNTER_NAMES, POLL_INTERVAL, RequestLe
 use coreward_wire::v1;
 use serde_json::{Value, json};
 
-/// Time since the last poll from which a warning is shown.
+/// Time since the last poll after which the status shows a warning.
 const MAX_POLL_DELAY: Duration = POLL_INTERVAL.saturating_mul(20);
 
 #[derive(Debug, Clone)]

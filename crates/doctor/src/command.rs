@@ -67,7 +67,7 @@ impl FromStr for ServiceArgument {
     }
 }
 
-/// Returns the output, and whether no fault is left. Fails when the file or the options are wrong.
+/// Runs the checks. Returns the output, and whether no fault is left. Fails when the file or the options are wrong.
 pub fn run(args: &DoctorArgs) -> anyhow::Result<(String, bool)> {
     if args.list {
         return Ok((list(args.format), true));
@@ -97,7 +97,7 @@ pub fn run(args: &DoctorArgs) -> anyhow::Result<(String, bool)> {
     Ok((text, fit))
 }
 
-/// Lists every check.
+/// Returns the list of all checks in the given format.
 fn list(format: Format) -> String {
     match format {
         Format::Text => checks::CHECKS.iter().map(report::check_line).collect::<Vec<_>>().join("\n"),

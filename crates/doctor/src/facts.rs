@@ -39,99 +39,99 @@ impl Role {
     }
 }
 
-/// Settings of the daemon's file, or defaults.
+/// Settings of the daemon's configuration file, or their defaults.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Settings {
-    /// Device of the services' packets; `None` for a controller.
+    /// Network device of the services' packets; `None` for a controller.
     pub interface: Option<String>,
-    /// Directory of the pins.
+    /// Directory in which the daemon pins its programs and maps.
     pub pin_directory: Option<PathBuf>,
     /// Addresses of the controllers.
     pub controllers: Vec<SocketAddr>,
-    /// Agent: whether it sets net.ipv4.tcp_timestamps.
+    /// Whether the agent sets net.ipv4.tcp_timestamps.
     pub manage_timestamps: bool,
-    /// Whether load is the busy time of CPUs.
+    /// Whether the reported load of a core is the busy time of its CPU.
     pub load_by_cpu_time: bool,
-    /// Agent: whether and how it selects workers.
+    /// How the agent selects workers, if it does.
     pub steer: Steer,
-    /// Load balancer: XDP mode.
+    /// XDP mode of the load balancer.
     pub xdp_mode: XdpMode,
-    /// Load balancer: routing table for announced VIPs.
+    /// Number of the routing table in which the load balancer announces VIPs.
     pub announce_table: Option<u32>,
 }
 
-/// All facts about a machine.
+/// All facts about a machine that checks examine.
 #[derive(Debug, Clone)]
 pub struct Facts {
     pub role: Role,
     pub settings: Settings,
     pub kernel: Kernel,
-    /// Missing capabilities.
+    /// Capabilities that this process lacks.
     pub missing_rights: Vec<&'static str>,
     /// Hard limit of open files, to which a daemon raises its limit.
     pub open_files_limit: u64,
-    /// Sysctls by path below /proc/sys; missing sysctls have no entry.
+    /// Values of sysctls by path below /proc/sys; missing sysctls have no entry.
     pub sysctls: BTreeMap<String, String>,
-    /// File system of the pins.
+    /// File system of the pin directory.
     pub bpf_file_system: BpfFileSystem,
-    /// Reason why a new process cannot take over the pins.
+    /// Reason why a new process cannot take over the pinned programs and maps.
     pub pins_problem: Option<String>,
-    /// Device of the services' packets; `None`: not configured, or missing.
+    /// Network device of the services' packets; `None`: not configured, or missing.
     pub device: Option<Device>,
-    /// Addresses of all devices.
+    /// Addresses of all network devices.
     pub addresses: Vec<Address>,
-    /// Devices of default routes.
+    /// Names of the devices of default routes.
     pub default_routes: BTreeSet<String>,
-    /// Online CPUs.
+    /// Number of online CPUs.
     pub cpu_count: usize,
     pub clock: Clock,
     /// Firewalls and connection tracking.
     pub netfilter: Netfilter,
-    /// Controller that answered, or the error; `None`: no address is configured, or this machine is a controller's.
+    /// Controller that answered, or the error; `None`: no address is configured, or this is a controller's machine.
     pub reachable_controller: Option<Result<SocketAddr, String>>,
-    /// Services of this machine.
+    /// Services that this machine serves or balances.
     pub services: Vec<Service>,
-    /// Servers of these services.
+    /// Servers of these services by name.
     pub servers: BTreeMap<String, Server>,
-    /// Reports rejected as sent in the future.
+    /// Number of reports that the controller rejected because their time is in the future.
     pub future_report_count: u64,
     /// Announcement of VIPs; `None`: coreward announces no VIPs.
     pub announcement: Option<Announcement>,
-    /// Facts about a controller.
+    /// Facts about the controller on this machine.
     pub controller_facts: Option<ControllerFacts>,
-    /// Polling threads.
+    /// Threads that poll instead of waiting.
     pub polling_threads: Vec<PollingThread>,
-    /// Certificates of `[tls]`.
+    /// Certificates of the file's `[tls]` table.
     pub certificates: Vec<CertificateFacts>,
 }
 
 /// Thread that is pinned to one CPU and never waits: it polls, or is at full load.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PollingThread {
-    /// Thread id.
+    /// Id of the thread.
     pub thread_id: u32,
     /// Name of the thread.
     pub name: String,
-    /// CPU of the thread.
+    /// CPU to which the thread is pinned.
     pub cpu: usize,
 }
 
-/// Certificate of the daemon.
+/// Facts about a certificate of the daemon.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct CertificateFacts {
-    /// "own", or "ca" of an authority.
+    /// Use of the certificate: "own", or "ca" for that of an authority.
     pub usage: &'static str,
-    /// Subject.
+    /// Subject of the certificate.
     pub subject: String,
-    /// Identity, if it is another daemon's.
+    /// Identity in the certificate, if it is another daemon's.
     pub wrong_owner: Option<String>,
-    /// Remaining validity; zero: expired.
+    /// Remaining validity; zero if expired.
     pub remaining_validity: Duration,
-    /// Whether less than a third of its validity remains.
+    /// Whether less than a third of the certificate's validity remains.
     pub is_renewal_due: bool,
 }
 
-/// Requirements of announced VIPs.
+/// Facts that the announcement of VIPs depends on.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Announcement {
     /// Number of the routing table.
@@ -152,16 +152,16 @@ pub struct Kernel {
     pub programs: BTreeMap<&'static str, Result<(), String>>,
 }
 
-/// File system of the pins.
+/// File system of the pin directory.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct BpfFileSystem {
-    /// Nearest existing directory above the pins.
+    /// Nearest existing ancestor of the pin directory.
     pub directory: PathBuf,
-    /// Whether it is a BPF file system.
+    /// Whether the directory is in a BPF file system.
     pub is_bpf: bool,
 }
 
-/// Device of the services' packets.
+/// Network device of the services' packets.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Device {
     /// Whether the device is up and has a carrier.
@@ -170,9 +170,9 @@ pub struct Device {
     pub is_ethernet: bool,
     /// MTU in bytes.
     pub mtu: u32,
-    /// Name of the driver.
+    /// Name of the device's driver.
     pub driver: String,
-    /// Channels; `None`: the driver does not report them.
+    /// Numbers of channels (queues); `None`: the driver does not report them.
     pub channels: Option<Channels>,
     /// Whether the device merges received packets in hardware.
     pub is_lro_enabled: bool,
@@ -182,23 +182,23 @@ pub struct Device {
     pub xdp: XdpState,
     /// Whether the other end has an XDP program; `None`: the device is no veth, or its other end is not visible.
     pub veth_peer_has_xdp: Option<bool>,
-    /// Counters above 0 of frames that XDP sent and the driver dropped.
+    /// Counters of frames that XDP sent and the driver dropped, if above 0.
     pub xdp_send_errors: Vec<(String, u64)>,
-    /// Id of coreward's program, by its pinned link.
+    /// Id of coreward's XDP program, found by its pinned link.
     pub own_program_id: Option<u32>,
-    /// Settings that override RSS.
+    /// Settings by which packets reach other cores than RSS selects.
     pub rss_conflicts: RssConflicts,
-    /// Known interrupts by receive queue.
+    /// Known interrupts of the device by receive queue.
     pub interrupts: BTreeMap<u16, Interrupt>,
-    /// Entries of the indirection table and transform of the hash's input, or the problem.
+    /// Number of entries of the RSS table and input transform of the hash, or the problem.
     pub rss: Result<(usize, InputTransform), RssProblem>,
-    /// Whether the driver moves open connections (ATR); `None`: it cannot.
+    /// Whether the driver moves open connections to other queues (ATR); `None`: it cannot.
     pub moves_connections: Option<bool>,
     /// Whether the device removes VLAN tags of received frames.
     pub strips_vlan_tags: bool,
     /// VLAN devices on this device.
     pub vlans: Vec<String>,
-    /// Whether /sys belongs to this network namespace. If not, RPS and interrupts are not visible.
+    /// Whether /sys shows this network namespace. If not, RPS and interrupts are not visible.
     pub is_sysfs_visible: bool,
 }
 
@@ -211,19 +211,19 @@ pub enum RssProblem {
     UnsupportedHash(String),
 }
 
-/// Address of a device.
+/// IP address of a network device.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Address {
-    /// Name of the device.
+    /// Name of the network device.
     pub device: String,
-    /// Address.
+    /// The IP address.
     pub address: IpAddr,
     /// Netmask, of the same address family.
     pub mask: IpAddr,
 }
 
 impl Address {
-    /// Returns whether `other` is in the address's network.
+    /// Returns whether `other` is in the network of this address.
     pub fn reaches(&self, other: IpAddr) -> bool {
         match (self.address, self.mask, other) {
             (IpAddr::V4(own), IpAddr::V4(mask), IpAddr::V4(other)) => own & mask == other & mask,
@@ -237,31 +237,31 @@ impl Address {
 pub struct Clock {
     /// Clock source of the kernel; empty: unknown.
     pub source: String,
-    /// Whether the wall clock is synchronised (NTP); `None`: not known.
+    /// Whether the wall clock is synchronised (NTP); `None` if unknown.
     pub synchronised: Option<bool>,
 }
 
 /// Firewalls and connection tracking of this network namespace.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Netfilter {
-    /// Chains of nftables, also of iptables-nft, or the error.
+    /// Chains of nftables, including those of iptables-nft, or the error of reading them.
     pub chains: Result<Vec<Chain>, String>,
-    /// Tables of legacy iptables.
+    /// Names of the tables of legacy iptables.
     pub legacy_tables: Vec<String>,
 }
 
-/// Service of the machine.
+/// Service that this machine serves or balances.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Service {
     /// Name of the service.
     pub name: String,
-    /// VIP, port, protocol.
+    /// VIP, port and protocol of the service.
     pub address: ServiceAddress,
-    /// Whether load balancers stamp it (`timestamps = "lb"`).
+    /// Whether load balancers stamp the service's packets (`timestamps = "lb"`).
     pub is_stamped_by_lb: bool,
-    /// Whether anything stamps the service's packets.
+    /// Whether servers or load balancers stamp the service's packets.
     pub is_stamped: bool,
-    /// Forwarding of packets to the servers.
+    /// Kind of forwarding of packets to the servers.
     pub forwarding: Forwarding,
     /// Sockets of the service on this machine, or the error; `None`: the machine does not serve it.
     pub sockets: Option<Result<Sockets, String>>,
@@ -273,62 +273,62 @@ impl Service {
     }
 }
 
-/// Server of a service.
+/// Server of a service, as load balancers reach it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Server {
-    /// Address for load balancers.
+    /// Address by which load balancers reach the server.
     pub address: IpAddr,
     /// Whether load balancers send untagged frames to the server, by `forwarding = "l2"`.
     pub is_on_segment: bool,
 }
 
-/// Sockets of a service.
+/// Sockets of a service on this machine.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Sockets {
-    /// Number of sockets.
+    /// Number of the service's sockets.
     pub count: usize,
     /// Whether the sockets have SO_REUSEPORT; `None`: unknown.
     pub has_reuseport: Option<bool>,
-    /// Allowed CPUs of each process that waits for one of the sockets.
+    /// CPUs on which each process that waits for one of the sockets may run.
     pub worker_cpus: Vec<BTreeSet<usize>>,
 }
 
 /// Facts about a controller.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ControllerFacts {
-    /// Listening address.
+    /// Listening address of the controller.
     pub listen: SocketAddr,
-    /// Error of binding the address.
+    /// Error of binding the listening address.
     pub listen_problem: Option<String>,
-    /// Whether a controller answers at the address.
+    /// Whether a controller answers at the listening address.
     pub is_running: bool,
     /// Store of the controller's records.
     pub store: StoreFacts,
 }
 
-/// Store of the records.
+/// Store of the controller's records, and its problems.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum StoreFacts {
-    /// A file.
+    /// The store is a file.
     File {
-        /// Path of the file.
+        /// Path of the store's file.
         path: PathBuf,
-        /// Reason why the file cannot be created or written.
+        /// Reason why the store's file cannot be created or written.
         problem: Option<String>,
-        /// Permission bits; `None`: the file does not exist.
+        /// Permission bits of the store's file; `None`: the file does not exist.
         mode: Option<u32>,
     },
-    /// etcd.
+    /// The store is etcd.
     Etcd {
-        /// Endpoints.
+        /// Addresses of etcd's endpoints.
         endpoints: Vec<String>,
-        /// Leader in etcd, or the error.
+        /// Name of the leading controller in etcd, or the error.
         leader: Result<String, String>,
     },
 }
 
 impl Facts {
-    /// Returns the name of the device.
+    /// Returns the name of the services' network device.
     pub fn interface(&self) -> &str {
         self.settings.interface.as_deref().unwrap_or_default()
     }
@@ -337,7 +337,7 @@ impl Facts {
         self.sysctls.get(path)?.trim().parse().ok()
     }
 
-    /// Returns values of net.ipv4.conf for `all` and for the device.
+    /// Returns the values of a sysctl in net.ipv4.conf for `all` and for the services' device.
     pub fn device_sysctl(&self, name: &str) -> Option<(u32, u32)> {
         let of = |device: &str| self.sysctl(&device_sysctl(device, name));
         Some((of("all")?, of(self.interface())?))
@@ -348,15 +348,15 @@ impl Facts {
     }
 }
 
-/// Returns the path below /proc/sys of the sysctl that switches IPv6 off at a device.
+/// Returns the path below /proc/sys of the sysctl that disables IPv6 on a device.
 pub fn disable_ipv6_sysctl(device: &str) -> String {
     format!("net/ipv6/conf/{device}/disable_ipv6")
 }
 
-/// Path below /proc/sys of the sysctl by which a machine routes IPv6.
+/// Path below /proc/sys of the sysctl that makes the machine forward IPv6 packets.
 pub const IPV6_FORWARDING: &str = "net/ipv6/conf/all/forwarding";
 
-/// Returns the path of a device's sysctl below /proc/sys.
+/// Returns the path below /proc/sys of a device's sysctl in net.ipv4.conf.
 pub fn device_sysctl(device: &str, name: &str) -> String {
     format!("net/ipv4/conf/{device}/{name}")
 }

@@ -5,11 +5,11 @@ use std::path::PathBuf;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, serde::Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Severity {
-    /// The observation is as expected.
+    /// The observed state is as expected.
     Ok,
-    /// The fact is not visible.
+    /// The state to be checked is not visible.
     Unknown,
-    /// Packets are slower, or on other cores than predicted.
+    /// Packets are processed more slowly, or on other cores than predicted.
     Warning,
     /// Packets or connections are lost, or the daemon does not start.
     Fault,
@@ -29,36 +29,36 @@ impl Severity {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Finding {
     pub severity: Severity,
-    /// Measured value or state that the finding rests on.
+    /// Observed value or state that the finding is based on.
     pub observation: String,
     /// Consequence of the finding; empty for `Ok`.
     pub consequence: String,
-    /// Steps of the repair.
+    /// Steps that repair the problem.
     pub remedies: Vec<Remediation>,
 }
 
-/// Step of a repair.
+/// Step by which an operator, or `--fix`, repairs a problem.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Remediation {
     pub command: String,
-    /// Equivalent that `--fix` may execute.
+    /// Equivalent of the command that `--fix` may execute; `None`: only the operator may.
     pub fix: Option<Fix>,
 }
 
-/// Repair by `--fix`. No repair can break a connection.
+/// Repair that `--fix` can execute. No repair can break a connection.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Fix {
-    /// Sets a sysctl, now and in a drop-in file for the next boot.
+    /// Set a sysctl, now and in a drop-in file for the next boot.
     Sysctl {
-        /// Path below /proc/sys.
+        /// Path of the sysctl below /proc/sys.
         path: String,
         value: &'static str,
     },
-    /// Writes a file of /sys, until the next boot.
+    /// Write a file of /sys, until the next boot.
     WriteFile { path: PathBuf, value: &'static str },
-    /// Mounts the BPF file system at /sys/fs/bpf, until the next boot (systemd does it at boot).
+    /// Mount the BPF file system at /sys/fs/bpf, until the next boot (systemd does it at boot).
     MountBpf,
-    /// Removes access for all users but the owner.
+    /// Remove access to a file for all users but its owner.
     RestrictToOwner(PathBuf),
 }
 
@@ -88,19 +88,19 @@ impl Finding {
         Self::new(if worse { Severity::Fault } else { Severity::Warning }, found, why)
     }
 
-    /// Adds a step for the operator.
+    /// Adds a step that the operator executes.
     pub fn with_remediation(mut self, command: impl Into<String>) -> Self {
         self.remedies.push(Remediation { command: command.into(), fix: None });
         self
     }
 
-    /// Adds a step for `--fix`.
+    /// Adds a step that `--fix` may execute.
     pub fn with_fix(mut self, fix: Fix) -> Self {
         self.remedies.push(Remediation { command: fix.command(), fix: Some(fix) });
         self
     }
 
-    /// Adds a sysctl to set, by `--fix` if this is `safe`.
+    /// Adds a step that sets a sysctl; `--fix` may execute it if `safe`.
     pub fn with_sysctl(self, path: String, value: &'static str, safe: bool) -> Self {
         let fix = Fix::Sysctl { path, value };
         if safe { self.with_fix(fix) } else { self.with_remediation(fix.command()) }
@@ -119,7 +119,7 @@ impl Fix {
     }
 }
 
-/// Returns the name of a sysctl for sysctl.d(5): slashes become dots, unless the device's name contains dots.
+/// Returns the name of a sysctl for sysctl.d(5): slashes become dots, unless the device name contains dots.
 pub fn sysctl_name(path: &str) -> String {
     if path.contains('.') { path.to_owned() } else { path.replace('/', ".") }
 }

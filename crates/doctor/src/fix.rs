@@ -11,10 +11,10 @@ use nix::mount::{MsFlags, mount};
 use crate::checks::Check;
 use crate::finding::{Finding, Fix, sysctl_name};
 
-/// Drop-in file with sysctls for the next boot.
+/// Drop-in file by which sysctls are set at the next boot.
 pub const SYSCTL_DROP_IN_PATH: &str = "/etc/sysctl.d/90-coreward.conf";
 
-/// Executes all safe repairs. Returns a sentence for each repair, done or failed.
+/// Executes all safe repairs. Returns a sentence for each repair that was done or has failed.
 pub fn apply(findings: &[(&'static Check, Finding)]) -> Vec<String> {
     let mut done = Vec::new();
     for (check, finding) in findings {
@@ -65,7 +65,7 @@ const DROP_IN_HEADER: &str = "\
 # By `coreward doctor --fix`. The name behind each line is the check (`coreward doctor --list`).\n\
                     # Delete a line, or the file, to undo it for the next boot.\n";
 
-/// Writes `name = value` to the drop-in file, and replaces an older line.
+/// Writes `name = value` to the drop-in file, in place of an older line for the same sysctl.
 fn write_drop_in(file: &Path, name: &str, value: &str, check: &str) -> io::Result<()> {
     let text = match fs::read_to_string(file) {
         Err(error) if error.kind() == ErrorKind::NotFound => DROP_IN_HEADER.to_owned(),
@@ -77,7 +77,7 @@ fn write_drop_in(file: &Path, name: &str, value: &str, check: &str) -> io::Resul
     fs::write(file, remove_orphan_comments(&kept))
 }
 
-/// Removes comments of replaced lines.
+/// Removes comments whose sysctl line was replaced.
 fn remove_orphan_comments(text: &str) -> String {
     let lines: Vec<&str> = text.lines().collect();
     let orphan = |at: usize| {

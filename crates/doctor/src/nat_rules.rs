@@ -7,38 +7,38 @@ use std::ops::RangeInclusive;
 use coreward_model::ServiceAddress;
 use coreward_model::tuple::Protocol;
 
-/// Chain of nftables.
+/// Netfilter chain of nftables.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Chain {
-    /// Family, table and name.
+    /// Family, table and name of the chain.
     pub name: String,
-    /// Hook; empty: the chain has no hook.
+    /// Name of the chain's hook; empty if it has none.
     pub hook: String,
     /// Whether the chain's policy is to drop.
     pub drops_by_default: bool,
-    /// Whether a rule accepts packets or jumps to another chain.
+    /// Whether any rule accepts packets or jumps to another chain.
     pub accepts_packets: bool,
-    /// Whether a rule uses the connection's state or NAT.
+    /// Whether any rule uses connection tracking state or NAT.
     pub tracks_connections: bool,
-    /// Whether a rule exempts packets from connection tracking.
+    /// Whether any rule exempts packets from connection tracking.
     pub exempts_packets: bool,
-    /// Rules that change destinations or lead to other chains.
+    /// Rules that change destination addresses, or lead to other chains.
     pub rules: Vec<NatRule>,
 }
 
-/// Rule that changes destinations or leads to other chains.
+/// Rule that changes destination addresses, or leads to other chains.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct NatRule {
-    /// Conditions, all of which must hold. A condition that is not understood is omitted, so that the rule matches
-    /// more.
+    /// Conditions on packets, all of which must hold. A condition that is not understood is omitted, so that the rule
+    /// matches more packets.
     pub conditions: Vec<MatchCondition>,
-    /// Whether the rule changes destinations.
+    /// Whether the rule changes destination addresses.
     pub translates: bool,
     /// Names of the chains to which the rule jumps.
     pub jumps: Vec<String>,
 }
 
-/// Condition on a packet's destination.
+/// Condition of a rule on a packet's destination.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum MatchCondition {
     Address(Vec<RangeInclusive<IpAddr>>),
@@ -56,7 +56,7 @@ impl MatchCondition {
     }
 }
 
-/// Returns the names of the chains with a rule that can change the destination of the service's packets.
+/// Returns the names of the chains that can change the destination of the service's packets by a rule.
 pub fn translating_chains<'a>(chains: &'a [Chain], service: &ServiceAddress) -> BTreeSet<&'a str> {
     let (mut found, mut visited) = (BTreeSet::new(), BTreeSet::new());
     let mut pending: Vec<&Chain> = chains.iter().filter(|chain| chain.hook == "prerouting").collect();

@@ -12,7 +12,7 @@ fn count(findings: &[(&Check, Finding)], severity: Severity) -> usize {
     findings.iter().filter(|(_, finding)| finding.severity == severity).count()
 }
 
-/// Describes a check: name, roles, whether `--fix` repairs findings, expectation.
+/// Describes a check in one line: its name, its roles, whether `--fix` can repair findings, and the expected state.
 pub fn check_line(check: &Check) -> String {
     let roles: Vec<&str> = check.roles.iter().map(|role| role.name()).collect();
     let fixes = if check.is_fixable { " (--fix)" } else { "" };
@@ -24,7 +24,7 @@ pub fn check_json(check: &Check) -> Value {
     json!({ "check": check.name, "roles": roles, "fix": check.is_fixable, "expects": check.expectation })
 }
 
-/// Returns the text. `done`: executed repairs.
+/// Returns the report as text. `done` describes the executed repairs.
 pub fn text(facts: &Facts, findings: &[(&'static Check, Finding)], done: &[String]) -> String {
     let mut text = String::new();
     for line in done {

@@ -13,26 +13,26 @@ use crate::EtcdError;
 use crate::clock::Deadline;
 use crate::leadership::{Leadership, WriteOutcome};
 
-/// Version of the manifest's layout.
+/// Version of the manifest's format.
 const FORMAT: u32 = 1;
-/// Limit of operations in a transaction, below the default of etcd's --max-txn-ops, 128.
+/// Maximum number of operations in a transaction, below the default of etcd's --max-txn-ops, 128.
 const MAX_TXN_OPERATIONS: usize = 100;
-/// Limit of a request in bytes, below the default of etcd's --max-request-bytes, 1.5 MiB.
+/// Maximum size of a request in bytes, below the default of etcd's --max-request-bytes, 1.5 MiB.
 const MAX_REQUEST_BYTES: usize = 1_000_000;
-/// Number of chunks per read.
+/// Number of chunks that one request reads.
 const CHUNKS_PER_READ: i64 = 64;
 const MAX_ANSWER_BYTES: usize = 256 << 20;
 const TIMEOUT: Duration = Duration::from_secs(10);
 
-/// State by name of the part.
+/// Parts of the stored state, by the name of the part.
 pub type Chunks = BTreeMap<String, Vec<u8>>;
 
-/// State of the leader, the only writer.
+/// Store of a state that is divided into parts, one key in etcd for each. Only the leader writes it.
 pub struct ChunkedStore {
     leadership: Arc<Leadership>,
     prefix: String,
     manifest: Manifest,
-    /// Modification revision of the manifest; 0: no manifest.
+    /// Modification revision of the manifest in etcd; 0: there is no manifest yet.
     revision: i64,
     saved_parts: Chunks,
 }
@@ -41,7 +41,7 @@ pub struct ChunkedStore {
 struct Manifest {
     format: u32,
     number: u64,
-    /// Number of the change that wrote each part.
+    /// Number of the change that last wrote each part, by the part's name.
     parts: BTreeMap<String, u64>,
 }
 
@@ -59,12 +59,12 @@ impl ChunkedStore {
         Ok(store)
     }
 
-    /// Returns the state in force; empty before the first change.
+    /// Returns the parts of the state in force; empty before the first change.
     pub fn parts(&self) -> &Chunks {
         &self.saved_parts
     }
 
-    /// Returns the leadership of the writer.
+    /// Returns the leadership without which the state cannot be written.
     pub fn leadership(&self) -> &Arc<Leadership> {
         &self.leadership
     }
@@ -139,7 +139,7 @@ impl ChunkedStore {
         }
     }
 
-    /// Deletes parts that no manifest names.
+    /// Deletes the keys of parts that the manifest does not reference.
     async fn delete_unreferenced_parts(&self) -> Result<(), EtcdError> {
         let there = self.read_all(0, true).await?;
         let needed: HashSet<String> =
@@ -152,8 +152,8 @@ impl ChunkedStore {
         Ok(())
     }
 
-    /// Replaces the state; writes only differences. Without an answer from etcd it retries until the lease ends. Then
-    /// the outcome is unknown, and this process no longer leads.
+    /// Replaces the state, of which only changed parts are written. Without an answer from etcd it retries until the
+    /// lease ends. Then the outcome is unknown, and this process no longer leads.
     pub async fn save(&mut self, parts: Chunks) -> Result<(), EtcdError> {
         let mut next = Manifest { number: self.manifest.number + 1, ..self.manifest.clone() };
         let mut superseded = Vec::new();
@@ -193,7 +193,7 @@ impl ChunkedStore {
         Ok(())
     }
 
-    /// Writes the manifest and returns its revision.
+    /// Writes the manifest together with `operations`, and returns its new revision.
     async fn write_manifest(&self, operations: &[TxnOp], manifest: &[u8]) -> Result<i64, EtcdError> {
         let key = self.manifest_key();
         match self.leadership.write_if_leading(Some((&key, self.revision)), operations).await? {
@@ -207,7 +207,7 @@ impl ChunkedStore {
     }
 }
 
-/// Batch of operations, within one transaction's limits.
+/// Batches of operations, each within the limits of one transaction.
 #[derive(Default)]
 struct Batches {
     batches: Vec<Vec<TxnOp>>,

@@ -11,12 +11,12 @@ use nix::time::{ClockId, clock_gettime};
 pub struct Deadline(Duration);
 
 impl Deadline {
-    /// Returns the present time.
+    /// Returns the present time as a deadline, to which a duration can be added.
     pub fn now() -> Self {
         Self(clock_gettime(ClockId::CLOCK_BOOTTIME).expect("the kernel has CLOCK_BOOTTIME").into())
     }
 
-    /// Returns the remaining time; zero if the deadline has passed.
+    /// Returns the time until the deadline; zero if it has passed.
     pub fn remaining(self) -> Duration {
         self.0.saturating_sub(Self::now().0)
     }

@@ -17,29 +17,29 @@ use tonic::Code;
 use crate::EtcdError;
 use crate::clock::Deadline;
 
-/// Limit for one member's answer to one request.
+/// Maximum time for one member's answer to one request.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(1);
-/// Limit for a request on which no lease depends.
+/// Maximum time for a request on which no lease depends, including retries at other members.
 pub(crate) const TIMEOUT: Duration = Duration::from_secs(3);
-/// Pause after all members failed.
+/// Pause before the next attempt, after a request has failed at all members.
 const ROUND_PAUSE: Duration = Duration::from_millis(100);
 const KEEP_ALIVE_INTERVAL: Duration = Duration::from_secs(2);
 
-/// Connections to all members.
+/// Connections to all members of an etcd cluster.
 pub struct Cluster {
     endpoints: Vec<String>,
     clients: RwLock<Vec<Client>>,
-    /// Index of the member that answered last.
+    /// Index of the member that answered last, which gets the next request first.
     preferred: AtomicUsize,
     latencies: Mutex<LatencyHistogram>,
-    /// Leases granted to this process; `None` after [`Cluster::revoke_all_leases`].
+    /// Ids of the leases granted to this process; `None` after [`Cluster::revoke_all_leases`].
     leases: Mutex<Option<BTreeSet<i64>>>,
-    /// Runtime with a thread of its own, so that a busy controller keeps its lease alive; `None` during the drop.
+    /// Runtime with its own thread, so that a busy controller keeps its lease alive; `None` during the drop.
     runtime: Option<Runtime>,
 }
 
 impl Cluster {
-    /// Prepares connections to endpoints `http://HOST:PORT` or `https://HOST:PORT`, at least one. Does no I/O.
+    /// Prepares connections to at least one endpoint, `http://HOST:PORT` or `https://HOST:PORT`. Does no I/O.
     pub fn new(endpoints: &[String], tls: Option<&TlsOptions>) -> Result<Self, EtcdError> {
         let thread = tokio::runtime::Builder::new_multi_thread()
             .worker_threads(1)
@@ -53,7 +53,7 @@ impl Cluster {
         Ok(Self { endpoints: endpoints.to_vec(), clients, preferred, latencies, leases, runtime: Some(thread) })
     }
 
-    /// Uses new certificates for new requests. On an error the previous ones stay in use.
+    /// Uses new certificates for new requests. If they are unusable, the previous ones stay in use.
     pub async fn replace_certificates(self: Arc<Self>, tls: TlsOptions) -> Result<(), EtcdError> {
         let cluster = self.clone();
         let connected = self.spawn(async move { connect(&cluster.endpoints, Some(&tls)).await }).await;
@@ -66,12 +66,12 @@ impl Cluster {
         self.clients.read()[position].clone()
     }
 
-    /// Returns the endpoints, separated by commas.
+    /// Returns the URLs of all members, separated by commas.
     pub fn endpoints(&self) -> String {
         self.endpoints.join(", ")
     }
 
-    /// Returns the durations of answered requests.
+    /// Returns the histogram of the durations of answered requests.
     pub fn latencies(&self) -> LatencyHistogram {
         *self.latencies.lock()
     }
@@ -80,7 +80,7 @@ impl Cluster {
         self.leases.lock()
     }
 
-    /// Registers a lease granted to this process. Returns false after [`Cluster::revoke_all_leases`].
+    /// Registers a lease that was granted to this process. Returns false after [`Cluster::revoke_all_leases`].
     pub(crate) fn register_lease(&self, lease: i64) -> bool {
         self.leases().as_mut().is_some_and(|held| held.insert(lease))
     }
@@ -93,8 +93,8 @@ impl Cluster {
         self.call(deadline, |mut client: Client| async move { client.lease_revoke(lease).await }).await.map(|_| ())
     }
 
-    /// Revokes this process's leases and blocks new ones. Returns whether there were any. On an error they expire by
-    /// themselves.
+    /// Revokes all leases of this process and prevents new ones. Returns whether there were any. If etcd cannot be
+    /// reached, they expire by themselves.
     pub async fn revoke_all_leases(&self) -> Result<bool, EtcdError> {
         let held = self.leases().take().unwrap_or_default();
         let deadline = Deadline::now() + TIMEOUT;
@@ -104,12 +104,12 @@ impl Cluster {
         Ok(!held.is_empty())
     }
 
-    /// Spawns `work` on the thread reserved for etcd.
+    /// Spawns `work` on the thread that is reserved for etcd, so that a busy controller does not delay it.
     pub fn spawn<T: Send + 'static>(&self, work: impl Future<Output = T> + Send + 'static) -> JoinHandle<T> {
         self.runtime().spawn(work)
     }
 
-    /// Runs `work` to its end. Panics if called from asynchronous code.
+    /// Runs `work` to its end, and blocks the calling thread. Panics if called from asynchronous code.
     pub fn block_on<T>(&self, work: impl Future<Output = T>) -> T {
         self.runtime().block_on(work)
     }
@@ -118,7 +118,7 @@ impl Cluster {
         self.runtime.as_ref().expect("it is there until the cluster is dropped")
     }
 
-    /// Repeats a request until it is answered, at most until `deadline`. The request must be idempotent.
+    /// Repeats an idempotent request until a member answers it, at most until `deadline`.
     pub async fn call<T, F: Future<Output = Result<T, Error>>>(
         &self,
         deadline: Deadline,
@@ -187,7 +187,7 @@ impl Drop for Cluster {
 
 struct MemberError {
     message: String,
-    /// Whether a certificate is the reason. Often a connection that is rejected after the handshake only breaks.
+    /// Whether a TLS certificate is the cause. Often a connection that is rejected after the handshake is only closed.
     is_tls_error: bool,
 }
 
@@ -218,7 +218,7 @@ impl MemberError {
     }
 }
 
-/// Returns whether every member would return this error.
+/// Returns whether every member would return the same error, so that a retry is useless.
 fn is_final(error: &Error) -> bool {
     match error {
         Error::GRpcStatus(status) => matches!(

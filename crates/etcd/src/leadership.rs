@@ -18,37 +18,37 @@ use crate::EtcdError;
 use crate::clock::Deadline;
 use crate::cluster::{Cluster, TIMEOUT};
 
-/// Divisor of the unused part of a lease: the last tenth is not used.
+/// Divisor for the part of a lease that is not used, as a safety margin: one tenth.
 const LEASE_MARGIN_DIVISOR: u32 = 10;
-/// Number of renewals during a lease, of which several may fail.
+/// Number of renewals during one lease duration, of which several may fail.
 const RENEWAL_COUNT: u32 = 5;
-/// Longest wait for a watch event before the key is read again.
+/// Maximum time to wait for a watch event before the leader's key is read again.
 const POLL_INTERVAL: Duration = Duration::from_secs(1);
 const CLOCK_POLL_INTERVAL: Duration = Duration::from_millis(100);
 const RETRY_INTERVAL: Duration = Duration::from_millis(500);
 
-/// Key and value of an election.
+/// Key in etcd that a controller competes for, and the value that it writes there as the leader.
 #[derive(Debug, Clone)]
 pub struct Candidate {
     pub prefix: String,
-    /// Content of the leader's key, for followers.
+    /// Value of the leader's key, which followers read.
     pub value: String,
-    /// Limit of the time for which a leader continues without etcd, and of the time without a leader after a failure.
-    /// Whole seconds, at least 2.
+    /// Maximum time for which a leader continues without etcd, and for which there is no leader after a failure. Whole
+    /// seconds, at least 2.
     pub lease_duration: Duration,
 }
 
-/// Result of reading the leader's key.
+/// Leader according to the leader's key in etcd.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum LeaderState {
     NoLeader,
-    /// Content of the leader's key.
+    /// Another process leads; contains the value of the leader's key.
     Leader(String),
-    /// etcd did not answer, for this reason.
+    /// etcd did not answer; contains the reason.
     Unknown(String),
 }
 
-/// Leadership of this process, until the lease ends or this value is dropped.
+/// Leadership of this process, which lasts until its lease ends or this value is dropped.
 pub struct Leadership {
     cluster: Arc<Cluster>,
     key: String,
@@ -64,7 +64,7 @@ impl Candidate {
         format!("{}/leader", self.prefix)
     }
 
-    /// Waits for the leader's key and takes it. Calls `seen` with each change until then.
+    /// Waits until the leader's key is free, and takes it. Calls `on_leader_state` with each change until then.
     pub async fn campaign(&self, cluster: Arc<Cluster>, mut seen: impl FnMut(LeaderState)) -> Leadership {
         let mut reported = None;
         loop {
@@ -93,7 +93,7 @@ impl Candidate {
         }
     }
 
-    /// Takes the leader's key; fails if another process holds it.
+    /// Takes the leader's key. Fails if another process holds it.
     pub async fn campaign_once(&self, cluster: Arc<Cluster>) -> Result<Leadership, EtcdError> {
         match self.try_campaign(&cluster).await? {
             CampaignOutcome::Elected(leadership) => Ok(leadership),
@@ -143,7 +143,7 @@ impl Candidate {
         attempt
     }
 
-    /// Writes the leader's key with `lease`, granted for `time` after a request at `began`.
+    /// Writes the leader's key with the lease `lease`, which was requested at `began` and is valid for `time`.
     async fn write_leader_key(
         &self,
         cluster: &Arc<Cluster>,
@@ -199,7 +199,7 @@ impl Candidate {
         Leadership { cluster: cluster.clone(), key: self.key(), lease_id, term, lease_end, end_reason, renewal_task }
     }
 
-    /// Waits until the leader's key is no longer at `revision`, at most [`POLL_INTERVAL`].
+    /// Waits until the leader's key has changed since `revision`, for at most [`POLL_INTERVAL`].
     async fn wait_for_change(&self, cluster: &Cluster, revision: i64) {
         let from = WatchOptions::new().with_start_revision(revision + 1);
         let watch = |mut client: Client| {
@@ -230,7 +230,7 @@ impl CampaignOutcome {
     }
 }
 
-/// Renews the lease until that fails for good, and sends the reason to `ending`.
+/// Renews the lease until it can no longer be renewed, and sends the reason to `ending`.
 async fn renew_lease(
     cluster: Arc<Cluster>,
     lease: i64,
@@ -270,22 +270,22 @@ async fn renew_lease(
 }
 
 impl Leadership {
-    /// Returns the term: the key's create revision, which grows with every leader.
+    /// Returns the term: the create revision of the leader's key, which is greater for every new leader.
     pub fn term(&self) -> u64 {
         self.term.unsigned_abs()
     }
 
-    /// Returns whether the lease is valid by this machine's clock.
+    /// Returns whether the lease has not ended, according to this machine's clock.
     pub fn is_valid(&self) -> bool {
         !self.lease_end().remaining().is_zero()
     }
 
-    /// Returns the end of the lease if it is not renewed.
+    /// Returns the time at which the lease ends unless it is renewed.
     pub fn lease_end(&self) -> Deadline {
         Deadline::at(Duration::from_nanos(self.lease_end.load(Ordering::Relaxed)))
     }
 
-    /// Waits for the end of the lease and returns the reason.
+    /// Waits for the end of the leadership and returns the reason.
     pub async fn wait_for_end(&self) -> String {
         let mut ended = self.end_reason.clone();
         loop {
@@ -299,14 +299,14 @@ impl Leadership {
         }
     }
 
-    /// Revokes the lease, so that other controllers need not wait for its end.
+    /// Revokes the lease, so that other controllers need not wait until it expires.
     pub async fn resign(&self) -> Result<(), EtcdError> {
         self.renewal_task.abort();
         self.lease_end.store(0, Ordering::Relaxed);
         self.cluster.revoke(self.lease_id, Deadline::now() + TIMEOUT).await
     }
 
-    /// Executes operations in one transaction while leading. `also`: a key and its expected modification revision.
+    /// Executes operations in one transaction while leading. `also`: another key and its required revision.
     pub(crate) async fn write_if_leading(
         &self,
         also: Option<(&str, i64)>,
@@ -345,12 +345,12 @@ impl Leadership {
     }
 }
 
-/// Outcome of a guarded write.
+/// Outcome of a write that depends on the leadership.
 pub(crate) enum WriteOutcome {
     Written {
         revision: i64,
     },
-    /// The revision of `also` differs; contains the present value.
+    /// The key in `also` has another revision; contains its present value.
     Conflict(Option<etcd_client::KeyValue>),
 }
 

@@ -21,25 +21,25 @@ pub mod local;
 
 pub use etcd_client::{Certificate, Identity, TlsOptions};
 
-/// Segments after the prefix. A prefix must not contain them: its keys would be among another fleet's records, which
-/// that fleet's leader deletes.
+/// Key segments that follow the prefix of a fleet. No prefix may contain them: its keys would be among another fleet's
+/// records, which that fleet's leader deletes.
 pub const RESERVED_KEY_SEGMENTS: [&str; 3] = ["leader", "manifest", "parts"];
 
-/// Failure of a request to etcd.
+/// Reason for which a request to etcd failed.
 #[derive(Debug, thiserror::Error)]
 pub enum EtcdError {
-    /// No member answered in time: the outcome is unknown.
+    /// No member answered in time, so that the outcome is unknown.
     #[error("etcd at {endpoints}: {problem}")]
     Unreachable {
         endpoints: String,
-        /// Reason given by the last member.
+        /// Error of the member that was asked last.
         problem: String,
     },
     #[error("etcd refuses: {0}")]
     Rejected(String),
     #[error("this controller no longer leads: {0}")]
     Deposed(String),
-    /// A record was written by another program or a later version.
+    /// A record was written by another program, or by a later version of this one.
     #[error("{key} in etcd: {problem}")]
     Content { key: String, problem: String },
 }

@@ -9,21 +9,21 @@ use std::sync::atomic::{AtomicU32, Ordering};
 pub struct Member {
     pub name: String,
     pub client_address: SocketAddr,
-    /// Address at which other members connect.
+    /// Address at which the other members connect to this one.
     pub peer_address: SocketAddr,
 }
 
-/// TLS files of a member (PEM).
+/// TLS files of a member (PEM) for connections with clients.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ClientTls {
-    /// Certificates of the authorities that sign clients' certificates.
+    /// File with the authorities that may sign clients' certificates.
     pub ca: PathBuf,
     pub certificate: PathBuf,
     pub key: PathBuf,
 }
 
 impl Member {
-    /// Returns `count` members at `address`, with two consecutive ports each, starting at `port`.
+    /// Returns `count` members of a cluster at `address`, with two ports each, numbered consecutively from `port`.
     pub fn cluster(count: u16, address: IpAddr, port: u16) -> Vec<Self> {
         let member = |number: u16| Self {
             name: format!("etcd{}", number + 1),
@@ -33,23 +33,23 @@ impl Member {
         (0..count).map(member).collect()
     }
 
-    /// Returns a single member on free ports of this host.
+    /// Returns a single member that uses free ports of this host.
     pub fn single() -> std::io::Result<Self> {
         let [client_address, peer_address] = [free_port()?, free_port()?];
         Ok(Self { name: "etcd1".to_owned(), client_address, peer_address })
     }
 
-    /// Returns its URL without TLS.
+    /// Returns the member's client URL without TLS.
     pub fn endpoint(&self) -> String {
         format!("http://{}", self.client_address)
     }
 
-    /// Returns its URL with TLS.
+    /// Returns the member's client URL with TLS.
     pub fn secure_endpoint(&self) -> String {
         format!("https://{}", self.client_address)
     }
 
-    /// Returns the command for one of `members`. Its data is below `directory`, the same after a restart.
+    /// Returns the command that starts this one of `members`. Its data is below `directory`, the same after a restart.
     pub fn command(&self, members: &[Member], directory: &Path) -> Command {
         self.command_for(members, directory, &self.endpoint())
     }
@@ -83,10 +83,10 @@ impl Member {
     }
 }
 
-/// Outside of `ip_local_port_range` (32768 to 60999), so the kernel assigns none of these ports to another process.
+/// Ports outside of `ip_local_port_range` (32768 to 60999), so that the kernel assigns none to another process.
 const PORTS: std::ops::Range<u16> = 12_000..32_000;
 
-/// Returns a free port that this process has not returned before; processes start at different ports.
+/// Returns a free port that this process has not returned before. Other processes begin with other ports.
 fn free_port() -> std::io::Result<SocketAddr> {
     static NEXT: AtomicU32 = AtomicU32::new(0);
     let count = PORTS.len() as u32;

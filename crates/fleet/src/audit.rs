@@ -8,28 +8,28 @@ use coreward_api::types::AuditEntry;
 
 use crate::records::Records;
 
-/// Limit of entries; older ones are dropped.
+/// Maximum number of entries in the audit log. The oldest ones are dropped.
 pub const MAX_ENTRIES: usize = 1000;
-/// Limit of a name, bytes. With these limits an entry has about 1 KB; fifty are written with each change.
+/// Maximum length of a name in bytes. With these limits an entry has about 1 KB; fifty are written with each change.
 const MAX_NAME_BYTES: usize = 100;
-/// Limit of `before` and of `after`, bytes.
+/// Maximum length of `before` and of `after` in bytes.
 const MAX_STATE_BYTES: usize = 500;
-/// Limit of one change of a document, bytes.
+/// Maximum length of one described change of a document, in bytes.
 const MAX_CHANGE_BYTES: usize = 150;
-/// Limit of all changes in an entry, bytes.
+/// Maximum length of all described changes in an entry, in bytes.
 const MAX_ALL_CHANGES_BYTES: usize = 400;
 const TRUNCATION_NOTE_BYTES: usize = 32;
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Author {
-    /// See [`AuditEntry::actor`].
+    /// Name of the person or program that made the change, as in [`AuditEntry::actor`].
     pub actor: String,
-    /// See [`AuditEntry::from_address`].
+    /// Address from which the change was requested, as in [`AuditEntry::from_address`].
     pub from_address: String,
 }
 
 impl Author {
-    /// Returns the author of changes that are due by schedule.
+    /// Returns the controller as the author, for changes that are due by schedule.
     pub fn controller() -> Self {
         Self { actor: "controller".to_owned(), from_address: String::new() }
     }
@@ -53,7 +53,7 @@ pub struct ChangeDescription {
     pub after: String,
 }
 
-/// Returns the changes of a document in one line, with the number of those that do not fit.
+/// Returns the changes of a document in one line, followed by the number of those that do not fit.
 pub fn describe_changes(changes: &[String]) -> String {
     let mut line = String::new();
     for (number, change) in changes.iter().enumerate() {
@@ -67,7 +67,7 @@ pub fn describe_changes(changes: &[String]) -> String {
     line
 }
 
-/// Returns the text, or its beginning and the number of missing bytes, in `limit` bytes.
+/// Returns the text if it has at most `limit` bytes. Otherwise returns its beginning and the number of missing bytes.
 fn truncated(text: &str, limit: usize) -> String {
     if text.len() <= limit {
         return text.to_owned();
@@ -76,7 +76,7 @@ fn truncated(text: &str, limit: usize) -> String {
     format!("{} [{} more bytes]", &text[..end], text.len() - end)
 }
 
-/// Returns the entry within the limits of its size.
+/// Returns the entry with texts that are truncated to the maximum lengths.
 pub fn truncate_entry(entry: AuditEntry) -> AuditEntry {
     AuditEntry {
         actor: truncated(&entry.actor, MAX_NAME_BYTES),
@@ -90,7 +90,7 @@ pub fn truncate_entry(entry: AuditEntry) -> AuditEntry {
 }
 
 impl Records {
-    /// Appends an entry at this wall-clock time (since 1970).
+    /// Appends an entry to the audit log, with its wall-clock time since 1970.
     pub fn record_change(&mut self, author: &Author, note: ChangeDescription, wall: Duration) {
         let entries = Arc::make_mut(&mut self.audit);
         entries.push(truncate_entry(AuditEntry {

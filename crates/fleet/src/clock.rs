@@ -12,23 +12,23 @@ pub struct RecordClock {
 }
 
 impl RecordClock {
-    /// Continues from the stored time, or from the wall clock.
+    /// Creates a clock that continues from the stored time, or else begins with the wall clock.
     pub fn from(stood: Option<Duration>) -> Self {
         Self { base: stood.unwrap_or_else(wall_clock), started: Instant::now() }
     }
 
-    /// Returns the present time since 1970.
+    /// Returns the present time of this clock, since 1970.
     pub fn now(&self) -> Duration {
         self.base + self.started.elapsed()
     }
 }
 
-/// Returns the wall clock's time since 1970; 0 for a time before 1970.
+/// Returns the wall-clock time since 1970; 0 if the wall clock is set before 1970.
 pub fn wall_clock() -> Duration {
     SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default()
 }
 
-/// Drops the fraction: records store whole seconds.
+/// Rounds down to whole seconds, which is how records store times.
 pub fn whole_seconds(moment: Duration) -> Duration {
     Duration::from_secs(moment.as_secs())
 }

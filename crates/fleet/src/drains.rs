@@ -10,38 +10,38 @@ use crate::config::FleetConfig;
 use crate::fleet::{AdminState, Fleet, FleetService};
 use crate::records::{DrainRecord, Membership, Records};
 
-/// Request to drain a server.
+/// Request to drain a server in all or some of its services.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct DrainRequest {
     pub server: String,
-    /// Services to drain; `None`: all.
+    /// Names of the services in which the server is drained; `None`: all services.
     pub services: Option<BTreeSet<String>>,
-    /// Allows draining the last server of a service.
+    /// Whether even the last server of a service may be drained.
     pub force: bool,
 }
 
-/// Reason for rejecting a drain.
+/// Reason for which a request to drain a server is rejected.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum DrainError {
-    /// The document has no server with this name.
+    /// The fleet document has no server with this name.
     #[error("server {0:?} does not exist in the fleet's document")]
     UnknownServer(String),
-    /// The server is not in the service.
+    /// The server does not belong to the service.
     #[error("server {server:?} is not in service {service:?}: expected {expected}")]
     NotInService {
         server: String,
         service: String,
-        /// Names of the server's services.
+        /// Names of the services to which the server belongs.
         expected: String,
     },
-    /// The server is the last one of these services.
+    /// The server is the last one of these services that takes new connections.
     #[error("no other server of {} takes new connections: expected one, or `force`", services.join(", "))]
     LastServer { services: Vec<String> },
 }
 
 impl DrainRequest {
-    /// Checks whether the server can be drained. `takes` returns whether a server accepts new connections of a service
-    /// now.
+    /// Checks whether the server can be drained. `takes_connections`: returns whether a server takes new connections of
+    /// a service now.
     pub fn check(&self, fleet: &Fleet, takes: impl Fn(&FleetService, ServerId) -> bool) -> Result<(), DrainError> {
         let id = find_server(fleet, &self.server)?;
         let member = |service: &&FleetService| service.members.get(&id) == Some(&Membership::Present);
@@ -74,7 +74,7 @@ pub fn find_server(fleet: &Fleet, server: &str) -> Result<ServerId, DrainError> 
 
 impl Records {
     /// Drains the server, in addition to earlier drains. `generation`: generation of the configuration that contains
-    /// this drain. Returns whether anything changed.
+    /// this drain. Returns whether the records have changed.
     pub fn drain(&mut self, request: &DrainRequest, generation: u64, now: Duration) -> bool {
         let named = |server: &&mut crate::records::ServerRecord| server.is_in_document && server.name == request.server;
         let Some(server) = self.servers.values_mut().find(named) else { return false };
@@ -90,15 +90,15 @@ impl Records {
         true
     }
 
-    /// Ends the drain. Returns whether the server was drained.
+    /// Ends the drain of the server. Returns whether the server was drained.
     pub fn undrain(&mut self, server: &str) -> bool {
         let named = self.servers.values_mut().filter(|record| record.name == server);
         // At most one server has the name.
         named.filter_map(|record| record.drain.take()).count() > 0
     }
 
-    /// Returns the drains that remain with this document, by server name, without services that the server no longer
-    /// has.
+    /// Returns the drains that continue with this document, by server name, without the services that the server no
+    /// longer has.
     pub fn remaining_drains(&self, config: &FleetConfig) -> BTreeMap<String, DrainRecord> {
         let listed: BTreeSet<&str> = config.services.iter().map(|service| service.name.as_str()).collect();
         let goes_on = |drain: &DrainRecord| {
@@ -144,7 +144,7 @@ mod tests {
         records.servers.values().find(|record| record.name == server && record.is_in_document)?.drain.as_ref()
     }
 
-    /// Records after applying a document.
+    /// Returns new records after this document has been applied.
     fn records(config: &FleetConfig) -> Records {
         let random = &mut seeded_rng(1, 0);
         let mut records = Records::generate(at(0), random);

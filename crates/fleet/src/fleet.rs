@@ -26,54 +26,54 @@ use crate::config::{FleetConfig, OtherBalancer, ServerConfig, ServerState, Table
 use crate::key_ring::KeyRing;
 use crate::records::{Document, DrainRecord, LoadBalancerRecord, Membership, Records, ServerRecord};
 
-/// Input of the controller's decisions, apart from reports.
+/// Configuration of the fleet, merged with the records: all inputs of the controller's decisions except reports.
 #[derive(Debug, Clone)]
 pub struct Fleet {
-    /// Generation, which grows with every change.
+    /// Generation of the configuration, which increases with every change.
     pub generation: u64,
     pub report_interval: Duration,
     pub table_updates: TableTiming,
-    /// Lifetime of load-dependent tables without a leader.
+    /// Time for which tables that depend on loads remain in use without a leader.
     pub table_lifetime: Duration,
     pub alpha: Alpha,
     pub key_ring: KeyRing,
-    /// Interval of rotations; `None`: by command only.
+    /// Interval of key rotations; `None`: keys are rotated by command only.
     pub key_rotation: Option<Duration>,
     pub max_connection_lifetime: Duration,
-    /// Key for agents with `manage_rss = true`.
+    /// RSS key that agents with `manage_rss = true` set.
     pub rss_key: RssKey,
-    /// Servers of the document, and former ones that may have connections.
+    /// Servers of the document, and former ones that may still have connections.
     pub servers: BTreeMap<ServerId, FleetServer>,
-    /// Racks that may connect; `None`: any.
+    /// Names of the racks that may connect; `None`: any rack may.
     pub racks: Option<BTreeSet<String>>,
-    /// Load balancers that may connect; `None`: any.
+    /// Names of the load balancers that may connect; `None`: any load balancer may.
     pub allowed_load_balancers: Option<BTreeSet<String>>,
-    /// Services in the order of the document.
+    /// Services, in the order of the document.
     pub services: Vec<FleetService>,
     pub load_balancers: BTreeMap<String, LoadBalancerRecord>,
-    /// Document as written by the operator.
+    /// Fleet document as the operator wrote it.
     pub document: Document,
     pub audit: Arc<Vec<AuditEntry>>,
-    /// File of the document; `None`: the document was applied through the API.
+    /// File that contains the document; `None`: the document was applied through the API.
     pub document_file: Option<PathBuf>,
-    /// Ids by name, read for each agent of a rack and summary. Operators choose the names, so no keyed hash is needed.
+    /// Server ids by name, looked up for racks' agents and summaries. Operators choose names: no keyed hash is needed.
     server_ids_by_name: HashMap<String, ServerId, foldhash::fast::FixedState>,
 }
 
 #[derive(Debug, Clone, PartialEq)]
 pub struct FleetServer {
     pub name: String,
-    /// Address for load balancers.
+    /// Address at which load balancers reach the server.
     pub address: IpAddr,
     pub admin_state: AdminState,
-    /// Share of new connections.
+    /// Relative share of new connections.
     pub weight: Weight,
-    /// Capacity; `None`: the number of the server's cores.
+    /// Capacity in cores; `None`: the number of the server's cores.
     pub capacity: Option<Capacity>,
-    /// VLAN of frames from load balancers to the server.
+    /// VLAN of the frames that load balancers send to the server.
     pub vlan: Vlan,
     pub drain: Option<DrainRecord>,
-    /// Racks that may report for it; `None`: the fleet's racks.
+    /// Names of the racks that may report for the server; `None`: those of the fleet.
     racks: Option<BTreeSet<String>>,
 }
 
@@ -85,11 +85,11 @@ impl FleetServer {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum AdminState {
-    /// Takes new connections.
+    /// The server takes new connections.
     Active,
-    /// Keeps established connections only.
+    /// The server keeps its established connections, but takes no new ones.
     Draining,
-    /// Draining, and no longer in the document.
+    /// The server is draining, and is no longer in the document.
     Left,
 }
 
@@ -99,33 +99,33 @@ pub struct FleetService {
     pub address: ServiceAddress,
     pub index: ServiceIndex,
     pub mode: ServiceMode,
-    /// Load balancer of `mode.transfer`.
+    /// Load balancer to or from which `mode.transfer` moves the service.
     pub other_balancer: Option<OtherBalancer>,
-    /// Name from `coreward_model::policy::names()`.
+    /// Name of the placement policy, one of `coreward_model::policy::names()`.
     pub policy: &'static str,
-    /// Counters that the policy needs from load balancers.
+    /// Amount of detail in the counters that the policy needs from load balancers.
     pub telemetry_level: TelemetryLevel,
-    /// Health check of the service's servers, if any.
+    /// Health check of the service's servers; `None`: they are not checked.
     pub check: Option<Arc<HealthCheck>>,
-    /// Treatment of new connections when all servers are down.
+    /// What happens to new connections when all servers are down.
     pub when_all_down: WhenAllDown,
     pub slow_start: Duration,
-    /// Seed of the policy's hash keys, and of the time key of LB-side stamping.
+    /// Seed from which the policy's hash keys and the time key of LB-side stamping are derived.
     pub seed: u64,
     pub buckets: BucketCount,
-    /// Servers of the pool, and former ones.
+    /// Servers that belong to the service now, and former ones.
     pub members: BTreeMap<ServerId, Membership>,
-    /// Stored current and previous server of each bucket.
+    /// Current and previous server of each bucket, as stored in the records.
     pub bucket_history: BucketHistory,
 }
 
 impl FleetService {
-    /// Returns whether load balancers stamp the cookie.
+    /// Returns whether load balancers stamp the cookies of this service.
     pub fn is_lb_stamped(&self) -> bool {
         self.mode.timestamps == Timestamps::LoadBalancer
     }
 
-    /// Returns the other load balancer as a server that takes no new connections.
+    /// Returns the other load balancer in the form of a server that takes no new connections.
     fn other_balancer_as_server(&self) -> Option<Server> {
         let (transfer, other) = self.mode.migration.zip(self.other_balancer)?;
         Some(Server {
@@ -156,12 +156,12 @@ impl ServersByRack<'_> {
 }
 
 impl Fleet {
-    /// Returns whether a document was ever in force.
+    /// Returns whether any document has ever been in force.
     pub fn has_document(&self) -> bool {
         self.document.generation > 0
     }
 
-    /// Combines a document and the records that it was applied to.
+    /// Combines a document with the records to which it has been applied.
     pub fn new(config: &FleetConfig, records: &Records) -> Self {
         let listed: HashMap<&str, &ServerConfig> =
             config.servers.iter().map(|server| (server.name.as_str(), server)).collect();
@@ -202,7 +202,7 @@ impl Fleet {
         }
     }
 
-    /// Sets values of the controller's own file: the document's path, and an RSS key that replaces the stored one.
+    /// Sets values from the controller's own file: the document's path, and an RSS key that replaces the stored one.
     pub fn with_controller(self, document_file: Option<PathBuf>, rss_key: Option<RssKey>) -> Self {
         Self { document_file, rss_key: rss_key.unwrap_or(self.rss_key), ..self }
     }
@@ -211,7 +211,7 @@ impl Fleet {
         self.server_ids_by_name.get(name).copied()
     }
 
-    /// Returns the racks that the agent may use; `None`: any. The agent may always connect directly.
+    /// Returns the racks through which the agent may connect; `None`: any. It may always connect directly.
     pub fn racks_of(&self, id: ServerId) -> Option<&BTreeSet<String>> {
         self.servers[&id].racks.as_ref().or(self.racks.as_ref())
     }
@@ -220,7 +220,7 @@ impl Fleet {
         self.racks_of(id).is_none_or(|racks| racks.contains(rack))
     }
 
-    /// Returns the number of servers of each rack, in one pass over the servers.
+    /// Returns the number of servers of each rack, counted in one pass over the servers.
     pub fn servers_by_rack(&self) -> ServersByRack<'_> {
         let mut servers = ServersByRack::default();
         for id in self.servers.keys() {
@@ -241,8 +241,8 @@ impl Fleet {
             && !server.is_drained_in(&service.name)
     }
 
-    /// Returns whether the server accepts no new connections of any service, or is drained from a service. An operator
-    /// may wait for the end of its connections.
+    /// Returns whether the server takes no new connections of any service, or is drained in a service. An operator may
+    /// be waiting for the end of its connections.
     pub fn is_draining(&self, id: ServerId) -> bool {
         let mut services = self.services.iter().filter(|service| service.members.contains_key(&id)).peekable();
         self.servers[&id].drain.is_some()
@@ -300,8 +300,8 @@ impl Fleet {
         }
     }
 
-    /// Returns the configuration of a server's agent. `before`: servers that owned buckets of this server before. A
-    /// server that left a service still stamps its connections.
+    /// Returns the configuration for a server's agent. `predecessors`: servers that owned buckets of this server
+    /// earlier. A server that has left a service still stamps the service's connections.
     pub fn agent_configuration(&self, id: ServerId, before: &BTreeSet<ServerId>) -> AgentConfiguration {
         let services = self.services.iter().filter(|service| service.members.contains_key(&id));
         let stamped = |service: &FleetService| StampedService {
@@ -328,7 +328,7 @@ impl Fleet {
     }
 }
 
-/// Combines the record of a server with its entry in the document, if any.
+/// Combines the record of a server with the server's entry in the document, if there is one.
 fn fleet_server(record: &ServerRecord, listed: Option<&ServerConfig>) -> FleetServer {
     FleetServer {
         name: record.name.clone(),
@@ -346,8 +346,8 @@ fn fleet_server(record: &ServerRecord, listed: Option<&ServerConfig>) -> FleetSe
     }
 }
 
-/// Returns the services in force. Other load balancers get the highest ids that are unused, or were not used lately. No
-/// cookie carries these ids, so they need not be stored.
+/// Returns the services in force. Other load balancers get the highest ids that are unused, or were not used recently.
+/// No cookie contains these ids, so they need not be stored.
 fn services(config: &FleetConfig, records: &Records) -> Vec<FleetService> {
     let mut free = (0..ServerId::COUNT as u64).rev().filter_map(|id| ServerId::try_from(id).ok());
     let mut ids: BTreeMap<IpAddr, ServerId> = BTreeMap::new();
@@ -372,7 +372,7 @@ fn services(config: &FleetConfig, records: &Records) -> Vec<FleetService> {
     config.services.iter().map(&mut with_transfer).collect()
 }
 
-/// Returns the members by service, in one pass over the servers.
+/// Returns the members of each service, collected in one pass over the servers.
 fn members(records: &Records) -> HashMap<&str, BTreeMap<ServerId, Membership>> {
     let mut members: HashMap<&str, BTreeMap<ServerId, Membership>> = HashMap::new();
     for (id, server) in &records.servers {

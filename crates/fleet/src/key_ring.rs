@@ -20,13 +20,13 @@ use rand::Rng;
 
 use crate::clock::whole_seconds;
 
-/// Keys and the phase of their rotation.
+/// Cookie keys of the fleet, and the phase of their rotation.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct KeyRing {
-    /// Keys for load balancers and agents.
+    /// Keys that load balancers and agents use.
     pub keys: FleetKeys,
     pub generation: u64,
-    /// Time since which the current key stamps (whole seconds since 1970, as stored).
+    /// Time since which the current key has been used for stamping (whole seconds since 1970, as stored).
     pub current_since: Duration,
     pub phase: KeyPhase,
 }
@@ -34,15 +34,15 @@ pub struct KeyRing {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum KeyPhase {
     Steady,
-    /// The next key is being distributed.
+    /// The next key is being distributed to load balancers and agents.
     Announced {
-        /// Whether the rotation proceeds without the acknowledgements of disconnected daemons.
+        /// Whether the rotation continues without confirmations by disconnected daemons.
         forced: bool,
     },
 }
 
 impl KeyPhase {
-    /// Returns the name in `coreward status`.
+    /// Returns the name of the phase, as in `coreward status`.
     pub fn name(self) -> &'static str {
         match self {
             KeyPhase::Steady => "steady",
@@ -57,7 +57,7 @@ impl KeyRing {
         Self { keys, generation: 0, current_since: whole_seconds(now), phase: KeyPhase::Steady }
     }
 
-    /// Replaces the key that does not stamp. During a rotation it only sets `forced`.
+    /// Replaces the key that is not used for stamping. If a rotation is in progress, only sets `forced`.
     pub fn announce(&mut self, forced: bool, generation: u64, random: &mut impl Rng) {
         match &mut self.phase {
             KeyPhase::Announced { forced: already } => *already |= forced,
@@ -69,7 +69,7 @@ impl KeyRing {
         }
     }
 
-    /// Makes the announced key the current one, if any.
+    /// Makes the announced key the current one. Does nothing if no key is announced.
     pub fn switch(&mut self, now: Duration, generation: u64) {
         if self.phase == KeyPhase::Steady {
             return;

@@ -26,7 +26,7 @@ use crate::key_ring::KeyRing;
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Records {
-    /// Grows with every change of the records or the configuration.
+    /// Number that increases with every change of the records or the configuration.
     pub generation: u64,
     pub key_ring: KeyRing,
     pub rss_key: RssKey,
@@ -35,18 +35,18 @@ pub struct Records {
     pub load_balancers: BTreeMap<String, LoadBalancerRecord>,
     pub document: Document,
     pub audit: Arc<Vec<AuditEntry>>,
-    /// Time of the last write by the records' clock (whole seconds since 1970); `None`: unknown.
+    /// Time of the last write, by the records' clock (whole seconds since 1970); `None`: unknown.
     pub last_write_at: Option<Duration>,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct DrainRecord {
-    /// Time of the last change (whole seconds since 1970, by the records' clock).
+    /// Time of the last change of the drain, by the records' clock (whole seconds since 1970).
     pub since: Duration,
-    /// Generation of the configuration that began the drain: a load balancer that has acknowledged it sends no new
+    /// Generation of the configuration that began the drain. A load balancer that has confirmed it sends no new
     /// connections.
     pub generation: u64,
-    /// Drained services; `None`: all services, including later ones.
+    /// Names of the services in which the server is drained; `None`: all services, including future ones.
     pub services: Option<BTreeSet<String>>,
 }
 
@@ -56,30 +56,30 @@ impl DrainRecord {
     }
 }
 
-/// Document in force, with its comments.
+/// Fleet document in force, including its comments.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Document {
-    /// Grows with every change of the text; 0: none yet.
+    /// Number that increases with every change of the text; 0: there is no document yet.
     pub generation: u64,
-    /// Text of the document (TOML).
+    /// Text of the document, in TOML.
     pub text: Arc<str>,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct LoadBalancerRecord {
-    /// Number of the load balancer's connection table in cookies; `None`: all numbers were taken.
+    /// Number of the load balancer's connection table, which cookies contain; `None`: all numbers were in use.
     pub owner: Option<OwnerNumber>,
     pub address: Option<IpAddr>,
-    /// Time of the disconnection (whole seconds since 1970); `None`: connected.
+    /// Time at which the load balancer disconnected (whole seconds since 1970); `None`: it is connected.
     pub left_at: Option<Duration>,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ServiceRecord {
     pub index: ServiceIndex,
-    /// Seed of the policy's hash keys, and of the time key of LB-side stamping.
+    /// Seed from which the policy's hash keys and the time key of LB-side stamping are derived.
     pub seed: u64,
-    /// Current and previous server of each bucket.
+    /// Current and previous server of each bucket of the service.
     pub bucket_history: BucketHistory,
 }
 
@@ -87,22 +87,22 @@ pub struct ServiceRecord {
 pub struct ServerRecord {
     pub name: String,
     pub address: IpAddr,
-    /// Whether the document contains the server.
+    /// Whether the fleet document contains the server.
     pub is_in_document: bool,
-    /// Services whose cookies may carry the server's id.
+    /// Services whose cookies may contain the server's id.
     pub services: BTreeMap<String, Membership>,
     pub drain: Option<DrainRecord>,
     /// Racks that may report for the server, from its newest entry in the document; `None`: the fleet's racks.
     pub racks: Option<BTreeSet<String>>,
-    /// VLAN of frames to the server, from its newest entry in the document.
+    /// VLAN of the frames to the server, from its newest entry in the document.
     pub vlan: Vlan,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Membership {
-    /// In the service's pool.
+    /// The server is in the service's pool.
     Present,
-    /// No longer in the pool since this time (whole seconds since 1970, as stored).
+    /// The server left the pool at this time (whole seconds since 1970, as stored).
     LeftAt(Duration),
 }
 
@@ -121,7 +121,7 @@ impl Records {
         }
     }
 
-    /// Applies a document. Fails, without a change, if chosen ids still belong to other servers, or no id is free.
+    /// Applies a document. Fails without a change if chosen ids still belong to other servers, or no id is free.
     pub fn apply(&mut self, config: &FleetConfig, now: Duration, random: &mut impl Rng) -> Result<(), Diagnostics> {
         let mut next = self.clone();
         next.remove_expired(config.max_connection_lifetime, now);
@@ -137,8 +137,8 @@ impl Records {
         Ok(())
     }
 
-    /// Registers a load balancer with its address. A new name gets the first free number. Returns whether the records
-    /// changed.
+    /// Records a load balancer with its address. A new name gets the first free number. Returns whether the records
+    /// have changed.
     pub fn register_load_balancer(&mut self, name: &str, address: Option<IpAddr>) -> bool {
         if let Some(known) = self.load_balancers.get_mut(name) {
             known.left_at = None;
@@ -150,7 +150,7 @@ impl Records {
         true
     }
 
-    /// Forgets a load balancer, which frees its number. Returns whether it was known.
+    /// Removes the record of a load balancer, which frees its number. Returns whether there was one.
     pub fn forget_load_balancer(&mut self, name: &str) -> bool {
         self.load_balancers.remove(name).is_some()
     }
@@ -161,7 +161,7 @@ impl Records {
         }
     }
 
-    /// Forgets load balancers and servers whose cookies have expired. Returns whether anything was removed.
+    /// Removes load balancers and servers whose cookies have expired. Returns whether anything was removed.
     pub fn remove_expired(&mut self, max_connection_lifetime: Duration, now: Duration) -> bool {
         let load_balancers = self.load_balancers.len();
         self.load_balancers
@@ -197,7 +197,7 @@ impl Records {
         }
     }
 
-    /// Returns the id of every server: chosen by the operator, unchanged or newly drawn.
+    /// Returns the id of every server: the one that the operator chose, the previous one, or a newly drawn one.
     fn apply_servers(&mut self, config: &FleetConfig, random: &mut impl Rng) -> Result<Vec<ServerId>, Diagnostics> {
         let had = self.ids_by_name();
         let lb_stamped = lb_stamped_servers(config);
@@ -229,7 +229,7 @@ impl Records {
         if wrong.is_empty() { Ok(ids) } else { Err(config.diagnostics(wrong)) }
     }
 
-    /// Returns the id that the operator chose, or the reason why the id is still in use.
+    /// Returns the id that the operator chose, or the reason why the server cannot have it yet.
     fn chosen_id(&self, name: &str, id: ServerId) -> Result<ServerId, String> {
         let Some(owner) = self.servers.get(&id).filter(|owner| owner.name != name) else {
             return Ok(id);
@@ -242,7 +242,7 @@ impl Records {
         ))
     }
 
-    /// Returns ids by name. If two ids have one name (the operator changed the id), the id in the document counts.
+    /// Returns server ids by name. If a name has two ids (the operator changed it), the one in the document counts.
     fn ids_by_name(&self) -> HashMap<String, ServerId> {
         let mut by_name = HashMap::new();
         for (id, server) in &self.servers {
@@ -261,7 +261,7 @@ impl Records {
             .collect()
     }
 
-    /// Records the pools. `ids`: the ids of `config.servers`, in the same order.
+    /// Records the pools of all services. `ids`: ids of the servers in `config.servers`, in the same order.
     fn apply_memberships(&mut self, config: &FleetConfig, ids: &[ServerId], now: Duration) {
         let mut drains = self.remaining_drains(config);
         for server in self.servers.values_mut() {
@@ -295,7 +295,7 @@ impl Records {
 }
 
 impl ServerRecord {
-    /// Returns whether the server is in the document, or cookies may carry its id.
+    /// Returns whether the server is in the document, or cookies may contain its id.
     fn has_id_in_use(&self) -> bool {
         self.is_in_document || !self.services.is_empty()
     }
@@ -307,8 +307,8 @@ fn lb_stamped_servers(config: &FleetConfig) -> HashSet<usize> {
     lb_stamped.flat_map(|service| service.servers.iter().copied()).collect()
 }
 
-/// Draws one of the `free` ids at random, so flipped bits of a cookie do not enumerate the pool. `room`: number of ids
-/// that the cookie can hold. `free` stays in ascending order.
+/// Draws one of the ids in `free_ids` at random, so that flipped bits of a cookie do not enumerate the pool.
+/// `id_limit`: number of ids that the cookie can hold. `free_ids` stays in ascending order.
 fn draw_server_id(free: &mut Vec<ServerId>, room: u64, random: &mut impl Rng) -> Option<ServerId> {
     let count = free.partition_point(|id| u64::from(id.get()) < room);
     let count = u32::try_from(count).ok().filter(|count| *count > 0)?;
@@ -323,7 +323,7 @@ mod tests {
 
     use super::*;
 
-    /// A document with these servers in one service, and those of `elsewhere` in another.
+    /// Returns a document with the servers `servers` in one service, and those of `other_servers` in another.
     fn config(servers: &[&str], elsewhere: &[&str]) -> FleetConfig {
         let mut text = String::new();
         for server in servers {
@@ -410,7 +410,7 @@ mod tests {
         assert_eq!((s1.services["web"], s1.services["api"]), (Membership::Present, Membership::LeftAt(at(10))));
     }
 
-    /// A server of a service with LB-side stamping gets an id that fits its cookie; old connections keep theirs.
+    /// A server of a service with LB-side stamping gets an id that fits the cookie; old connections keep the old id.
     #[test]
     fn ids_fit_the_cookie_of_lb_side_stamping() {
         let random = &mut seeded_rng(1, 0);
@@ -486,7 +486,7 @@ mod tests {
     }
 
     proptest! {
-        /// No id is reused within the lifetime of cookies.
+        /// No server id is assigned to another server within the lifetime of cookies.
         #[test]
         fn no_reserved_id_is_reassigned(
             seed: u64,

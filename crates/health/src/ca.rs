@@ -9,7 +9,7 @@ use rustls::{ClientConfig, DigitallySignedStruct, RootCertStore, SignatureScheme
 use rustls_pki_types::pem::PemObject as _;
 use rustls_pki_types::{CertificateDer, ServerName, UnixTime};
 
-/// Returns the TLS configuration of checks, or the reason why no certificate can be verified.
+/// Returns the TLS client configuration for health checks, or the reason why no certificate can be verified.
 pub fn client_config(verification: &CertificateVerification) -> Result<Arc<ClientConfig>, String> {
     let provider = Arc::new(ring::default_provider());
     let builder = ClientConfig::builder_with_provider(provider.clone());
@@ -34,7 +34,7 @@ fn parse_authorities(pem: &str) -> Result<RootCertStore, String> {
     if roots.is_empty() { Err("`ca`: no certificate in it".to_owned()) } else { Ok(roots) }
 }
 
-/// Returns the system's certificates, read once: a change of the system's list needs a restart.
+/// Returns the system's root certificates. They are read once: a change of the system's list needs a restart.
 fn system_roots() -> Result<Arc<RootCertStore>, String> {
     static SYSTEM: OnceLock<Arc<RootCertStore>> = OnceLock::new();
     let roots = SYSTEM.get_or_init(|| {
@@ -58,7 +58,7 @@ fn system_roots() -> Result<Arc<RootCertStore>, String> {
     }
 }
 
-/// Verifier that accepts any certificate, if the server has its key.
+/// Verifier that accepts any certificate, provided that the server has the certificate's private key.
 #[derive(Debug)]
 struct AnyCertificateVerifier {
     provider: Arc<CryptoProvider>,

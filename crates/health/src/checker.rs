@@ -21,31 +21,31 @@ use tokio::time::{Instant, sleep_until};
 use crate::path::NatTable;
 use crate::probe::Prober;
 
-/// Limit of concurrent checks, equal to the data plane's NAT entries. Further checks wait.
+/// Maximum number of concurrent checks, equal to the number of the data plane's NAT entries. Further checks wait.
 pub const MAX_CONCURRENT_CHECKS: usize = 1024;
 
-/// Limit of the random delay of a target's first check; the interval of the checks is the other limit.
+/// Maximum random delay of a target's first check, which is also limited by the interval of the checks.
 const MAX_FIRST_DELAY: Duration = Duration::from_millis(500);
 
 pub struct CheckedService<K> {
-    /// Kind, interval and expectation.
+    /// Kind, interval and expected result of the check.
     pub check: Arc<HealthCheck>,
     /// Address that clients connect to.
     pub vip: SocketAddr,
-    /// Keys and own addresses of the servers; a key occurs once among all services.
+    /// Keys and own addresses of the servers. Each key occurs only once among all services.
     pub servers: Vec<(K, IpAddr)>,
-    /// NAT table; required for checks at the VIP.
+    /// NAT table, which is required for checks at the VIP.
     pub nat_table: Option<Arc<dyn NatTable>>,
 }
 
 #[derive(Debug, Clone, PartialEq)]
 pub struct CheckResult {
     tracker: HealthTracker,
-    /// Time of the verdict, or the due time of the first check.
+    /// Time of the last change of the verdict, or the due time of the first check.
     pub since: Instant,
-    /// Error of the newest check; empty if the check passed, or none has ended.
+    /// Error of the newest check; empty if it passed, or no check has ended yet.
     pub last_error: String,
-    /// Duration of the newest answer; zero if there was none.
+    /// Time until the newest answer; zero if there was none.
     pub latency: Duration,
     pub check_count: u64,
     pub failure_count: u64,
@@ -64,13 +64,13 @@ impl CheckResult {
         }
     }
 
-    /// Returns the verdict; `None` before enough checks.
+    /// Returns the verdict on the server, or `None` before enough checks.
     pub fn verdict(&self) -> Option<HealthVerdict> {
         self.tracker.verdict()
     }
 }
 
-/// A target, whose results stay while all fields are equal.
+/// Properties of a target; its results are kept while all of them are equal.
 #[derive(Clone, PartialEq)]
 struct TargetSpec {
     check: Arc<HealthCheck>,
@@ -84,7 +84,7 @@ struct Target<K> {
     key: K,
 }
 
-/// Checks of all targets. The thread ends when `desired_targets` is dropped, so `desired_targets` is the first field.
+/// Health checker of all targets. Its thread ends when `desired_targets` is dropped, so this field comes first.
 pub struct Checker<K> {
     desired_targets: watch::Sender<Arc<Vec<Target<K>>>>,
     shared_results: Arc<SharedResults<K>>,
@@ -112,7 +112,7 @@ struct SharedResults<K> {
 }
 
 impl<K: Ord + Hash + Copy + Send + Sync + 'static> Checker<K> {
-    /// Starts the thread, without targets.
+    /// Starts the checker's thread, without targets.
     pub fn start() -> anyhow::Result<Self> {
         let (desired_targets, receiver) = watch::channel(Arc::new(Vec::new()));
         let shared_results = Arc::new(SharedResults {
@@ -129,7 +129,7 @@ impl<K: Ord + Hash + Copy + Send + Sync + 'static> Checker<K> {
         Ok(Self { desired_targets, shared_results, _thread: CheckerThread(Some(thread)) })
     }
 
-    /// Sets the targets. Unchanged ones keep their results.
+    /// Sets the services whose servers are checked. Unchanged targets keep their results.
     pub fn set_services(&self, services: Vec<CheckedService<K>>) {
         let mut desired = Vec::new();
         for service in services {
@@ -157,7 +157,7 @@ impl<K> SharedResults<K> {
     }
 }
 
-/// A target's task, aborted on drop.
+/// Task that checks a target, aborted on drop.
 struct TargetTask {
     spec: TargetSpec,
     handle: AbortHandle,

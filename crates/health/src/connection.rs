@@ -46,7 +46,7 @@ impl AsyncWrite for ServerConnection {
     }
 }
 
-/// Entry of the NAT table, removed on drop.
+/// Entry of the NAT table, which is removed on drop.
 pub(crate) struct NatEntryGuard {
     nat_path: NatPath,
     nat_table: Arc<dyn NatTable>,

@@ -34,12 +34,12 @@ pub enum ProbeError {
     Status(StatusCode, StatusRange),
     #[error("TLS: {0}")]
     Tls(String),
-    /// The HTTP answer is invalid or missing.
+    /// The HTTP response is invalid or missing.
     #[error("HTTP: {0}")]
     Http(String),
     #[error("{0}")]
     Network(String),
-    /// A local fault, which proves nothing about the server.
+    /// The check failed for a local reason, which proves nothing about the server.
     #[error("not asked, as this machine lacks something: {0}")]
     Local(String),
 }
@@ -49,7 +49,7 @@ impl ProbeError {
         matches!(self, Self::Local(_))
     }
 
-    /// Returns the local error that caused `error`, else `otherwise`.
+    /// Returns the local failure that caused `error`, or else the result of `otherwise`.
     fn from_error(error: &(dyn std::error::Error + 'static), otherwise: impl FnOnce(String) -> Self) -> Self {
         let mut causes = std::iter::successors(Some(error), |error| error.source());
         let local = causes.find_map(|error| error.downcast_ref::<std::io::Error>().filter(|error| is_local(error)));
@@ -57,7 +57,7 @@ impl ProbeError {
     }
 }
 
-/// Returns whether files, ports or memory are exhausted, or a local firewall forbids the connection.
+/// Returns whether an error is local: files, ports or memory are exhausted, or a local firewall forbids the connection.
 fn is_local(error: &std::io::Error) -> bool {
     const LOCAL_ERRNOS: [Errno; 9] = [
         Errno::EMFILE,
@@ -74,17 +74,17 @@ fn is_local(error: &std::io::Error) -> bool {
     error.raw_os_error().is_some_and(|number| LOCAL_ERRNOS.contains(&Errno::from_raw(number)))
 }
 
-/// Probes of the servers of one service.
+/// Prober of the servers of one service.
 pub struct Prober {
     check: Arc<HealthCheck>,
     vip: SocketAddr,
-    /// Connector for HTTPS, or the error of its setup.
+    /// TLS connector for HTTPS checks, or the error of its setup.
     tls: Option<Result<TlsConnector, String>>,
     nat_table: Option<Arc<dyn NatTable>>,
 }
 
 impl Prober {
-    /// Returns the probes of a service. `nat_table` is required for checks at the VIP.
+    /// Returns a prober for the servers of one service. `nat_table` is required for checks at the VIP.
     pub fn new(check: Arc<HealthCheck>, vip: SocketAddr, nat_table: Option<Arc<dyn NatTable>>) -> Self {
         let tls = match &check.probe {
             Probe::Https(_, verification) => Some(ca::client_config(verification).map(TlsConnector::from)),
@@ -133,7 +133,7 @@ impl Prober {
         }
     }
 
-    /// Adds the NAT entry for a check at the VIP from the socket's port.
+    /// Adds a NAT entry for a check at the VIP that uses the port to which the socket is bound.
     fn add_nat_entry(
         &self,
         socket: &TcpSocket,
@@ -167,7 +167,7 @@ impl Prober {
         ServerName::try_from(name.to_owned()).map_err(|error| invalid(&error))
     }
 
-    /// Opens a connection that ends with a reset, so neither end keeps state.
+    /// Opens a connection that will end with a reset, so that neither end keeps its state.
     async fn connect(&self, server: IpAddr) -> Result<ServerConnection, ProbeError> {
         let network = |error: std::io::Error| match error.kind() {
             ErrorKind::ConnectionRefused => ProbeError::ConnectionRefused,

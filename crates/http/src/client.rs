@@ -35,7 +35,7 @@ fn drain_path(server: &str) -> String {
     format!("servers/{}/drain", utf8_percent_encode(server, NON_ALPHANUMERIC))
 }
 
-/// Client of a fleet's controllers, with the caller's proof. It sends requests to the leader.
+/// Client of a fleet's controllers, with the caller's credential. It sends requests to the leader.
 #[derive(Debug, Clone)]
 pub struct Client {
     controllers: Vec<ControllerUrl>,
@@ -89,7 +89,7 @@ impl Client {
         self.get("status", &[("rss_keys", rss_keys)]).await
     }
 
-    /// Explains a packet's destination.
+    /// Returns the explanation of a packet's destination.
     pub async fn explain(&self, request: &Explain) -> anyhow::Result<Explanation> {
         self.get("explain", request).await
     }
@@ -104,12 +104,12 @@ impl Client {
         self.send(Method::POST, "keys/rotate", rotate).await
     }
 
-    /// Returns the fleet's document in force.
+    /// Returns the fleet document in force.
     pub async fn fleet(&self) -> anyhow::Result<Fleet> {
         self.get("fleet", &()).await
     }
 
-    /// Applies another document, or returns its changes.
+    /// Applies another fleet document, or only returns its changes (`dry_run`).
     pub async fn put_fleet(&self, fleet: &NewFleet) -> anyhow::Result<FleetApplied> {
         self.send(Method::PUT, "fleet", fleet).await
     }
@@ -119,23 +119,23 @@ impl Client {
         self.get("fleet/acknowledgements", &()).await
     }
 
-    /// Returns the newest changes with their authors.
+    /// Returns the newest entries of the audit log.
     pub async fn audit(&self, query: &AuditQuery) -> anyhow::Result<Audit> {
         self.get("audit", query).await
     }
 
-    /// Forgets a load balancer that is gone for good.
+    /// Forgets a load balancer that is gone for good, and returns the remaining ones.
     pub async fn forget_load_balancer(&self, name: &str) -> anyhow::Result<LoadBalancers> {
         let path = format!("load-balancers/{}", utf8_percent_encode(name, NON_ALPHANUMERIC));
         self.request(PendingRequest { method: Method::DELETE, path, body: None }).await
     }
 
-    /// Checks a document.
+    /// Checks a fleet document.
     pub async fn check(&self, check: &Check) -> anyhow::Result<Checked> {
         self.send(Method::POST, "check", check).await
     }
 
-    /// Returns the load of every core of every server, and counters.
+    /// Returns the load of every core of every server, and the load balancers' counters.
     pub async fn loads(&self) -> anyhow::Result<Loads> {
         self.get("loads", &()).await
     }
@@ -145,12 +145,12 @@ impl Client {
         self.get(&drain_path(server), &()).await
     }
 
-    /// Drains a server.
+    /// Drains a server in some or all of its services.
     pub async fn drain(&self, server: &str, drain: &DrainServer) -> anyhow::Result<DrainStatus> {
         self.send(Method::POST, &drain_path(server), drain).await
     }
 
-    /// Ends a drain.
+    /// Ends the drain of a server.
     pub async fn undrain(&self, server: &str) -> anyhow::Result<DrainStatus> {
         self.request(PendingRequest { method: Method::DELETE, path: drain_path(server), body: None }).await
     }

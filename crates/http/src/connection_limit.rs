@@ -14,10 +14,10 @@ use tokio::time::timeout;
 
 use crate::limits::network;
 
-/// Interval of checks for an idle connection while all connections are active.
+/// Interval between checks for an idle connection while all connections are active.
 const POLL_INTERVAL: Duration = Duration::from_millis(100);
 
-/// Connection slots of a server.
+/// Slots that limit the number of connections to a server.
 pub(crate) struct ConnectionSlots {
     free_slots: Arc<Semaphore>,
     connections: Mutex<Connections>,
@@ -26,15 +26,15 @@ pub(crate) struct ConnectionSlots {
 #[derive(Default)]
 struct Connections {
     by_number: BTreeMap<u64, Connection>,
-    /// Counter of arrivals and answers: smaller numbers are earlier.
+    /// Sequence number of the last arrival or answer; smaller numbers are earlier.
     last_number: u64,
 }
 
 struct Connection {
     network: IpAddr,
-    /// Number of active requests.
+    /// Number of active requests on the connection.
     active_requests: usize,
-    /// Number of the last answer, or of the connection's arrival.
+    /// Sequence number of the last answer, or of the connection's arrival.
     idle_since_sequence: u64,
     close_signal: Arc<Notify>,
 }
@@ -45,7 +45,7 @@ impl Connections {
         self.last_number
     }
 
-    /// Returns the longest idle connection of the network with most idle connections.
+    /// Returns the longest idle connection of the network that has most idle connections.
     fn connection_to_close(&self) -> Option<&Connection> {
         let idle = || self.by_number.values().filter(|connection| connection.active_requests == 0);
         let mut counts: HashMap<IpAddr, usize> = HashMap::new();
@@ -63,7 +63,7 @@ impl ConnectionSlots {
         self.connections.lock()
     }
 
-    /// Waits for a slot for a connection from this address.
+    /// Waits for a slot, and takes it for a connection from this address.
     pub(crate) async fn take(self: &Arc<Self>, address: IpAddr) -> ConnectionPermit {
         let permit = loop {
             if let Ok(permit) = self.free_slots.clone().try_acquire_owned() {
@@ -105,7 +105,7 @@ impl ConnectionPermit {
         RequestGuard(self.clone())
     }
 
-    /// Returns when the connection is idle and another one needs its slot.
+    /// Waits until the connection is idle and another one needs its slot.
     pub(crate) async fn wait_until_needed(&self) {
         loop {
             self.close_signal.notified().await;
@@ -136,7 +136,7 @@ impl Drop for ConnectionPermit {
     }
 }
 
-/// Guard of an active request.
+/// Guard of an active request, which ends when the guard is dropped.
 pub(crate) struct RequestGuard(Arc<ConnectionPermit>);
 
 impl Drop for RequestGuard {

@@ -28,16 +28,16 @@ use crate::tokens::Tokens;
 use crate::{Problem, ProblemKind};
 use coreward_api::{Caller, Role};
 
-/// Default limit of a request's body in bytes.
+/// Default maximum size of a request's body in bytes.
 pub const DEFAULT_MAX_BODY_BYTES: usize = 64 << 10;
-/// Limit of the body of a fleet document, bytes: 16,384 servers and 1,000 services are about 2 MB.
+/// Maximum size of a fleet document in a request in bytes; 16,384 servers and 1,000 services are about 2 MB.
 pub const MAX_DOCUMENT_BYTES: usize = 8 << 20;
-/// Time from a request's first byte to the first byte of its answer.
+/// Maximum time from a request's first byte to the first byte of its answer.
 const TIMEOUT: Duration = Duration::from_secs(30);
-/// Name of bearer tokens in the OpenAPI document.
+/// Name of the security scheme of bearer tokens in the OpenAPI document.
 const TOKEN_SCHEME: &str = "token";
 
-/// Counts of answered requests, by status.
+/// Numbers of answered requests by HTTP status code.
 #[derive(Debug, Default)]
 pub struct RequestCounts(Mutex<BTreeMap<u16, u64>>);
 
@@ -46,26 +46,26 @@ impl RequestCounts {
         *self.0.lock().entry(status).or_default() += 1;
     }
 
-    /// Returns the counts by status.
+    /// Returns the number of answered requests for each HTTP status code.
     pub fn by_status(&self) -> BTreeMap<u16, u64> {
         self.0.lock().clone()
     }
 }
 
-/// Access control of the API.
+/// Access control of the API: authentication, roles and rate limits.
 pub struct AccessControl {
     tokens: Arc<Tokens>,
     sessions: Sessions,
-    /// Revoked certificates.
+    /// List of revoked certificates.
     revocation_list: RevocationList,
     limits: RateLimits,
     request_counts: Arc<RequestCounts>,
-    /// Number of changes of permissions.
+    /// Counter of permission changes, each of which ends streaming answers.
     permission_changes: watch::Sender<u64>,
 }
 
 impl AccessControl {
-    /// Returns a guard that accepts callers with one of these tokens, or a certificate that is not revoked.
+    /// Returns an access control that accepts callers with one of these tokens, or a certificate that is not revoked.
     pub fn new(tokens: Arc<Tokens>, revocation_list: RevocationList, request_counts: Arc<RequestCounts>) -> Self {
         let (sessions, limits) = (Sessions::default(), RateLimits::default());
         Self { tokens, sessions, revocation_list, limits, request_counts, permission_changes: watch::Sender::new(0) }
@@ -94,7 +94,7 @@ impl AccessControl {
         &self.sessions
     }
 
-    /// Returns the caller, identified by token, certificate or session.
+    /// Returns the caller, who is identified by a token, a certificate or a session. Fails if there is none.
     fn authenticate(&self, request: &Request) -> Result<Caller, Problem> {
         let peer = request.extensions().get::<Peer>().cloned().unwrap_or_default();
         let session = || {
@@ -119,7 +119,7 @@ impl AccessControl {
         }
     }
 
-    /// Returns the role of the token, and its id.
+    /// Returns the role of the token in the header, and a principal with the token's id.
     fn role_of(&self, authorization: &HeaderValue) -> Option<(Role, Arc<str>)> {
         let (scheme, token) = authorization.to_str().ok()?.split_once(' ')?;
         // RFC 9110, Sect. 11.1: the scheme's case does not matter.
@@ -134,7 +134,7 @@ pub fn token_id(token: &str) -> String {
     Fingerprint::sha256(token.as_bytes()).to_string().replace(':', "")[..8].to_ascii_lowercase()
 }
 
-/// Checks before the handler of one endpoint.
+/// Access checks before the handler of one endpoint.
 #[derive(Clone)]
 struct RouteGuard {
     guard: Arc<AccessControl>,
@@ -172,7 +172,7 @@ async fn admit(gate: &RouteGuard, mut request: Request, next: Next) -> Response 
     }
 }
 
-/// Router of all endpoints, and their OpenAPI document.
+/// Builder of the API's router and of its OpenAPI document.
 pub struct Endpoints<S> {
     guard: Arc<AccessControl>,
     router: OpenApiRouter<S>,
@@ -212,7 +212,7 @@ impl<S: Clone + Send + Sync + 'static> Endpoints<S> {
         self
     }
 
-    /// Returns the router and the document.
+    /// Returns the router and the OpenAPI document.
     pub fn into_parts(self) -> (Router<S>, OpenApi) {
         let (router, document) = self.router.split_for_parts();
         let router = router
@@ -225,7 +225,7 @@ impl<S: Clone + Send + Sync + 'static> Endpoints<S> {
     }
 }
 
-/// Disables caching, and guessing of content types.
+/// Adds headers that disable caching and the guessing of content types.
 async fn with_common_headers(mut response: Response) -> Response {
     let headers = response.headers_mut();
     headers.entry(header::CACHE_CONTROL).or_insert(HeaderValue::from_static("no-store"));
@@ -260,7 +260,7 @@ fn describe(operation: &mut Operation, needed: Role) {
     }
 }
 
-/// Returns the description of an answer with a [`Problem`].
+/// Returns the OpenAPI description of an answer with a [`Problem`].
 fn problem_response(description: &str) -> RefOr<DescribedResponse> {
     let content = ContentBuilder::new().schema(Some(Ref::from_schema_name("Problem"))).build();
     RefOr::T(ResponseBuilder::new().description(description).content(PROBLEM_JSON, content).build())

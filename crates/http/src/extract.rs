@@ -13,17 +13,17 @@ use crate::Problem;
 use crate::endpoints::DEFAULT_MAX_BODY_BYTES;
 use crate::work::{self, WorkSize};
 
-/// Parameters of the query.
+/// Extractor of the parameters in a request's query.
 #[derive(Debug, FromRequestParts)]
 #[from_request(via(axum::extract::Query), rejection(Problem))]
 pub struct Query<T>(pub T);
 
-/// Parameters of the path.
+/// Extractor of the parameters in a request's path.
 #[derive(Debug, FromRequestParts)]
 #[from_request(via(axum::extract::Path), rejection(Problem))]
 pub struct Path<T>(pub T);
 
-/// JSON body of a request or an answer.
+/// JSON body of an answer, or extractor of a request's JSON body.
 #[derive(Debug)]
 pub struct Json<T>(pub T);
 

@@ -19,18 +19,18 @@ type Limiter<K> = RateLimiter<
     NoOpMiddleware<<MonotonicClock as governor::clock::Clock>::Instant>,
 >;
 
-/// Reading requests per second, for each role and address: enough for a dashboard and a few scripts.
+/// Maximum number of reading requests per second, for each role and address: enough for a dashboard and a few scripts.
 const MAX_READS_PER_SECOND: NonZeroU32 = NonZeroU32::new(200).unwrap();
-/// Requests per second that only an operator may send, for each address.
+/// Maximum number of requests per second that only an operator may send, for each address.
 const MAX_WRITES_PER_SECOND: NonZeroU32 = NonZeroU32::new(20).unwrap();
-/// Requests per second without a valid token, for each address.
+/// Maximum number of requests per second without a valid token, for each address.
 const MAX_REFUSALS_PER_SECOND: NonZeroU32 = NonZeroU32::new(10).unwrap();
-/// Burst as a multiple of the rate.
+/// Maximum burst of requests, as a multiple of the rate per second.
 const BURST: u32 = 5;
-/// Number of callers above which inactive callers are forgotten.
+/// Number of callers in a limiter, above which inactive callers are forgotten.
 const MAX_CALLERS: usize = 4096;
 
-/// The rate limits.
+/// Rate limits of callers, by role and address.
 pub struct RateLimits {
     clock: MonotonicClock,
     read_limiter: Limiter<(Role, IpAddr)>,
@@ -58,12 +58,12 @@ impl Default for RateLimits {
 const BURST_FACTOR: NonZeroU32 = NonZeroU32::new(BURST).unwrap();
 
 impl RateLimits {
-    /// Counts a request of an authenticated caller.
+    /// Counts a request of an authenticated caller. Fails if the caller's rate limit is exceeded.
     pub fn count_request(&self, role: Role, address: IpAddr, writes: bool) -> Result<(), Problem> {
         self.check(if writes { &self.write_limiter } else { &self.read_limiter }, &(role, network(address)))
     }
 
-    /// Counts a request of an unauthenticated caller.
+    /// Counts a request of an unauthenticated caller. Fails if the address's rate limit is exceeded.
     pub fn count_rejected(&self, address: IpAddr) -> Result<(), Problem> {
         self.check(&self.refusal_limiter, &network(address))
     }
@@ -82,7 +82,7 @@ fn too_many_requests(wait: Duration) -> Problem {
         .retry_after(seconds)
 }
 
-/// Returns the /64 network of an IPv6 address, because one host may have all of it.
+/// Returns the address, or the /64 network of an IPv6 address, because one host may have all of it.
 pub(crate) fn network(address: IpAddr) -> IpAddr {
     match address.to_canonical() {
         IpAddr::V6(v6) => IpAddr::V6(Ipv6Addr::from_bits(v6.to_bits() & !u128::from(u64::MAX))),

@@ -12,7 +12,7 @@ use utoipa::ToSchema;
 /// Media type of a [`Problem`].
 pub const PROBLEM_JSON: &str = "application/problem+json";
 
-/// Kind of error.
+/// Kind of an error.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub enum ProblemKind {
     /// The request is malformed.
@@ -81,17 +81,17 @@ impl ProblemKind {
     }
 }
 
-/// An error (RFC 9457).
+/// An error response (RFC 9457).
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct Problem {
-    /// Kind of error.
+    /// Kind of the error.
     #[serde(rename = "type")]
     pub kind: ProblemKind,
-    /// Title of the kind.
+    /// Title of the error's kind.
     pub title: Box<str>,
-    /// Status of the response.
+    /// HTTP status code of the response.
     pub status: u16,
-    /// Found value and expectation.
+    /// The value found and the value expected.
     pub detail: String,
     /// Mistakes of a document, in the order of its lines (the first 100).
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
@@ -109,7 +109,7 @@ pub struct Problem {
 }
 
 impl Problem {
-    /// Returns an error. `detail`: found value and expectation.
+    /// Returns an error. `detail`: the value found and the value expected.
     pub fn new(kind: ProblemKind, detail: impl Into<String>) -> Self {
         let (status, title) = kind.status_and_title();
         let (title, status) = (title.into(), status.as_u16());
@@ -126,7 +126,7 @@ impl Problem {
         }
     }
 
-    /// Returns the error for an unknown object; `what`: its kind.
+    /// Returns the error for an object that does not exist; `what`: kind of the object.
     pub fn not_found(what: &str, name: &str) -> Self {
         Self::new(ProblemKind::NotFound, format!("{what} {name:?} does not exist"))
     }
@@ -136,7 +136,7 @@ impl Problem {
         Self::new(ProblemKind::Internal, format!("{error:#}"))
     }
 
-    /// Sets the seconds until the next attempt.
+    /// Sets the number of seconds until the next attempt.
     pub fn retry_after(self, seconds: u64) -> Self {
         Self { retry_after_s: Some(seconds), ..self }
     }

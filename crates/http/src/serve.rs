@@ -20,15 +20,15 @@ use crate::connection_limit::{ConnectionPermit, ConnectionSlots, TrackedBody};
 use crate::work;
 use coreward_api::Role;
 
-/// Limits of connections.
+/// Limits of a server's connections.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ConnectionLimits {
-    /// Limit of concurrent connections. At the limit, a new connection replaces an idle one, or waits.
+    /// Maximum number of concurrent connections. At the limit, a new connection replaces an idle one, or waits.
     pub max_connections: usize,
     /// Time limit for a request's head, from the handshake or the last answer on. The time between request and answer
     /// is not limited.
     pub head_timeout: Duration,
-    /// Limit of a request's head, bytes.
+    /// Maximum size of a request's head in bytes.
     pub max_head_bytes: usize,
     /// Time after which a client that reads nothing of an answer is disconnected.
     pub write_timeout: Duration,
@@ -45,7 +45,7 @@ impl Default for ConnectionLimits {
     }
 }
 
-/// Peer of a connection, which every request carries.
+/// Peer of a connection; every request carries it as an extension.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Peer {
     /// Address of the peer.
@@ -56,7 +56,7 @@ pub struct Peer {
     pub is_encrypted: bool,
 }
 
-/// Identity of an operator or a viewer by certificate.
+/// Identity of an operator or a viewer, which a certificate proves.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct CertificateIdentity {
     /// Role in the certificate.
@@ -65,7 +65,7 @@ pub struct CertificateIdentity {
     pub name: Arc<str>,
     /// Fingerprint of the certificate.
     pub fingerprint: Fingerprint,
-    /// End of the certificate (since 1970).
+    /// End of the certificate's validity (time since 1970).
     pub not_after: Duration,
 }
 
@@ -82,9 +82,9 @@ impl Default for Peer {
     }
 }
 
-/// Secures a connection before the first request.
+/// Type that secures a connection before its first request.
 pub trait Acceptor: Clone + Send + Sync + 'static {
-    /// Stream of requests.
+    /// Byte stream of the secured connection.
     type Stream: AsyncRead + AsyncWrite + Send + Unpin + 'static;
 
     /// Returns the secured connection and its peer. The implementation has its own timeout.
@@ -95,7 +95,7 @@ pub trait Acceptor: Clone + Send + Sync + 'static {
     ) -> impl Future<Output = io::Result<(Self::Stream, Peer)>> + Send;
 }
 
-/// Accepts connections without TLS.
+/// Acceptor of connections without TLS.
 #[derive(Debug, Clone, Copy)]
 pub struct PlainAcceptor;
 
@@ -107,7 +107,7 @@ impl Acceptor for PlainAcceptor {
     }
 }
 
-/// A listening socket.
+/// Listening socket with limits of its connections.
 pub struct Listener {
     listener: std::net::TcpListener,
     address: SocketAddr,
@@ -115,7 +115,7 @@ pub struct Listener {
 }
 
 impl Listener {
-    /// Binds the address. Fails if the address is in use or does not exist.
+    /// Binds a socket to the address. Fails if the address is in use or does not exist.
     pub fn bind(address: SocketAddr) -> anyhow::Result<Self> {
         let expected = "expected a free port and an address of this host (`api`)";
         let listener =
@@ -130,7 +130,7 @@ impl Listener {
         Self { connection_limits, ..self }
     }
 
-    /// Returns the listening address.
+    /// Returns the address at which the socket listens.
     pub fn address(&self) -> SocketAddr {
         self.address
     }
@@ -177,7 +177,7 @@ impl Listener {
     }
 }
 
-/// Ends the server when it is dropped.
+/// Guard of a running server, which ends when the guard is dropped.
 pub struct RunningServer {
     _alive: oneshot::Sender<std::convert::Infallible>,
 }

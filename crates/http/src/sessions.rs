@@ -15,24 +15,24 @@ use subtle::ConstantTimeEq as _;
 
 /// Lifetime of a session.
 const SESSION_LIFETIME: Duration = Duration::from_secs(12 * 3600);
-/// Limit of sessions; beyond it the oldest one ends.
+/// Maximum number of sessions; beyond it the oldest one ends.
 const MAX_SESSIONS: usize = 256;
 const COOKIE_NAME: &str = "coreward_session";
 
-/// Open sessions.
+/// Open sessions of browsers.
 #[derive(Default)]
 pub struct Sessions(Mutex<Vec<Session>>);
 
-/// Proof by which a session was begun.
+/// Credential with which a session was begun.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum SessionProof {
-    /// A token.
+    /// The session was begun with a token.
     Token,
-    /// A certificate.
+    /// The session was begun with a certificate.
     Certificate {
-        /// Fingerprint of the certificate, with which the session ends.
+        /// Fingerprint of the certificate; the session ends when the certificate is revoked.
         fingerprint: Fingerprint,
-        /// End of the certificate (since 1970).
+        /// End of the certificate's validity (time since 1970).
         not_after: Duration,
     },
 }
@@ -56,7 +56,7 @@ struct Session {
 }
 
 impl Sessions {
-    /// Begins a session and returns its `Set-Cookie`. `proof`: the proof; `encrypted`: whether the request came by TLS.
+    /// Begins a session and returns its `Set-Cookie` value. `encrypted`: whether the request came by TLS.
     pub fn create(&self, proof: SessionProof, encrypted: bool) -> String {
         let mut bytes = [0; 32];
         let Ok(()) = UnwrapErr(SysRng).try_fill_bytes(&mut bytes);
@@ -77,8 +77,8 @@ impl Sessions {
         session_ids(headers).any(|id| living.iter().any(|session| session.matches(id)))
     }
 
-    /// Ends the request's session and returns the `Set-Cookie` that clears it. `encrypted`: whether the request came by
-    /// TLS.
+    /// Ends the request's session and returns the `Set-Cookie` value that clears it. `encrypted`: whether the request
+    /// came by TLS.
     pub fn end(&self, headers: &HeaderMap, encrypted: bool) -> String {
         for id in session_ids(headers) {
             self.live_sessions().retain(|session| !session.matches(id));
@@ -110,8 +110,8 @@ impl Session {
     }
 }
 
-/// Returns a cookie. RFC 6265bis, Sect. 4.1.2.5: browsers send `Secure` cookies by TLS only, and accept none in clear
-/// text.
+/// Returns a `Set-Cookie` value. RFC 6265bis, Sect. 4.1.2.5: browsers send `Secure` cookies by TLS only, and accept
+/// none in clear text.
 fn cookie_header_value(id: &str, life: Duration, encrypted: bool) -> String {
     let secure = if encrypted { "; Secure" } else { "" };
     format!("{COOKIE_NAME}={id}; Path=/; HttpOnly; SameSite=Strict; Max-Age={}{secure}", life.as_secs())

@@ -19,15 +19,15 @@ use coreward_api::Role;
 const TOKEN_BYTES: usize = 32;
 /// Number of random bytes in the name of a temporary file.
 const TEMPORARY_NAME_BYTES: usize = 9;
-/// Minimum length of an operator's own token, in characters.
+/// Minimum length, in characters, of a token that an operator has chosen.
 const MIN_TOKEN_LENGTH: usize = 32;
 
-/// Returns the path of a role's token.
+/// Returns the path of the file with a role's token.
 pub fn token_file(directory: &Path, role: Role) -> PathBuf {
     directory.join(format!("{role}.token"))
 }
 
-/// The tokens of all roles.
+/// The tokens of all roles, and the directory of their files.
 #[derive(Debug)]
 pub struct Tokens {
     directory: PathBuf,
@@ -146,7 +146,7 @@ mod tests {
         }
     }
 
-    /// In one process they have the same id, as in two containers.
+    /// Controllers in one process have the same process id, like controllers in two containers.
     #[test]
     fn concurrent_controllers_create_the_same_tokens() {
         for _ in 0..20 {

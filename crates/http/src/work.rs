@@ -8,26 +8,26 @@ use tokio::sync::{Semaphore, SemaphorePermit};
 
 use crate::{Problem, ProblemKind};
 
-/// Number of threads, each of which makes one answer at a time.
+/// Number of worker threads, each of which computes one answer at a time.
 pub(crate) const THREAD_COUNT: usize = 4;
-/// Number of threads that may answer large bodies, so that threads remain for small ones.
+/// Maximum number of worker threads for large requests, so that threads remain for small ones.
 const MAX_LARGE_REQUEST_THREADS: usize = 2;
-/// Limit of waiting requests with a large body, which is in memory.
+/// Maximum number of waiting requests with a large body, because the bodies are in memory.
 const MAX_WAITING_LARGE_REQUESTS: usize = 16;
 
-/// Expected work of a request.
+/// Expected amount of work for a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum WorkSize {
-    /// Milliseconds of work with thousands of servers.
+    /// Work of milliseconds, even with thousands of servers.
     Small,
-    /// Unbounded work: seconds for the worst documents.
+    /// Unbounded work, which takes seconds for the worst documents.
     Large,
 }
 
 static LARGE_WORK_SLOTS: Semaphore = Semaphore::const_new(MAX_LARGE_REQUEST_THREADS);
 static LARGE_ANSWER_SLOTS: Semaphore = Semaphore::const_new(MAX_LARGE_REQUEST_THREADS + MAX_WAITING_LARGE_REQUESTS);
 
-/// An encoded answer in JSON.
+/// An answer that is encoded in JSON.
 #[derive(Debug)]
 pub struct JsonAnswer(Vec<u8>);
 

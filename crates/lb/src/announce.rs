@@ -19,9 +19,9 @@ use tokio_stream::StreamExt as _;
 
 use crate::config::Announce;
 
-/// Protocol of the routes in `ip route`: a number that the kernel's and iproute2's lists do not use.
+/// Protocol number of the routes, as in `ip route`. The lists of the kernel and of iproute2 do not use this number.
 const ROUTE_PROTOCOL: RouteProtocol = RouteProtocol::Other(174);
-/// Interval of checks for changes of the table by other programs.
+/// Interval of checks for changes that other programs make to the routing table.
 const READ_INTERVAL: Duration = Duration::from_secs(10);
 
 pub struct Announcer {
@@ -32,7 +32,7 @@ pub struct Announcer {
     netlink_task: AbortHandle,
 }
 
-/// VIPs that can be announced, and reasons against the others.
+/// VIPs that can be announced, and the reasons why others cannot.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct AnnounceState {
     /// VIPs whose packets can be forwarded.
@@ -42,7 +42,7 @@ pub struct AnnounceState {
 }
 
 impl Announcer {
-    /// Reads the routes of an earlier process. Fails when the kernel does not show its routes.
+    /// Starts by reading the routes that an earlier process added. Fails when the kernel does not show its routes.
     pub async fn start(config: &Announce) -> anyhow::Result<Self> {
         let (connection, handle, _) = rtnetlink::new_connection().context("cannot open a netlink socket for routes")?;
         let answers = tokio::spawn(connection).abort_handle();
@@ -57,7 +57,7 @@ impl Announcer {
         Ok(announcer)
     }
 
-    /// Returns the number of the kernel's table with the routes.
+    /// Returns the id of the kernel's routing table to which the routes are added.
     pub fn route_table_id(&self) -> u32 {
         self.route_table_id
     }
@@ -66,7 +66,7 @@ impl Announcer {
         self.announced_vips.len()
     }
 
-    /// Announces the `wanted` VIPs and withdraws all others. Fails when the kernel rejects a route.
+    /// Announces exactly the `wanted` VIPs, and withdraws all others. Fails when the kernel rejects a route.
     pub async fn announce(&mut self, wanted: &BTreeSet<IpAddr>) -> anyhow::Result<()> {
         if self.last_read.elapsed() >= READ_INTERVAL {
             self.read().await?;
@@ -98,7 +98,7 @@ impl Announcer {
         Ok(())
     }
 
-    /// Returns whether the interface is up. Fails when the interface does not exist.
+    /// Returns whether the network interface is up. Fails when it does not exist.
     pub async fn is_interface_up(&self, interface: &str) -> anyhow::Result<bool> {
         let links = self.handle.link().get().match_name(interface.to_owned()).execute();
         let mut links = std::pin::pin!(links);

@@ -46,11 +46,11 @@ pub struct CaptureArgs {
     pub seconds: Option<u64>,
 }
 
-/// Interval of checks for the end of the capture.
+/// Interval of checks whether the capture must end.
 const POLL_INTERVAL: Duration = Duration::from_millis(100);
 
-/// Captures up to the given count or time, or until SIGINT; prints the number of packets at the end. Fails when no load
-/// balancer runs, it does not have the service, or the file cannot be written.
+/// Captures up to the given number of packets or seconds, or until SIGINT. Prints the number of packets at the end.
+/// Fails when no load balancer runs or it does not have the service, or the file cannot be written.
 pub fn run(args: &CaptureArgs) -> anyhow::Result<()> {
     let config = Config::load(&args.config)?;
     let service = find_service(&args.service, &capture::services(&config.pin_directory)?)?;
@@ -109,7 +109,7 @@ fn stop_on_signal() -> anyhow::Result<Arc<AtomicBool>> {
     Ok(stop)
 }
 
-/// Returns the difference between CLOCK_MONOTONIC and the time since 1970.
+/// Returns the time from 1970 to the zero point of CLOCK_MONOTONIC.
 fn epoch_of_monotonic_clock() -> anyhow::Result<Duration> {
     let now = SystemTime::now().duration_since(UNIX_EPOCH).context("the wall clock is before 1970")?;
     Ok(now.saturating_sub(clock_gettime(ClockId::CLOCK_MONOTONIC)?.into()))
@@ -134,7 +134,7 @@ impl PacketSink {
 }
 
 impl PacketSink {
-    /// Flushes the file, and returns the error that a drop would hide.
+    /// Flushes the file and returns an error, which a drop would ignore.
     fn finish(self) -> anyhow::Result<()> {
         match self {
             PacketSink::Text => Ok(()),
@@ -143,7 +143,7 @@ impl PacketSink {
     }
 }
 
-/// A pcapng file (draft-ietf-opsawg-pcapng) with one Ethernet interface.
+/// pcapng file (draft-ietf-opsawg-pcapng) with one Ethernet interface, to which packets are written.
 struct PcapNg {
     writer: PcapNgWriter<BufWriter<File>>,
     annotates: bool,

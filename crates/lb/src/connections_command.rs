@@ -47,8 +47,8 @@ impl SortBy {
 
 const PIN_ROOT: &str = "/sys/fs/bpf/coreward";
 
-/// Returns the text to print. Fails when the pin directory is ambiguous or has no load balancer, or the service is
-/// unknown.
+/// Returns the heaviest connections of a service as text. Fails when the pin directory is ambiguous or has no load
+/// balancer, or the service is unknown.
 pub fn run(args: &ConnectionsArgs) -> anyhow::Result<String> {
     let directory = match &args.pin_directory {
         Some(directory) => directory.clone(),
@@ -64,7 +64,7 @@ pub fn run(args: &ConnectionsArgs) -> anyhow::Result<String> {
     Ok(format!("{head}\n{}", format_table(&top, pinned.clock())))
 }
 
-/// Returns the only directory below `root` in which a load balancer has pinned its maps.
+/// Returns the only directory below `root` in which a load balancer has pinned its maps; fails if there are several.
 fn find_pin_directory(root: &Path) -> anyhow::Result<PathBuf> {
     let listed = std::fs::read_dir(root).with_context(|| format!("{}: give --pin-directory", root.display()))?;
     let has_table = |directory: &PathBuf| directory.join("lb/connections").exists();

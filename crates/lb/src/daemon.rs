@@ -34,16 +34,16 @@ use crate::last_configuration::LastConfiguration;
 use crate::resolvers::{Resolution, Resolvers};
 use crate::sweeper::Sweeper;
 
-/// Interval at which the packets' clock is set, and the next section of the connection table swept.
+/// Interval at which the time for the data plane is set, and the next section of the connection table is swept.
 const TICK_INTERVAL: Duration = Duration::from_millis(100);
-/// Minimum time between two messages of state: with a thousand services, each takes a millisecond.
+/// Minimum time between two state messages: with a thousand services, creating one takes a millisecond.
 const MIN_STATE_INTERVAL: Duration = Duration::from_millis(20);
-/// Length of the queue of messages to the controller: a state, counts and socket queries.
+/// Length of the queue of messages to the controller, which are states, traffic counts and socket queries.
 const MESSAGE_QUEUE_LENGTH: usize = 64;
 const RESOLVER_ENDED: &str = "a thread that resolves MAC addresses has ended";
 
-/// Runs until SIGTERM or SIGINT; pinned objects stay in use. Fails when the file is invalid, another daemon uses the
-/// pin directory, the interface does not exist, or the kernel rejects the program.
+/// Runs the load balancer until SIGTERM or SIGINT. Pinned programs and maps stay in use. Fails when the file is
+/// invalid, another daemon uses the pin directory, the interface does not exist, or the kernel rejects the program.
 pub fn run(config: &Path) -> anyhow::Result<()> {
     let config = Config::load(config)?;
     // Health checks of many servers are many concurrent connections.
@@ -72,8 +72,8 @@ pub fn run(config: &Path) -> anyhow::Result<()> {
     tokio::runtime::Builder::new_current_thread().enable_all().build()?.block_on(serve(config, forwarder, changes))
 }
 
-/// Removes the program from the interface and all pins: forwarding ends. Fails when the file is invalid, its daemon
-/// runs, or a pin cannot be removed.
+/// Detaches the program from the interface and removes all pins, which ends forwarding. Fails when the file is invalid,
+/// its daemon is running, or a pin cannot be removed.
 pub fn detach(config: &Path) -> anyhow::Result<()> {
     let config = Config::load(config)?;
     let _pin_lock = PinLock::new(&config.pin_directory)?;
@@ -143,14 +143,14 @@ async fn serve(
     outcome
 }
 
-/// Withdraws all VIPs, and returns after the drain time of the routers.
+/// Withdraws all VIPs, and returns when the drain time for routers has passed.
 async fn withdraw_vips(announce: &Announce) -> anyhow::Result<()> {
     Announcer::start(announce).await?.announce(&BTreeSet::new()).await?;
     tokio::time::sleep(announce.drain).await;
     Ok(())
 }
 
-/// Tasks that do not depend on a controller.
+/// Tasks of the load balancer that do not depend on a controller.
 struct BackgroundTasks {
     resolutions: mpsc::UnboundedReceiver<Resolution>,
     ticker: Interval,
@@ -194,7 +194,7 @@ impl BackgroundTasks {
         Ok(())
     }
 
-    /// Returns the daemon's state, for the controller and Prometheus.
+    /// Returns the daemon's state, which the controller gets and Prometheus can read.
     fn state(&self, forwarder: &Forwarder, connection: &ControllerConnection) -> v1::LoadBalancerState {
         let mut state = forwarder.state();
         state.warnings.extend(connection.warnings());
@@ -208,7 +208,7 @@ impl BackgroundTasks {
         page
     }
 
-    /// Runs the background tasks while a future is pending.
+    /// Runs the background tasks until a future completes, and returns its result.
     async fn run_while<T>(
         &mut self,
         forwarder: &mut Forwarder,
@@ -339,7 +339,7 @@ fn skipping_interval(period: Duration) -> Interval {
     interval
 }
 
-/// Returns the monotonic time, for latencies.
+/// Returns the time on a monotonic clock, for measuring latencies.
 fn uptime() -> Duration {
     static START: OnceLock<Instant> = OnceLock::new();
     START.get_or_init(Instant::now).elapsed()
@@ -360,8 +360,8 @@ fn wrap_message(message: Message) -> v1::LoadBalancerMessage {
     v1::LoadBalancerMessage { message: Some(message) }
 }
 
-/// Applies an update. An unusable update is logged and reported, and leaves the previous state in force. Returns the
-/// acknowledgement of a table.
+/// Applies an update from the controller. An unusable update is logged and reported, and leaves the previous state in
+/// force. Returns the acknowledgement if the update was a table.
 fn apply_update(
     forwarder: &mut Forwarder,
     sweeper: &mut Sweeper,
@@ -427,7 +427,7 @@ fn log_rejection(kind: &str, outcome: anyhow::Result<()>) {
     }
 }
 
-/// Installs a table and returns its acknowledgement; `None`: the table is unusable, which is reported.
+/// Installs a table and returns its acknowledgement, or `None` if the table is unusable, which is reported.
 fn install_table(forwarder: &mut Forwarder, bytes: Bytes) -> Option<v1::TableInForce> {
     let outcome = match table::decode(bytes.clone()) {
         Ok((service, table)) => {

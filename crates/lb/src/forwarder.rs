@@ -36,82 +36,82 @@ use refusals::Refusals;
 use symptoms::Symptoms;
 use table_ages::TableAges;
 
-/// Report interval before the first configuration.
+/// Interval of traffic messages before the first configuration.
 const DEFAULT_REPORT_INTERVAL: Duration = Duration::from_millis(100);
-/// Calls of [`Forwarder::sweep`] for the whole connection table: one second.
+/// Number of calls of [`Forwarder::sweep_connections`] for the whole connection table, which take one second.
 const CALLS_PER_SWEEP: u32 = 10;
-/// Limit of entries (64 bytes each) that one call sweeps: a table of four million takes three seconds.
+/// Maximum number of entries (64 bytes each) that one call sweeps: a table of four million entries takes three seconds.
 const MAX_SWEPT_ENTRIES: u32 = 131_072;
-/// Time after which servers that do not answer ARP no longer delay an upgrade.
+/// Time after which an upgrade no longer waits for servers that do not answer ARP.
 const UPGRADE_TIMEOUT: Duration = Duration::from_secs(5);
-/// Time limit of a change that loads another program, which takes 10 s on a loaded, emulated machine.
+/// Maximum time of a change that loads another program: on a loaded, emulated machine it takes 10 s.
 pub const PROGRAM_LOAD_TIMEOUT: Duration = Duration::from_secs(60);
-/// Time after the start within which a controller should have sent a configuration.
+/// Time after the start of the process within which a controller should have sent a configuration.
 const CONFIGURATION_TIMEOUT: Duration = Duration::from_secs(5);
-/// Interval of counts of connections, which read the whole table.
+/// Interval of counts of open connections, each of which reads the whole connection table.
 const COUNT_INTERVAL: Duration = Duration::from_secs(10);
 
-/// The load balancer's program and its inputs.
+/// State of the load balancer: its XDP program, and everything that determines how packets are forwarded.
 pub struct Forwarder {
     balancer: LoadBalancer,
     attachment: lb::AttachedXdpMode,
     resolvers: Resolvers,
     macs: HashMap<Neighbour, MacAddress>,
-    /// The kernel's routing table.
+    /// Reader of the kernel's routing table.
     routes: Routes,
-    /// Next hops of servers that packets are encapsulated for; a server without a route is missing.
+    /// Next hops of the servers for which packets are encapsulated; servers without a route have no entry.
     next_hops: HashMap<Neighbour, IpAddr>,
-    /// Warnings about servers without a route.
+    /// Warnings about servers to which the kernel has no route.
     route_warnings: BTreeSet<String>,
-    /// Servers (service, index) behind each neighbour: the server itself, or a router.
+    /// Servers (service and position) behind each neighbour, which is the server itself or a router.
     servers_by_neighbour: HashMap<Neighbour, Vec<(ServiceIndex, usize)>>,
     services: BTreeMap<ServiceIndex, (Service, lb::ServiceIndex)>,
     name: String,
-    /// All load balancers, itself included.
+    /// All load balancers of the fleet, including this one.
     peers: Vec<Peer>,
-    /// Interval of messages about traffic.
+    /// Interval of traffic messages to the controller.
     report_interval: Duration,
-    /// Lifetime of a table that depends on loads, without a controller.
+    /// Lifetime of a table that depends on loads, while no controller is connected.
     table_lifetime: Duration,
     table_ages: TableAges,
     timers: Timeouts,
-    /// Time of the last count of connections.
+    /// Time of the last count of open connections.
     last_count_at: Duration,
-    /// Newest generation that was confirmed in this stream; 0: none yet.
+    /// Newest configuration generation that was confirmed in this stream, or 0 if none was.
     confirmed_generation: u64,
-    /// Number of the configuration; `None`: no configuration yet, or it could not be applied.
+    /// Number of the configuration in force; `None`: there is none, or it could not be applied.
     configuration_number: Option<u64>,
-    /// Generation in force, of any controller; 0: none.
+    /// Configuration generation in force, from any controller, or 0 if there is none.
     applied_generation: u64,
-    /// Cookie keys in force; `None`: no configuration yet.
+    /// Cookie keys in force; `None` before the first configuration.
     keys: Option<FleetKeys>,
-    /// Time at which a missing configuration is logged; `None`: it was logged.
+    /// Time at which a missing configuration is to be logged; `None`: it was already logged.
     missing_log_due: Option<Duration>,
-    /// Whether the configuration in force is not saved yet.
+    /// Whether the configuration in force has not been saved yet.
     is_unsaved: bool,
-    /// Whether a change did not apply to the configuration in force.
+    /// Whether the next configuration must be complete, because a change did not apply to the one in force.
     needs_configuration: bool,
     interface: String,
-    /// VLAN of the VIPs and of load balancers.
+    /// VLAN of the VIPs and of the load balancers.
     vlan: Vlan,
-    /// Faults of VLAN devices.
+    /// Problems of the VLAN devices.
     vlan_problems: BTreeSet<String>,
-    /// Faults of this machine and of servers with LB-side stamping, as last logged.
+    /// Problems of this machine, and of servers whose packets are stamped here, as they were last logged.
     problems: BTreeSet<String>,
     table_install_latency: LatencyHistogram,
-    /// Number of announced VIPs; `None`: this daemon announces none.
+    /// Number of announced VIPs; `None`: this daemon does not announce VIPs.
     announced_vips: Option<usize>,
-    /// Reasons for which VIPs are not announced.
+    /// Reasons why other VIPs are not announced.
     blocked_reasons: Vec<String>,
     health: HealthChecks,
-    /// Servers that are down by this load balancer's checks.
+    /// Servers that are down according to this load balancer's own checks.
     down_targets: BTreeSet<CheckTarget>,
     /// Targets that get no new connections from this load balancer, even if the controller's table has them.
     masked_targets: BTreeSet<CheckTarget>,
     configured_at: Option<Duration>,
-    /// Unusable updates.
+    /// Updates that were rejected as unusable.
     refusals: Refusals,
-    /// Faults that counters of the last seconds show.
+    /// Problems that counters of the last seconds show.
     symptoms: Symptoms,
 }
 
@@ -165,7 +165,7 @@ impl Forwarder {
         }
     }
 
-    /// Starts a stream. Confirmations of earlier streams do not count, because they may be of another controller.
+    /// Begins a stream to a controller. Forgets confirmations in earlier streams, which may be of another controller.
     pub fn begin_stream(&mut self) {
         self.confirmed_generation = 0;
         self.configuration_number = None;
@@ -222,7 +222,7 @@ impl Forwarder {
         }
     }
 
-    /// Sets the packets' clock and applies check results; called ten times a second, also without a controller.
+    /// Sets the data plane's time and applies check results. Called ten times a second, also without a controller.
     pub fn tick(&mut self) {
         self.balancer.tick(monotonic());
         self.balancer.update_source_limit();
@@ -273,12 +273,12 @@ impl Forwarder {
         self.masked_targets.extend(masked);
     }
 
-    /// Returns whether a server gets new connections from this load balancer.
+    /// Returns whether this load balancer may select a server for new connections.
     fn is_eligible(&self, service: ServiceIndex, server: &coreward_wire::Server) -> bool {
         server.is_eligible && !self.masked_targets.contains(&(service, server.id))
     }
 
-    /// Sweeps the next section of the connection table: frees entries that need no query, and returns entries that may
+    /// Sweeps the next section of the connection table. Frees entries that need no query, and returns entries that may
     /// be freed if their server has no socket. Fails when the kernel offers no grace period.
     pub fn sweep(&mut self) -> anyhow::Result<Vec<(Connection, ServiceAddress)>> {
         // Until the first configuration the table may have entries of an earlier daemon.
@@ -299,7 +299,7 @@ impl Forwarder {
         Ok(ask.into_iter().filter_map(with_service).collect())
     }
 
-    /// Frees the entries that have not changed since the sweep. Fails when the kernel offers no grace period.
+    /// Frees those of the entries that have not changed since the sweep. Fails when the kernel offers no grace period.
     pub fn free_connections(&mut self, connections: &[Connection]) -> anyhow::Result<()> {
         let freed = if connections.is_empty() { 0 } else { self.balancer.free_connections(connections)? };
         tracing::debug!(
@@ -311,13 +311,13 @@ impl Forwarder {
         Ok(())
     }
 
-    /// Returns the interval of messages about traffic.
+    /// Returns the interval of traffic messages to the controller.
     pub fn report_interval(&self) -> Duration {
         self.report_interval
     }
 
-    /// Returns the traffic to servers; `None`: no policy needs it. A server's counts are sums over services, so all
-    /// services are in the message.
+    /// Returns the traffic to servers, or `None` if no policy needs it. A server's counts are sums over services, so
+    /// all services are in the message.
     pub fn traffic_message(&self) -> Option<TrafficMessage> {
         if self.services.values().all(|(service, _)| service.telemetry_level == TelemetryLevel::Nothing) {
             return None;
@@ -368,8 +368,8 @@ impl Forwarder {
         }
     }
 
-    /// Installs a service's table. Fails when the service is not configured, or the data plane cannot hold the table;
-    /// the previous table then stays in force.
+    /// Installs a table of a service. Fails when the service is not configured, or the data plane cannot hold the
+    /// table; the previous table then stays in force.
     pub fn install_table(&mut self, service: ServiceIndex, table: &PlacementTable) -> anyhow::Result<()> {
         let Some((configuration, index)) = self.services.get(&service) else {
             anyhow::bail!(
@@ -396,7 +396,7 @@ impl Forwarder {
         Ok(())
     }
 
-    /// Completes an upgrade when all tables are installed, and all servers are resolved or do not answer.
+    /// Completes an upgrade as soon as all tables are installed, and all servers are resolved or do not answer.
     fn switch_when_ready(&mut self) -> anyhow::Result<()> {
         let Some(configured) = self.configured_at.filter(|_| self.balancer.is_upgrade_pending()) else { return Ok(()) };
         let waited = monotonic().saturating_sub(configured);
@@ -413,7 +413,7 @@ impl Forwarder {
         Ok(())
     }
 
-    /// Reads the device's own MAC address again. Fails when the device is gone.
+    /// Reads the MAC address of the own device again. Fails when the device does not exist any more.
     pub fn maintain(&mut self) -> anyhow::Result<()> {
         anyhow::ensure!(self.resolvers.are_alive(), "a thread that resolves MAC addresses has ended");
         let now = monotonic();
@@ -428,7 +428,7 @@ impl Forwarder {
         self.switch_when_ready()
     }
 
-    /// Returns warnings about this kernel's settings that prevent forwarding.
+    /// Returns warnings about settings of this machine's kernel that prevent forwarding.
     fn routing_problems(&self) -> Vec<String> {
         let stamped = self.services.values().map(|(service, _)| service);
         let mut stamped = stamped.filter(|service| service.mode.timestamps == Timestamps::LoadBalancer);
@@ -442,7 +442,7 @@ impl Forwarder {
         problems
     }
 
-    /// Returns faults of this machine.
+    /// Returns the problems of this machine.
     fn problems(&self) -> Vec<String> {
         let mut problems = self.routing_problems();
         problems.extend(self.blocked_reasons.iter().cloned());
@@ -455,7 +455,7 @@ impl Forwarder {
         problems
     }
 
-    /// Logs each problem once.
+    /// Logs each problem once, when it appears.
     fn log_problems(&mut self) {
         let clocks = self.server_clocks().into_iter().filter(|clock| !clock.problem.is_empty());
         // Without numbers that grow: each change would be logged again.
@@ -473,7 +473,7 @@ impl Forwarder {
         self.problems = problems;
     }
 
-    /// Returns the clocks of servers with LB-side stamping. A service with unreadable clocks is omitted and logged.
+    /// Returns the clocks of servers with LB-side stamping. Omits and logs a service whose clocks cannot be read.
     fn server_clocks(&self) -> Vec<v1::ServerClock> {
         self.lb_stamped_services().flat_map(|(service, index)| self.clocks_of_service(service, *index)).collect()
     }
@@ -503,13 +503,13 @@ impl Forwarder {
         clocks.into_iter().filter_map(named).collect()
     }
 
-    /// Returns the number of services with a table.
+    /// Returns the number of services that have a table.
     pub fn table_count(&self) -> usize {
         self.services.values().filter(|(_, index)| self.balancer.table_generation(*index).is_some()).count()
     }
 
-    /// Returns the state of the VIPs; `None`: no configuration yet, and the pinned state continues. A VIP is
-    /// announceable when one of its services has a table in force and the MAC address of a server.
+    /// Returns which VIPs can be announced, or `None` before the first configuration, when the pinned state continues.
+    /// A VIP is announceable when one of its services has a table in force and the MAC address of a server.
     pub fn announce_state(&self) -> Option<AnnounceState> {
         if self.services.is_empty() && self.confirmed_generation == 0 {
             return None;
@@ -540,7 +540,7 @@ impl Forwarder {
         Some(state)
     }
 
-    /// Records the number of announced VIPs, and the reasons why others are blocked, for display.
+    /// Stores the number of announced VIPs, and the reasons why others are blocked, for reports.
     pub fn set_announced_vips(&mut self, count: usize, blocked: Vec<String>) {
         (self.announced_vips, self.blocked_reasons) = (Some(count), blocked);
     }

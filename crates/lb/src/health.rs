@@ -19,16 +19,16 @@ const _: () = assert!(MAX_CONCURRENT_CHECKS <= health_check_nat::MAX_CONNECTIONS
 
 pub type CheckTarget = (ServiceIndex, ServerId);
 
-/// Checks of this load balancer. The fields are dropped in order: connections end before their NAT entries.
+/// Health checks by this load balancer. The fields are dropped in order: connections end before their NAT entries.
 pub struct HealthChecks {
     checker: Checker<CheckTarget>,
     reported_changes: watch::Receiver<u64>,
-    /// Counter of reported_changes, for [`HealthChecks::servers_down_if_changed`].
+    /// Receiver of verdict changes for [`HealthChecks::servers_down_if_changed`], like the one for messages.
     mask_changes: watch::Receiver<u64>,
-    /// Time of the last message; `None`: no message in this stream.
+    /// Time of the last message in this stream, or `None` before the first.
     last_message_at: Option<Instant>,
     interface: String,
-    /// NAT for checks at the VIP. Created for the first such check, and kept: a removed check may be in progress.
+    /// NAT programs for checks at the VIP. Loaded for the first such check, and kept: a check may be in progress.
     nat_programs: Option<NatPrograms>,
     /// Reason why checks at the VIP are impossible; `None`: they are possible.
     nat_problem: Option<String>,
@@ -52,7 +52,7 @@ impl NatTable for HealthCheckNat {
 }
 
 impl HealthChecks {
-    /// Starts without checks. `interface` leads to the servers. Fails when no thread can be created.
+    /// Starts the checker without any checks. `interface` leads to the servers. Fails when no thread can be created.
     pub fn start(interface: String) -> anyhow::Result<Self> {
         let checker = Checker::start()?;
         let reported_changes = checker.subscribe_to_changes();
@@ -68,7 +68,7 @@ impl HealthChecks {
         })
     }
 
-    /// Replaces the checks by those of these services.
+    /// Replaces all checks by those that these services require.
     pub fn configure<'a>(&mut self, services: impl Iterator<Item = &'a Service> + Clone) {
         let checks = services.clone().filter_map(|service| service.check.as_ref());
         if checks.clone().any(|check| check.probe_address == ProbeAddress::Vip) {
@@ -101,7 +101,7 @@ impl HealthChecks {
         }
     }
 
-    /// Returns the service's check; `None`: not configured, or impossible.
+    /// Returns the service with its check, or `None` if the check is not configured or impossible.
     fn checker_service(&self, service: &Service) -> Option<checker::CheckedService<CheckTarget>> {
         let check = service.check.clone()?;
         let nat_table = self
@@ -120,7 +120,7 @@ impl HealthChecks {
         self.last_message_at = None;
     }
 
-    /// Returns the next message: at once after a change, and every two seconds.
+    /// Returns the next message, which is due at once after a change and otherwise every two seconds.
     pub fn next_message(&mut self) -> Option<HealthMessage> {
         let changed = self.reported_changes.has_changed().unwrap_or(false);
         if !changed && self.last_message_at.is_some_and(|reported| reported.elapsed() < MESSAGE_INTERVAL) {
@@ -133,7 +133,7 @@ impl HealthChecks {
         (changed || !servers.is_empty()).then_some(HealthMessage { servers })
     }
 
-    /// Returns the servers that are down by these checks, if they may have changed since the last call.
+    /// Returns the servers that are down according to these checks, if the set may have changed since the last call.
     pub fn servers_down_if_changed(&mut self) -> Option<BTreeSet<CheckTarget>> {
         if !self.mask_changes.has_changed().unwrap_or(false) {
             return None;

@@ -12,12 +12,12 @@ use prost::bytes::Bytes;
 
 use crate::forwarder::Forwarder;
 
-/// File of the last configuration. The file holds the cookie keys, so only its owner may read it.
+/// File in which the last configuration is saved. It contains the cookie keys, so only its owner may read it.
 pub struct LastConfiguration {
     path: PathBuf,
-    /// Configuration in force that is not written yet.
+    /// Configuration in force that has not been written to the file yet.
     pending: Option<FleetConfiguration>,
-    /// Error of the last read or write.
+    /// Error of the last read or write of the file.
     problem: Option<String>,
 }
 
@@ -26,7 +26,7 @@ impl LastConfiguration {
         Self { path: state_directory.join(format!("{name}.configuration")), pending: None, problem: None }
     }
 
-    /// Applies the saved configuration, if this version can read it.
+    /// Applies the saved configuration to `forwarder`, if this version can read it.
     pub fn restore(&mut self, forwarder: &mut Forwarder) {
         let restored = self.read().and_then(|configuration| {
             let Some(configuration) = configuration else { return Ok(()) };
@@ -50,13 +50,13 @@ impl LastConfiguration {
         }
     }
 
-    /// Writes the configuration in force, if it has changed. Called once a second, which also retries a failed write.
+    /// Writes the configuration in force if it has changed, or a write failed. Called once a second.
     pub fn save(&mut self, forwarder: &mut Forwarder) {
         self.save_changed(forwarder.take_changed_configuration());
     }
 
-    /// Writes `changed`, or retries a failed write. `changed`: the configuration in force, if it changed since the last
-    /// call.
+    /// Writes the configuration `changed`, or retries a failed write. `changed` is the configuration in force, if it
+    /// has changed since the last call.
     fn save_changed(&mut self, changed: Option<FleetConfiguration>) {
         let Some(configuration) = changed.or_else(|| self.pending.take()) else { return };
         let written =
@@ -104,7 +104,7 @@ impl LastConfiguration {
         coreward_tls::write_secret(&self.path, v1::FleetConfiguration::from(configuration).encode_to_vec())
     }
 
-    /// Stores the problem of an outcome, and returns it if it differs from the previous problem.
+    /// Stores the error of a read or write, and returns it if it differs from the previous error.
     fn record_outcome(&mut self, outcome: anyhow::Result<()>) -> Option<String> {
         let problem = outcome.err().map(|error| format!("{error:#}"));
         let before = std::mem::replace(&mut self.problem, problem.clone());

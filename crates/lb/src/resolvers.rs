@@ -8,21 +8,21 @@ use coreward_dataplane::neighbour::{self, Resolver};
 use coreward_model::vlan::Vlan;
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 
-/// A neighbour at the interface.
+/// Neighbour at the load balancer's interface: a server, a router or another load balancer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Neighbour {
     pub vlan: Vlan,
     pub address: IpAddr,
 }
 
-/// A change of a neighbour's MAC address; `None`: the neighbour does not answer any more.
+/// New MAC address of a neighbour; `None`: the neighbour does not answer any more.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Resolution {
     pub neighbour: Neighbour,
     pub mac: Option<MacAddress>,
 }
 
-/// One resolver for each VLAN with neighbours.
+/// Resolvers of MAC addresses, one for each VLAN with neighbours.
 pub struct Resolvers {
     interface: String,
     resolution_sender: UnboundedSender<Resolution>,
@@ -39,7 +39,7 @@ impl Resolvers {
         Ok((resolvers, receiver))
     }
 
-    /// Sets the neighbours to resolve. Fails as [`start`](Self::start) does.
+    /// Sets the neighbours to resolve. Fails for the same reasons as [`start`](Self::start).
     pub fn set_neighbours(&mut self, neighbours: &BTreeSet<Neighbour>) -> anyhow::Result<()> {
         let mut wanted = BTreeMap::from([(Vlan::UNTAGGED, Vec::new())]);
         for Neighbour { vlan, address } in neighbours {
@@ -53,12 +53,12 @@ impl Resolvers {
         Ok(())
     }
 
-    /// Returns whether all threads run.
+    /// Returns whether the threads of all resolvers are running.
     pub fn are_alive(&self) -> bool {
         self.by_vlan.values().all(Resolver::is_alive)
     }
 
-    /// Starts the resolver of a VLAN, if none runs.
+    /// Starts the resolver of a VLAN, if it is not running yet.
     fn open(&mut self, vlan: Vlan) -> anyhow::Result<()> {
         if !self.by_vlan.contains_key(&vlan) {
             let changes = self.resolution_sender.clone();

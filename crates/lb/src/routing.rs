@@ -3,10 +3,10 @@
 
 use std::path::Path;
 
-/// Directory of sysctls, with a subdirectory per device, and `all`.
+/// Directory of the IPv4 sysctls, with a subdirectory for each device and one for `all`.
 const SYSCTL_DIRECTORY: &str = "/proc/sys/net/ipv4/conf";
 
-/// Returns problems with the sysctl's name, value and expectation. Unreadable sysctls are skipped.
+/// Returns problems with IPv4 routing; each names a sysctl, its value and the expected value. Skips unreadable sysctls.
 pub fn ipv4_problems(interface: &str) -> Vec<String> {
     let value = |directory: &str, name: &str| {
         let text = std::fs::read_to_string(Path::new(SYSCTL_DIRECTORY).join(directory).join(name)).ok()?;
@@ -15,8 +15,8 @@ pub fn ipv4_problems(interface: &str) -> Vec<String> {
     problems_of(interface, value)
 }
 
-/// Returns the problem of IPv6 answers, if any. Linux forwards for all devices or for none, and has no setting for
-/// redirects: hosts ignore redirects for routes by other addresses than the router's link-local one.
+/// Returns the problem with routing IPv6 replies, if any. Linux forwards for all devices or for none, and has no
+/// setting for redirects: hosts ignore redirects for routes by other addresses than the router's link-local one.
 pub fn ipv6_problem() -> Option<String> {
     ipv6_problem_of(&std::fs::read_to_string("/proc/sys/net/ipv6/conf/all/forwarding").ok()?)
 }
@@ -29,7 +29,7 @@ fn ipv6_problem_of(forwarding: &str) -> Option<String> {
     })
 }
 
-/// Returns the problems of an interface. `value` returns a sysctl's value by its directory and name.
+/// Returns the problems with the sysctls of an interface. `value` returns a sysctl's value by its directory and name.
 fn problems_of(interface: &str, value: impl Fn(&str, &str) -> Option<u32>) -> Vec<String> {
     let mut problems = Vec::new();
     // IN_DEV_FORWARD() in include/linux/inetdevice.h reads the device's value; net.ipv4.ip_forward sets all of them.

@@ -14,25 +14,25 @@ use coreward_model::{ServerId, ServiceAddress};
 use coreward_wire::sockets::MAX_CLIENTS_PER_QUERY;
 use coreward_wire::{SocketAnswer, SocketQuery};
 
-/// Limit of open queries.
+/// Maximum number of open queries to all servers.
 const MAX_OPEN_QUERIES: usize = 64;
-/// Limit of open queries to one server: the second one waits at the server while it answers the first.
+/// Maximum number of open queries to one server: the second one waits there while the server answers the first.
 const MAX_OPEN_QUERIES_PER_SERVER: usize = 2;
-/// Time after which an open query counts as lost.
+/// Time after which an open query without an answer counts as lost.
 const QUERY_TIMEOUT: Duration = Duration::from_secs(5);
-/// Time after which a connection with a socket is checked again, or the idle time if that is shorter.
+/// Time after which a connection that still has a socket is checked again; the idle time, if that is shorter.
 const RECHECK_INTERVAL: Duration = Duration::from_secs(60);
-/// Interval of queries to a server whose agent is absent.
+/// Interval of queries to a server whose agent is absent, to detect its return.
 const ABSENT_AGENT_RETRY: Duration = Duration::from_secs(5);
-/// Time of an agent's absence after which only age decides: before, agent or controller may be restarting.
+/// Time of absence after which connections are freed by age alone. Before, agent or controller may be restarting.
 const MAX_AGENT_ABSENCE: Duration = Duration::from_secs(60);
-/// Interval at which expired state of the sweeper is removed.
+/// Interval at which outdated state of the sweeper is removed.
 const PRUNE_INTERVAL: Duration = Duration::from_secs(10);
 
-/// Key of a queue: server and service, because a query is about one service of an agent.
+/// Key of a queue of connections: server and service, because a query is about one service of one agent.
 type QueueKey = (ServerId, ServiceAddress);
 
-/// Waiting and open queries.
+/// Sweeper of the connection table, with connections that wait for a query, and open queries to agents.
 #[derive(Debug)]
 pub struct Sweeper {
     requery_interval: Duration,
@@ -40,7 +40,7 @@ pub struct Sweeper {
     queued_connections: BTreeMap<QueueKey, Vec<Connection>>,
     open_queries: BTreeMap<u64, OpenQuery>,
     open_query_counts: HashMap<ServerId, usize>,
-    /// Time before which a connection is not queued again.
+    /// Time from which a connection may be queued again, by table index.
     requery_times: HashMap<ConnectionIndex, Duration>,
     absent_agents: HashMap<ServerId, AbsentAgent>,
     last_queried_key: Option<QueueKey>,
@@ -75,8 +75,8 @@ impl Sweeper {
         }
     }
 
-    /// Queues expired connections. Returns the connections to free without an answer, because their agent is absent for
-    /// too long.
+    /// Queues expired connections for queries. Returns the connections to free without an answer, because their agent
+    /// has been absent for too long.
     pub fn queue(&mut self, due: &[(Connection, ServiceAddress)], now: Duration) -> Vec<Connection> {
         let mut free = Vec::new();
         for (connection, service) in due {
@@ -110,7 +110,7 @@ impl Sweeper {
         self.open_query_counts.get(&server).copied().unwrap_or(0) < most
     }
 
-    /// Returns up to `most` queries, from all queues by rotation.
+    /// Returns up to `most` queries, taken from all queues in turn.
     pub fn next_queries(&mut self, now: Duration, most: usize) -> Vec<SocketQuery> {
         self.expire_queries(now);
         self.prune(now);
@@ -128,7 +128,7 @@ impl Sweeper {
         queries
     }
 
-    /// Returns all queues, starting after the queue of the last query.
+    /// Returns the keys of all queues, starting after the queue of the last query.
     fn rotated_queues(&self) -> Vec<QueueKey> {
         let queues = self.queued_connections.keys().copied();
         let Some(cursor) = self.last_queried_key else { return queues.collect() };
@@ -184,7 +184,7 @@ impl Sweeper {
         Some(asked)
     }
 
-    /// Records that the agent is absent; returns connections that may be freed nevertheless.
+    /// Records that an agent is absent. Returns the connections that may be freed nevertheless.
     fn mark_agent_absent(&mut self, asked: OpenQuery, now: Duration) -> Vec<Connection> {
         self.allow_requery(&asked.connections);
         let away =
@@ -199,7 +199,7 @@ impl Sweeper {
         }
     }
 
-    /// Removes queries that timed out: the next sweep queues their connections again.
+    /// Removes queries that have timed out. The next sweep queues their connections again.
     fn expire_queries(&mut self, now: Duration) {
         let over: Vec<u64> =
             self.open_queries.iter().filter(|(_, asked)| asked.expires_at <= now).map(|(number, _)| *number).collect();
@@ -326,12 +326,12 @@ mod tests {
         assert_eq!(sweeper.queue(&all, at(200)), []);
     }
 
-    /// Simulated table in virtual time: entries in use, and connections with a socket.
+    /// Simulation of the connection table in virtual time: used entries, and connections with a socket.
     struct Simulation {
         sweeper: Sweeper,
         entries: Vec<Option<Connection>>,
         free: Vec<usize>,
-        /// End of each entry's socket, by index.
+        /// Tick at which each entry's socket ends, by slot.
         open_until: Vec<u32>,
         next_position: usize,
     }
@@ -376,7 +376,7 @@ mod tests {
             }
         }
 
-        /// Advances a tenth of a second. `answers` returns the behaviour of a server's agent.
+        /// Advances the simulation by a tenth of a second. `answers` returns the behaviour of a server's agent.
         fn tick(&mut self, beat: u32, answers: impl Fn(u64) -> Agent) {
             let service = due(0, 0).1;
             let slice = self.entries.len() / SWEEP_CALLS;
@@ -413,7 +413,7 @@ mod tests {
         Silent,
     }
 
-    /// Returns the ratio of used entries after ten minutes to connections that live or are in TIME-WAIT.
+    /// Returns the ratio of the entries used after ten minutes to the connections that live or are in TIME-WAIT.
     fn occupancy(per_second: u32, dead: impl Fn(u64) -> Agent) -> f64 {
         let mut simulation = Simulation::new(262_144);
         let mut server = 0;

@@ -10,18 +10,18 @@ use std::time::Duration;
 
 /// Interval of HTTP/2 pings to a silent peer.
 const KEEP_ALIVE_INTERVAL: Duration = Duration::from_secs(10);
-/// Time without an answer after which a peer is gone, whatever TCP's state.
+/// Time without an answer to a ping after which a peer is gone, whatever the state of TCP.
 const KEEP_ALIVE_TIMEOUT: Duration = Duration::from_secs(5);
-/// Time limit of a stream's registration, here and at racks.
+/// Time limit for the registration of a stream, at the controller and at racks.
 pub const REGISTRATION_TIMEOUT: Duration = Duration::from_secs(10);
-/// Limit of concurrent streams of one connection: a daemon opens one, a command several.
+/// Maximum number of concurrent streams of one connection: a daemon opens one, a command several.
 const MAX_STREAMS: u32 = 32;
-/// HTTP/2 frame size: the minimum.
+/// Maximum HTTP/2 frame size in bytes, the smallest that HTTP/2 permits.
 const FRAME_BYTES: u32 = 16 << 10;
-/// HTTP/2 window, with room for a rack's summaries of one interval.
+/// HTTP/2 flow-control window in bytes, with room for a rack's summaries of one interval.
 const WINDOW_BYTES: u32 = 256 << 10;
 
-/// Returns a server for agents, here and at racks, that detects broken connections.
+/// Returns the builder of a gRPC server, for the controller and racks, that detects broken connections.
 pub fn builder() -> tonic::transport::Server {
     tonic::transport::Server::builder()
         .http2_keepalive_interval(Some(KEEP_ALIVE_INTERVAL))

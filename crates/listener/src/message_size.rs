@@ -10,7 +10,7 @@ use http::Request;
 use tonic::server::NamedService;
 use tower_service::Service;
 
-/// Load balancers and racks: the traffic counts of 16,384 servers are the largest message.
+/// Maximum message from load balancers and racks in bytes: the traffic counts of 16,384 servers are the largest.
 const MESSAGE_BYTES: usize = 4 << 20;
 const AGENT_PATH: &str = "/coreward.v1.Control/Agent";
 

@@ -26,7 +26,7 @@ metrics! {
     );
 }
 
-/// Configuration of a listening daemon.
+/// Security settings of a listening daemon.
 pub struct ListenerConfig<'a> {
     pub listen: SocketAddr,
     pub tls: Option<&'a CredentialFiles>,
@@ -35,9 +35,9 @@ pub struct ListenerConfig<'a> {
     pub allow_plaintext: bool,
 }
 
-/// Security of this controller or rack.
+/// Certificates, revocations and failure counters with which a controller or rack authenticates its peers.
 pub struct Security {
-    /// Own certificates; `None`: connections are neither encrypted nor authenticated.
+    /// Own certificates and key; `None`: connections are neither encrypted nor authenticated.
     pub tls: Option<Arc<Tls>>,
     /// Counters of rejected peers.
     pub failures: Arc<FailureCounters>,
@@ -45,7 +45,7 @@ pub struct Security {
 }
 
 impl Security {
-    /// Returns the security of a configuration. Fails when certificates cannot be used.
+    /// Loads the certificates of a configuration. Fails when they cannot be used.
     pub fn of(config: &ListenerConfig<'_>) -> anyhow::Result<Self> {
         if config.tls.is_none() && !config.allow_plaintext && !config.listen.ip().is_loopback() {
             tracing::warn!(
@@ -94,7 +94,7 @@ impl Security {
         ApiAcceptor(gate)
     }
 
-    /// Reads changed certificates, forever.
+    /// Reads certificates again when their files change, forever.
     pub async fn maintenance_loop(&self) -> std::convert::Infallible {
         match &self.tls {
             Some(tls) => tls.clone().maintenance_loop().await,
@@ -152,7 +152,7 @@ impl AuthenticatedPeer {
         Ok(Self { caller: Caller::of(request)?, security: security.clone() })
     }
 
-    /// Requires one of these roles. Fails with PERMISSION_DENIED, which names the peer and the expectation.
+    /// Requires one of these roles. Fails with PERMISSION_DENIED, which names the peer and the required roles.
     pub fn require(&self, roles: &[Role]) -> Result<(), Status> {
         self.caller.require(roles).inspect_err(|status| self.count_failure(FailureReason::WrongRole, status))
     }

@@ -94,14 +94,14 @@ metrics! {
     );
 }
 
-/// Returns a snapshot with the values of every daemon.
+/// Returns a snapshot with the values that all daemons have in common.
 pub fn base_snapshot(part: Component) -> Snapshot {
     let mut page = Snapshot::default();
     page.add(&BUILD_INFO, [part.name(), env!("CARGO_PKG_VERSION")], 1.0);
     page
 }
 
-/// Adds a server's counters. `syns`: SYNs on the predicted receive queue, and on others.
+/// Adds a server's counters. `syns`: number of SYNs on the predicted receive queue, and on others.
 pub fn add_server_counters<'a>(
     page: &mut Snapshot,
     server: &str,
@@ -116,7 +116,7 @@ pub fn add_server_counters<'a>(
     }
 }
 
-/// Adds a load balancer's counters of all services.
+/// Adds a load balancer's packets, events, connections and warnings.
 pub fn add_load_balancer(page: &mut Snapshot, name: &str, state: &v1::LoadBalancerState) {
     for (counter, count) in &state.counters {
         match counter.strip_prefix("drop_") {
@@ -132,7 +132,7 @@ pub fn add_load_balancer(page: &mut Snapshot, name: &str, state: &v1::LoadBalanc
     page.add(&LB_WARNINGS, [name], state.warning_count() as f64);
 }
 
-/// Adds a service's health checks: number, failures, and verdicts of its servers.
+/// Adds a service's health checks: numbers of passed and failed checks, and verdicts on its servers.
 pub fn add_health_checks<'a>(
     page: &mut Snapshot,
     service: &str,
@@ -150,7 +150,7 @@ pub fn add_health_checks<'a>(
     page.add(&HEALTH_CHECK_DURATION_MAX_SECONDS, [service], f64::from(slowest) / 1e6);
 }
 
-/// Adds the requests of UDP services.
+/// Adds the request counters of a server's dispatched UDP services.
 pub fn add_dispatch(page: &mut Snapshot, server: &str, services: &[v1::DispatchedService]) {
     for service in services {
         for worker in &service.workers {

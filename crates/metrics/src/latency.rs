@@ -6,7 +6,7 @@ use std::time::Duration;
 pub const BUCKET_BOUNDS_S: [f64; 13] =
     [0.0001, 0.000_25, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0];
 
-/// Durations since the start of the process.
+/// Histogram of the durations since the start of the process.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct LatencyHistogram {
     counts: [u64; BUCKET_BOUNDS_S.len() + 1],
@@ -26,12 +26,12 @@ impl LatencyHistogram {
         self.sum_s
     }
 
-    /// Returns the number of durations.
+    /// Returns the number of observed durations.
     pub fn count(&self) -> u64 {
         self.counts.iter().sum()
     }
 
-    /// Returns each bucket's count, not cumulative, with the bucket's upper bound (s).
+    /// Returns the number of durations in each bucket, not cumulative, with the bucket's upper bound (s).
     pub fn buckets(&self) -> [(f64, u64); BUCKET_BOUNDS_S.len() + 1] {
         std::array::from_fn(|class| (BUCKET_BOUNDS_S.get(class).copied().unwrap_or(f64::MAX), self.counts[class]))
     }

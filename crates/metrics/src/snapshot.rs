@@ -12,16 +12,16 @@ use prometheus_client::registry::Registry;
 use crate::latency::LatencyHistogram;
 use crate::table::{Family, Histogram, Metric, MetricKind};
 
-/// Limit of series per metric. Further series are combined into one series with the label [`OTHERS_LABEL`]: their sum
+/// Maximum number of series per metric. Further series are combined into one with the label [`OTHERS_LABEL`]: their sum
 /// or maximum.
 pub const MAX_SERIES: usize = 2_000;
-/// Label of the combined series beyond [`MAX_SERIES`].
+/// Label of the combined series beyond [`MAX_SERIES_PER_METRIC`].
 pub const OTHERS_LABEL: &str = "(others)";
 
 /// Values of one metric, each with its labels.
 type Series = Vec<(Vec<String>, f64)>;
 
-/// Values of metrics, in the order of their names.
+/// Values of metrics at one time, in the order of the metrics' names.
 #[derive(Debug, Clone, Default)]
 pub struct Snapshot {
     series: BTreeMap<&'static str, (&'static Metric, Series)>,
@@ -29,14 +29,13 @@ pub struct Snapshot {
 }
 
 impl Snapshot {
-    /// Adds a value.
+    /// Adds the value of a metric with these labels.
     pub fn add<const LABELS: usize>(&mut self, family: &'static Family<LABELS>, labels: [&str; LABELS], value: f64) {
         let (metric, series) = self.series(family.metric());
         push(series, metric.kind, value, || labels.map(str::to_owned).into());
     }
 
-    /// Adds values whose second label is their position, from 0. A fleet of ten thousand servers has half a million
-    /// cores.
+    /// Adds values whose second label is their index, from 0. A fleet of ten thousand servers has half a million cores.
     pub fn add_indexed_values(&mut self, family: &'static Family<2>, label: &str, values: impl Iterator<Item = f64>) {
         let (metric, series) = self.series(family.metric());
         for (number, value) in values.enumerate() {
@@ -48,7 +47,7 @@ impl Snapshot {
         (metric, &mut self.series.entry(metric.name).or_insert((metric, Series::new())).1)
     }
 
-    /// Adds a histogram.
+    /// Adds the histogram of a metric.
     pub fn add_latencies(&mut self, histogram: &'static Histogram, latencies: LatencyHistogram) {
         let metric = histogram.metric();
         self.latencies.insert(metric.name, (metric, latencies));
@@ -58,7 +57,7 @@ impl Snapshot {
         self.series.keys().chain(self.latencies.keys()).copied()
     }
 
-    /// Returns the snapshot as text in OpenMetrics 1.0.
+    /// Formats the snapshot as text in OpenMetrics 1.0.
     pub fn to_openmetrics(&self) -> String {
         let mut registry = Registry::default();
         registry.register_collector(Box::new(self.clone()));
@@ -68,7 +67,7 @@ impl Snapshot {
     }
 }
 
-/// Adds a value, or combines it with earlier values beyond [`MAX_SERIES`].
+/// Adds a value, or combines it with earlier values beyond [`MAX_SERIES_PER_METRIC`].
 fn push(series: &mut Series, kind: MetricKind, value: f64, labels: impl FnOnce() -> Vec<String>) {
     let is_full = series.len() == MAX_SERIES;
     match series.last_mut() {

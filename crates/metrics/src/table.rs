@@ -1,6 +1,6 @@
 //! Declarations of metrics. Each is declared once, by [`metrics!`](crate::metrics!), in the file that fills it.
 
-/// Daemon that serves a metric.
+/// A daemon that serves metrics.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Component {
     /// `coreward controller`
@@ -28,7 +28,7 @@ impl Component {
         Component::Rack,
     ];
 
-    /// Returns the name of the command.
+    /// Returns the name of the component's sub-command.
     pub fn name(self) -> &'static str {
         match self {
             Component::Controller => "controller",
@@ -63,11 +63,11 @@ pub struct Metric {
     pub help: &'static str,
 }
 
-/// Counter or gauge with `LABELS` labels.
+/// Declaration of a counter or gauge with `LABELS` labels.
 #[derive(Debug)]
 pub struct Family<const LABELS: usize>(Metric);
 
-/// Histogram without labels.
+/// Declaration of a histogram without labels.
 #[derive(Debug)]
 pub struct Histogram(Metric);
 
@@ -101,7 +101,7 @@ impl Histogram {
     }
 }
 
-/// Metrics of all crates that are linked into the program, in any order.
+/// Declarations of the metrics in all crates that are linked into the program, in any order.
 #[linkme::distributed_slice]
 pub static METRICS: [&'static Metric];
 

@@ -2,20 +2,20 @@
 //! server's fair share of opened connections, and shrinks by the connections that the server got. A server whose bucket
 //! is empty gets none.
 
-/// Multiple of its fair share of new connections that a server may take in the long run.
+/// Maximum ratio, in the long run, of a server's new connections to its fair share of them.
 pub const MAX_SHARE_MULTIPLE: f64 = 2.0;
-/// Full allowance, in seconds of fair shares: a joining server may take so many connections at once.
+/// Size of a full allowance as a time: a joining server may take the connections of this many seconds at once.
 const WINDOW_SECONDS: f64 = 10.0;
-/// Minimum of the full allowance, in connections: fewer prove nothing.
+/// Minimum size of a full allowance (connections). Fewer connections would prove nothing about a server.
 const MIN_CONNECTIONS: f64 = 64.0;
-/// Weight of the newest second in the expected connections per second.
+/// Weight of the newest second in the moving average of the fair share of connections per second.
 const EXPECTED_ALPHA: f64 = 0.1;
 
-/// The allowance of one server, in connections.
+/// Number of new connections that one server may still take: the fill level of its token bucket.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Allowance {
     remaining: f64,
-    /// Smoothed fair share in connections per second.
+    /// Moving average of the server's fair share of new connections per second.
     expected_per_second: f64,
     is_limited: bool,
 }
@@ -30,7 +30,8 @@ impl Allowance {
         (MAX_SHARE_MULTIPLE * WINDOW_SECONDS * expected).max(MIN_CONNECTIONS)
     }
 
-    /// Accounts for `seconds` (at most 10) with `expected` connections as the fair share and `opened` opened ones.
+    /// Updates the allowance after `seconds` (at most 10) with a fair share of `expected` and `opened` opened
+    /// connections.
     pub fn update(&mut self, expected: f64, opened: f64, seconds: f64) {
         self.expected_per_second += EXPECTED_ALPHA * (expected - self.expected_per_second * seconds);
         let most = Self::max_allowance(self.expected_per_second);
@@ -38,12 +39,12 @@ impl Allowance {
         self.is_limited = self.remaining < if self.is_limited { most / 2.0 } else { 0.0 };
     }
 
-    /// Returns whether the server may take no connection now.
+    /// Returns whether the server may take no new connection now.
     pub fn is_spent(&self) -> bool {
         self.remaining < 0.0
     }
 
-    /// Returns whether the server took too many connections. The limit ends when half of the allowance is refilled.
+    /// Returns whether the server is limited for taking too many connections, until half of the allowance is refilled.
     pub fn is_limited(&self) -> bool {
         self.is_limited
     }

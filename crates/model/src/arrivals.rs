@@ -22,51 +22,51 @@ use rand::Rng as _;
 use crate::FourTuple;
 use crate::rss::{seeded_rng, uniform_below};
 
-/// [`seeded_rng`]'s stream for arrival logs.
+/// Stream of [`seeded_rng`] from which arrival logs are drawn.
 const RNG_STREAM_ARRIVALS: u64 = 2;
 
-/// Source ports of a log: above the well-known ports, and below the kernel's last ephemeral ports.
+/// Range of the clients' source ports: above the well-known ports, and below the kernel's last ephemeral ports.
 const SOURCE_PORTS: std::ops::RangeInclusive<u16> = 10_000..=59_999;
 
-/// First client address in the demo's network.
+/// Address of the first client in the demo's network.
 const FIRST_CLIENT: Ipv4Addr = Ipv4Addr::new(10, 1, 0, 7);
 const DEMO_VIP: Ipv4Addr = Ipv4Addr::new(10, 200, 0, 1);
 
-/// One connection: request `i` is due at `start_us + i * interval_us`, whether or not earlier ones were answered.
+/// One connection. Request `i` is due at `start_us + i * interval_us`, whether or not earlier requests were answered.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Arrival {
     /// Start of the connection and of its first request (us after the log's start).
     pub start_us: u64,
-    /// Index of the client's address (0 .. [`ArrivalLog::source_address_count`]).
+    /// Index of the client's address, below [`ArrivalLog::source_address_count`].
     pub source_address_index: u16,
     /// Source port (1..=65535). The pair of address and port is unique in the log.
     pub source_port: u16,
-    /// Number of requests, at least 1. The client closes after the last answer.
+    /// Number of requests of the connection, at least 1. The client closes the connection after the last answer.
     pub request_count: u32,
-    /// Interval of the requests (us).
+    /// Interval between two requests of the connection (us).
     pub interval_us: u32,
     /// Service time of each request (us), at least 1.
     pub service_us: u32,
 }
 
 impl Arrival {
-    /// Returns the time of request `index` (us after the log's start).
+    /// Returns the time at which request `index`, counted from 0, is due (us after the log's start).
     pub fn due_us(&self, index: u32) -> u64 {
         self.start_us + u64::from(index) * u64::from(self.interval_us)
     }
 
-    /// Returns the time of the last request (us after the log's start).
+    /// Returns the time at which the last request is due (us after the log's start).
     pub fn last_due_us(&self) -> u64 {
         self.due_us(self.request_count - 1)
     }
 
-    /// Returns the 4-tuple in the demo's network, where a log needs addresses without a network.
+    /// Returns the connection's 4-tuple in the demo's network, for runs without a real network.
     pub fn four_tuple(&self) -> FourTuple {
         let client = Ipv4Addr::from_bits(FIRST_CLIENT.to_bits() + u32::from(self.source_address_index));
         FourTuple::ipv4((client, self.source_port), (DEMO_VIP, 80))
     }
 
-    /// Returns the connection's work (us of one core).
+    /// Returns the sum of the service times of all requests of the connection (us of one core).
     pub fn work_us(&self) -> u64 {
         u64::from(self.request_count) * u64::from(self.service_us)
     }
@@ -75,40 +75,40 @@ impl Arrival {
 /// The connections of one run, in the order of their starts.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ArrivalLog {
-    /// Seed of the draw.
+    /// Seed from which the log was drawn.
     pub seed: u64,
-    /// Requests are due within this time (us).
+    /// Duration of the log (us); all requests are due within it.
     pub duration_us: u64,
-    /// Number of the client's addresses.
+    /// Number of source addresses of the client.
     pub source_address_count: u16,
     /// Connections in the order of their starts.
     pub arrivals: Vec<Arrival>,
 }
 
-/// Parameters of a log: many mice, and elephants that carry most of the work, as in a data centre.
+/// Parameters of a log: many short connections ("mice"), and long ones ("elephants") with most of the work.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Workload {
-    /// Requests are due within this time (us).
+    /// Duration of the log (us); all requests are due within it.
     pub duration_us: u64,
-    /// Cores of the whole pool.
+    /// Number of cores of the whole server pool.
     pub core_count: u32,
-    /// Load of a core averaged over the pool, in thousandths of its capacity.
+    /// Mean load of a core over the pool, in thousandths of its capacity.
     pub mean_load_permille: u32,
     /// Service time of each request (us), at least 1.
     pub service_us: u32,
-    /// Share of the work that elephants bring, in thousandths.
+    /// Share of the work that elephants carry, in thousandths.
     pub elephant_work_permille: u32,
-    /// Rate of an elephant in thousandths of a core's mean load.
+    /// Load by one elephant, in thousandths of the mean load of a core.
     pub elephant_rate_permille: u32,
-    /// Range of an elephant's lifetime (us), drawn uniformly.
+    /// Shortest and longest lifetime of an elephant (us), between which lifetimes are drawn uniformly.
     pub elephant_life_us: (u64, u64),
-    /// Range of a mouse's number of requests, drawn uniformly.
+    /// Smallest and largest number of requests of a mouse, between which numbers are drawn uniformly.
     pub mouse_requests: (u32, u32),
-    /// Interval of a mouse's requests (us).
+    /// Interval between two requests of a mouse (us).
     pub mouse_interval_us: u32,
-    /// Time within which the elephants of a long-running pool start (us). After the ramp the load is stationary.
+    /// Length of the ramp (us), in which elephants start that a running pool would have. Then the load is stationary.
     pub ramp_us: u64,
-    /// Number of the client's addresses.
+    /// Number of source addresses of the client.
     pub source_address_count: u16,
 }
 
@@ -134,13 +134,13 @@ impl Default for Workload {
 }
 
 impl Workload {
-    /// Returns the interval of an elephant's requests (us).
+    /// Returns the interval between two requests of an elephant (us).
     pub fn elephant_interval_us(&self) -> u32 {
         let rate_ppm = u64::from(self.mean_load_permille) * u64::from(self.elephant_rate_permille);
         (u64::from(self.service_us) * 1_000_000 / rate_ppm.max(1)) as u32
     }
 
-    /// Draws the log of `seed`.
+    /// Draws the arrival log of a seed.
     ///
     /// Starts are uniform over the run, and their number is fixed: a Poisson process given its count. Uniform draws
     /// need no logarithm, so the log is the same on every machine. The elephants that a long-running pool would already
@@ -204,7 +204,7 @@ impl ArrivalGenerator {
         self.rng.next_u64() % bound.max(1)
     }
 
-    /// Returns a uniform number, both ends included.
+    /// Returns a uniform random number from `low` to `high`, both included.
     fn random_between(&mut self, low: u64, high: u64) -> u64 {
         low + self.random_below(high - low + 1)
     }
@@ -214,7 +214,7 @@ impl ArrivalGenerator {
         self.truncated_arrival(start_us, (life_us / u64::from(interval_us)) as u32 + 1, interval_us)
     }
 
-    /// Returns a connection cut off at the end of the run; `None` when it would start after it.
+    /// Returns a connection whose requests end with the log at the latest; `None` if it would start after the end.
     fn truncated_arrival(&mut self, start_us: u64, request_count: u32, interval_us: u32) -> Option<Arrival> {
         let left_us = self.workload.duration_us.checked_sub(start_us + 1)?;
         let request_count = u64::from(request_count).min(left_us / u64::from(interval_us.max(1)) + 1) as u32;
@@ -265,19 +265,19 @@ impl fmt::Display for ArrivalLog {
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("arrival log, line {line}: {found:?}: expected {expected}")]
 pub struct ArrivalLogError {
-    /// Number of the line, from 1.
+    /// Number of the invalid line, counted from 1.
     pub line: usize,
-    /// Text of the line.
+    /// Text of the invalid line.
     pub found: String,
-    /// Expected text.
+    /// Description of a valid line.
     pub expected: &'static str,
 }
 
 impl FromStr for ArrivalLog {
     type Err = ArrivalLogError;
 
-    /// Fails unless the text has the form in the module's documentation, connections are in the order of their starts,
-    /// sources are unique, and none starts after the log's end.
+    /// Parses an arrival log. Fails unless the text has the form in the module's documentation, connections are in the
+    /// order of their starts, sources are unique, and no connection starts after the log's end.
     fn from_str(text: &str) -> Result<Self, Self::Err> {
         let mut lines = text.lines().enumerate();
         let (mut log, columns) = (parse_header(lines.next().map_or("", |(_, line)| line))?, lines.next());

@@ -8,32 +8,32 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use crate::ServerId;
 
-/// Current and previous server of all buckets of one service.
+/// Current and previous server of every bucket of one service.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct BucketHistory {
-    /// Current server by bucket; empty before the first table.
+    /// Current server of each bucket; empty before the first placement table.
     current: Vec<ServerId>,
     previous: Vec<Option<ServerId>>,
 }
 
 impl BucketHistory {
-    /// Returns a stored history; `None` when the two lists do not fit each other.
+    /// Returns the history with these current and previous servers by bucket; `None` if the lists differ in length.
     pub fn from_stored(now: Vec<ServerId>, before: Vec<Option<ServerId>>) -> Option<Self> {
         (now.len() == before.len()).then_some(Self { current: now, previous: before })
     }
 
-    /// Returns the current server of each bucket; empty before the first table.
+    /// Returns the current server of each bucket; empty before the first placement table.
     pub fn current(&self) -> &[ServerId] {
         &self.current
     }
 
-    /// Returns the server of each bucket before its last move.
+    /// Returns the previous server of each bucket: the server before the bucket's last move, if it ever moved.
     pub fn previous(&self) -> &[Option<ServerId>] {
         &self.previous
     }
 
-    /// Records the choices of a new table; returns true when a bucket moved. A bucket without eligible server keeps its
-    /// last server. Another number of buckets starts a new history, because no bucket is the same.
+    /// Records the bucket's servers in a new placement table, and returns whether a bucket moved. Without eligible
+    /// servers, buckets keep their last servers. Another number of buckets starts a new history: no bucket is the same.
     pub fn update(&mut self, consistent: &[ServerId]) -> bool {
         if consistent.is_empty() || consistent == self.current {
             return false;
@@ -50,12 +50,12 @@ impl BucketHistory {
         true
     }
 
-    /// Returns the previous servers for a placement table; empty if no bucket has moved.
+    /// Returns the previous server of each bucket for a placement table; an empty list if no bucket has moved.
     pub fn previous_consistent(&self) -> Vec<Option<ServerId>> {
         if self.previous.iter().all(Option::is_none) { Vec::new() } else { self.previous.clone() }
     }
 
-    /// Returns, for each current server, the previous servers of its buckets.
+    /// Returns the set of previous servers of each current server's buckets, by current server.
     pub fn predecessors(&self) -> BTreeMap<ServerId, BTreeSet<ServerId>> {
         let mut predecessors: BTreeMap<ServerId, BTreeSet<ServerId>> = BTreeMap::new();
         for (now, before) in self.current.iter().zip(&self.previous) {

@@ -23,7 +23,7 @@ use crate::tuple::address_from_words;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TableSize(u32);
 
-/// A size that no connection table can have.
+/// Error: a number of entries that no connection table can have.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error(
     "{0} entries of the connection table: expected a power of two from {min} to {max}",
@@ -43,12 +43,12 @@ impl TableSize {
         self.0 / intf::CONNECTIONS_PER_PARTITION
     }
 
-    /// Returns all entries in the order of memory.
+    /// Returns the indexes of all entries in the order of memory.
     pub fn indexes(self) -> impl Iterator<Item = ConnectionIndex> {
         (0..self.0).map(move |position| self.index_at(position))
     }
 
-    /// Returns the entry at a position in memory: first slot 0 of all partitions, then slot 1 of all partitions, ...
+    /// Returns the index of the entry at a position in memory: first slot 0 of all partitions, then slot 1 of all, ...
     ///
     /// Partitions use their low slots first, so the used entries of a table of any size are close together, on few
     /// pages. 16,384 connections in a table of 2 million entries are on 256 pages. With each partition's slots side by
@@ -74,48 +74,48 @@ impl TryFrom<u64> for TableSize {
     }
 }
 
-/// Index of an entry: partition and slot in one number.
+/// Index of an entry of the connection table: partition and slot in one number.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct ConnectionIndex(u32);
 
 impl ConnectionIndex {
-    /// Returns the index of a slot (modulo 1,024) of a partition.
+    /// Returns the index of slot `slot` (modulo 1,024) of a partition.
     pub fn new(partition: u32, slot: u32) -> Self {
         Self(partition << intf::CONNECTION_SLOT_BITS | slot & intf::CONNECTION_SLOT_MASK)
     }
 
-    /// Returns the entry's position in the memory of a table of that size.
+    /// Returns the position of the entry in the memory of a table of size `size`.
     pub fn position(self, size: TableSize) -> u32 {
         self.slot() * size.partition_count() + self.partition()
     }
 
-    /// Returns the partition.
+    /// Returns the number of the entry's partition.
     pub fn partition(self) -> u32 {
         self.0 >> intf::CONNECTION_SLOT_BITS
     }
 
-    /// Returns the slot in the partition, which the cookie holds.
+    /// Returns the number of the entry's slot in its partition, which the cookie carries.
     pub fn slot(self) -> u32 {
         self.0 & intf::CONNECTION_SLOT_MASK
     }
 }
 
-/// The number of a load balancer among those that have a connection table: 0 to 15.
+/// Number of a load balancer among the load balancers with a connection table: 0 to 15.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct OwnerNumber(u8);
 
-/// A number outside the range of owner numbers.
+/// Error: a number outside the range of owner numbers.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("owner number {0} is out of range: expected 0 to {max}", max = intf::MAX_OWNERS - 1)]
 pub struct OwnerNumberOutOfRange(pub u64);
 
 impl OwnerNumber {
-    /// Returns all numbers.
+    /// Returns all possible owner numbers in ascending order.
     pub fn all() -> impl Iterator<Item = OwnerNumber> {
         (0..intf::MAX_OWNERS as u8).map(OwnerNumber)
     }
 
-    /// Returns the number, 0 to 15.
+    /// Returns the owner number as an integer, 0 to 15.
     pub fn get(self) -> u8 {
         self.0
     }
@@ -135,18 +135,18 @@ impl fmt::Display for OwnerNumber {
     }
 }
 
-/// Returns the content of a cookie of kind 1: the owner in the high bits, the slot in the low bits.
+/// Returns the number in a cookie of kind 1: the owner in the high bits, the slot in the low bits.
 pub fn encode_cookie_index(owner: OwnerNumber, slot: u32) -> u16 {
     (u32::from(owner.0) << intf::CONNECTION_SLOT_BITS | slot & intf::CONNECTION_SLOT_MASK) as u16
 }
 
-/// Returns owner and slot in a cookie of kind 1.
+/// Returns the owner and the slot in the number of a cookie of kind 1.
 pub fn decode_cookie_index(number: u16) -> (OwnerNumber, u32) {
     let number = u32::from(number) & intf::COOKIE_ID_MASK;
     (OwnerNumber((number >> intf::CONNECTION_SLOT_BITS) as u8), number & intf::CONNECTION_SLOT_MASK)
 }
 
-/// Returns the TSecr that a stateful service's SYN carries to the server.
+/// Returns the TSecr in which a SYN to a stateful service carries owner and slot to the server.
 pub fn encode_syn_tsecr(owner: OwnerNumber, slot: u32) -> u32 {
     intf::SYN_TSECR_HOLDS_COOKIE | intf::COOKIE_KIND_BIT | u32::from(encode_cookie_index(owner, slot))
 }
@@ -157,7 +157,7 @@ pub fn encode_syn_tsecr(owner: OwnerNumber, slot: u32) -> u32 {
 pub struct ConnectionHash(u64);
 
 impl ConnectionHash {
-    /// Returns the hash of a connection to the service in that slot.
+    /// Returns the hash of the connection from `client` to the service in slot `service` of the load balancer's tables.
     pub fn new(key: &CookieKey, service: u16, client: SocketAddr) -> Self {
         let address = fold_client_address(key, client.ip());
         let port = client.port().swap_bytes();
@@ -167,28 +167,28 @@ impl ConnectionHash {
         Self(hash ^ hash >> 29)
     }
 
-    /// Returns the connection's partition: the low bits.
+    /// Returns the partition of the connection's entry: the low bits of the hash.
     pub fn partition(self, size: TableSize) -> u32 {
         self.0 as u32 & (size.partition_count() - 1)
     }
 
-    /// Returns the tag, which distinguishes connections of a partition: the upper half.
+    /// Returns the tag, the upper half of the hash, which distinguishes the connections of a partition.
     pub fn tag(self) -> u32 {
         (self.0 >> intf::CONNECTION_TAG_SHIFT) as u32
     }
 
-    /// Returns the lower half, which selects a set of the flow table, or a token bucket.
+    /// Returns the lower half of the hash, which selects a set of the flow table, or a token bucket.
     pub fn low_half(self) -> u32 {
         self.0 as u32
     }
 
-    /// Returns the set of [`table::RecentConnections`] that records the connection's latest SYN.
+    /// Returns the index of the set of [`table::RecentConnections`] that records the connection's latest SYN.
     pub fn recent_set(self) -> usize {
         (self.0 as u32 % (intf::RECENT_CONNECTIONS / intf::RECENT_WAYS)) as usize
     }
 }
 
-/// Returns a client's address in one word: `client_word_ipv6()` of `bpf/lb/parse_ipv6.h`, for IPv4 the address itself.
+/// Returns a client's address in 32 bits: `client_word_ipv6()` of `bpf/lb/parse_ipv6.h`, or the IPv4 address itself.
 pub(crate) fn fold_client_address(key: &CookieKey, client: IpAddr) -> u32 {
     let address = match client {
         IpAddr::V4(address) => return u32::from_le_bytes(address.octets()),
@@ -199,7 +199,7 @@ pub(crate) fn fold_client_address(key: &CookieKey, client: IpAddr) -> u32 {
     (hash >> 32) as u32
 }
 
-/// Returns the counter of entries of a client's prefix (/24, of IPv6 /64).
+/// Returns the index of the counter of entries of a client's prefix (/24 for IPv4, /64 for IPv6).
 pub fn source_shard(key: &CookieKey, client: IpAddr) -> usize {
     let prefix: IpAddr = match client {
         IpAddr::V4(address) => Ipv4Addr::from_bits(address.to_bits() & !0xff).into(),
@@ -208,32 +208,32 @@ pub fn source_shard(key: &CookieKey, client: IpAddr) -> usize {
     (ConnectionHash::new(key, 0, SocketAddr::new(prefix, 0)).low_half() % intf::SOURCE_SHARDS) as usize
 }
 
-/// Number of free entries that each entry of a source prefix needs.
+/// Number of entries that must be free for each entry that a source prefix holds.
 const FREE_PER_SOURCE: u32 = 4;
 
-/// Returns the limit of a source prefix in a table with `in_use` entries: a quarter of the free entries. So one prefix
-/// holds at most a quarter of the table, and `n` prefixes leave 4 / (n + 4) of the table to others. Each prefix may
-/// always hold an equal share of the table.
+/// Returns the maximum number of entries of one source prefix in a table with `in_use` used entries: a quarter of the
+/// free entries. So one prefix holds at most a quarter of the table, and `n` prefixes leave 4 / (n + 4) of the table to
+/// others. Each prefix may always hold an equal share of the table.
 pub fn entries_per_source(size: TableSize, in_use: u32) -> u32 {
     let free = size.entry_count().saturating_sub(in_use);
     (free / FREE_PER_SOURCE).max(size.entry_count() / intf::SOURCE_SHARDS).max(1)
 }
 
-/// Identity of an entry in use, in one word: everything that a decision depends on.
+/// Identity of an entry in use, in one word: all fields of the entry on which the forwarding of a packet depends.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct EntryIdentity {
-    /// [`ConnectionHash::tag`].
+    /// Tag of the connection: see [`ConnectionHash::tag`].
     pub tag: u32,
-    /// Generation of the entry's use: 7 bits.
+    /// Generation of the entry, which counts its uses modulo 2^7.
     pub generation: u16,
-    /// The service's slot in the load balancer's tables: 10 bits.
+    /// Slot of the service in the load balancer's tables: 10 bits.
     pub service: u16,
-    /// Server of the connection.
+    /// Server to which the connection's packets go.
     pub server: ServerId,
 }
 
 impl EntryIdentity {
-    /// Returns `connection.identity` of `bpf/include/intf.h`.
+    /// Returns the identity as the word `connection.identity` of `bpf/include/intf.h`.
     pub fn word(self) -> u64 {
         u64::from(self.tag) << intf::CONNECTION_TAG_SHIFT
             | u64::from(intf::CONNECTION_IN_USE)
@@ -243,7 +243,7 @@ impl EntryIdentity {
             | u64::from(self.server.get())
     }
 
-    /// Returns the identity in a word; `None`: the entry is free.
+    /// Returns the identity in the word of an entry; `None` if the entry is free.
     pub fn from_word(word: u64) -> Option<Self> {
         let low = word as u32;
         (low & intf::CONNECTION_IN_USE != 0).then(|| Self {
@@ -255,12 +255,12 @@ impl EntryIdentity {
     }
 }
 
-/// Time at the load balancer as packets see it: tenths of a second, modulo 2^32 (13.6 years).
+/// Clock of the load balancer's data plane: tenths of a second, modulo 2^32 (13.6 years).
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct ClockTicks(pub u32);
 
 impl ClockTicks {
-    /// Returns the reading at `monotonic` on the machine's monotonic clock.
+    /// Returns the clock at time `monotonic` of the machine's monotonic clock.
     pub fn at(monotonic: Duration) -> Self {
         Self((monotonic.as_millis() / 100) as u32)
     }
@@ -272,29 +272,29 @@ impl ClockTicks {
     }
 }
 
-/// A snapshot of an entry in use.
+/// Copy of an entry in use, at one time.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Connection {
     /// Index of the entry.
     pub index: ConnectionIndex,
-    /// Identity of connection and server.
+    /// Identity of the entry: connection, service and server.
     pub identity: EntryIdentity,
     /// Address and port of the client.
     pub client: SocketAddr,
-    /// Number of packets from the client, without repeated SYNs.
+    /// Number of packets from the client, without retransmitted SYNs.
     pub packets: u64,
-    /// Bytes of the counted packets' frames.
+    /// Number of bytes in the frames of the counted packets.
     pub bytes: u64,
     /// Time of the SYN.
     pub opened_at: ClockTicks,
-    /// Time of the last packet.
+    /// Time of the last packet from the client.
     pub last_seen: ClockTicks,
-    /// Whether a FIN or RST has arrived, and no later SYN.
+    /// Whether a FIN or RST has arrived, and no SYN after it.
     pub is_closing: bool,
 }
 
 impl Connection {
-    /// Returns the connection in the entry at `index`; `None`: the entry is free.
+    /// Returns the connection in the entry at `index`, or `None` if the entry is free.
     pub fn from_entry(index: ConnectionIndex, entry: &intf::connection) -> Option<Self> {
         Some(Self {
             index,
@@ -308,14 +308,14 @@ impl Connection {
         })
     }
 
-    /// Returns whether the connection has had no packet since it was read as `earlier`.
+    /// Returns whether no packet of the connection came after its earlier copy `earlier`.
     pub fn has_no_packet_since(&self, earlier: &Self) -> bool {
         (self.packets, self.last_seen) == (earlier.packets, earlier.last_seen)
     }
 }
 
-/// Returns the `count` heaviest connections, the heaviest first; of equal ones, the earlier first. Needs memory for
-/// twice as many.
+/// Returns the `count` connections of the largest weight in descending order; of equal weights, the earlier first. Uses
+/// memory for `2 * count` connections.
 pub fn heaviest(
     connections: impl Iterator<Item = Connection>,
     count: usize,
@@ -336,18 +336,18 @@ pub fn heaviest(
     kept
 }
 
-/// Times after which an entry may be freed.
+/// Times without packets after which an entry of the connection table may be freed.
 ///
 /// FIN and RST only choose a shorter time: both may be forged, a FIN is only half a close, and the server's TIME-WAIT
 /// follows. So an expired entry is freed only when the server's agent has no such socket, or the server is gone.
 /// Entries without a second packet are the exception ([`ExpiryReason::HalfOpen`]).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Timeouts {
-    /// Time from the SYN to the second packet.
+    /// Maximum time from the SYN to the second packet of a connection.
     pub half_open: Duration,
-    /// Time after the last packet of a connection with a FIN or RST.
+    /// Idle time after which a connection with a FIN or RST expires.
     pub closing: Duration,
-    /// Time after the last packet of any other connection.
+    /// Idle time after which any other connection expires.
     pub idle: Duration,
 }
 
@@ -359,29 +359,29 @@ impl Default for Timeouts {
     }
 }
 
-/// Reason for which an entry may be freed.
+/// Reason for which an entry of the connection table may be freed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ExpiryReason {
     /// The server left the fleet.
     ServerGone,
-    /// Only the SYN came, most likely of a flood. Freed without a query: if the client sends after all, the packet is
-    /// broadcast and the connection continues.
+    /// Only a SYN came, most likely of a SYN flood. The entry is freed without a query to the server: if the client
+    /// sends after all, the packet is broadcast and the connection continues.
     HalfOpen,
-    /// A FIN or RST came: freed if the server has no such socket.
+    /// A FIN or RST came. The entry is freed if the server has no such socket.
     Closing,
-    /// No packet came for the idle time: freed if the server has no such socket.
+    /// No packet came for the idle time. The entry is freed if the server has no such socket.
     Idle,
 }
 
 impl ExpiryReason {
-    /// Returns whether the server must be queried first.
+    /// Returns whether the server must be queried before the entry is freed.
     pub fn needs_server_query(self) -> bool {
         matches!(self, ExpiryReason::Closing | ExpiryReason::Idle)
     }
 }
 
 impl Timeouts {
-    /// Returns the timers in the layout of the BPF program, with the time of user space's last sweep.
+    /// Returns the timeouts in the layout of the BPF program, with the time `swept` of the last sweep by user space.
     pub fn to_bpf_timers(&self, swept: ClockTicks) -> intf::connection_timers {
         let ticks = |time: Duration| i32::try_from(time.as_millis() / 100).unwrap_or(i32::MAX) as u32;
         intf::connection_timers {
@@ -392,13 +392,13 @@ impl Timeouts {
         }
     }
 
-    /// Returns whether a packet may reuse the entry at `now`: `is_expired()` of `bpf/lb/stateful.h`.
+    /// Returns whether a packet may reuse the connection's entry at `now`: `is_expired()` of `bpf/lb/stateful.h`.
     pub fn is_expired(&self, connection: &Connection, server_known: bool, swept: ClockTicks, now: ClockTicks) -> bool {
         let unswept = now.0.wrapping_sub(swept.0) as i32 >= intf::CONNECTION_UNSWEPT_TICKS as i32;
         self.expiry_reason(connection, server_known, now).is_some_and(|due| !due.needs_server_query() || unswept)
     }
 
-    /// Returns the reason to free the connection at `now`, if any. `server_known`: the server is in the fleet.
+    /// Returns the reason to free the entry at `now`, if there is one. `server_known`: the server is in the fleet.
     pub fn expiry_reason(&self, connection: &Connection, server_known: bool, now: ClockTicks) -> Option<ExpiryReason> {
         if !server_known {
             return Some(ExpiryReason::ServerGone);

@@ -14,31 +14,31 @@ pub enum Consistency {
     Stateless,
     /// The cookie has an index into the connection table (Cheetah, Sect. 3.3).
     Stateful,
-    /// Each packet goes to the server of the placement rule.
+    /// Each packet goes to the server that the placement rule selects for it.
     None,
-    /// A hash table has the server of each connection, as in most load balancers.
+    /// A hash table maps each connection to its server, as in most load balancers.
     HashTable,
-    /// The bucket decides, and servers forward unknown packets to the bucket's previous server (Beamer, NSDI'18).
+    /// The bucket selects the server, which forwards unknown packets to the bucket's previous one (Beamer, NSDI'18).
     Beamer,
 }
 
 impl Consistency {
-    /// All modes in the order of `enum consistency`.
+    /// All consistency modes in the order of `enum consistency`.
     pub const ALL: [Consistency; intf::CONSISTENCY_COUNT as usize] =
         [Consistency::Stateless, Consistency::Stateful, Consistency::None, Consistency::HashTable, Consistency::Beamer];
 
-    /// Returns the value in `enum consistency`.
+    /// Returns the mode's value in `enum consistency`.
     pub fn number(self) -> u32 {
         self as u32
     }
 
-    /// Returns the name in configuration and messages: the name in `bpf/include/intf.h` with dashes.
+    /// Returns the mode's name in configuration and messages: the name in `bpf/include/intf.h` with dashes.
     pub fn name(self) -> String {
         intf::CONSISTENCY_NAMES[self as usize].replace('_', "-")
     }
 }
 
-/// An unknown consistency mode.
+/// Error: a name that no consistency mode has.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("consistency {0:?} is not known: expected \"stateless\", \"stateful\", \"none\", \"hash-table\" or \"beamer\"")]
 pub struct UnknownConsistency(pub String);
@@ -52,20 +52,20 @@ impl std::str::FromStr for Consistency {
     }
 }
 
-/// Origin of the cookies in a service's TCP timestamps.
+/// Component that writes the cookies into the TCP timestamps of a service.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Timestamps {
-    /// The servers stamp, by `bpf/server/server.bpf.c`.
+    /// The servers write the cookies, by `bpf/server/server.bpf.c`.
     #[default]
     Server,
-    /// The load balancer stamps the replies of servers without an agent, which must pass through it.
+    /// The load balancer writes the cookies into replies, which must pass through it; the servers have no agent.
     LoadBalancer,
-    /// No cookies, for clients behind devices that reject them.
+    /// Packets have no cookies: for clients behind devices that reject them.
     Off,
 }
 
 impl Timestamps {
-    /// Returns the name in configuration and messages.
+    /// Returns the name of this origin in configuration and messages.
     pub fn name(self) -> &'static str {
         match self {
             Timestamps::Server => "server",
@@ -75,7 +75,7 @@ impl Timestamps {
     }
 }
 
-/// An unknown origin of timestamps.
+/// Error: a name that no origin of timestamps has.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("timestamps by {0:?}: expected \"server\", \"lb\" or \"off\"")]
 pub struct UnknownTimestamps(pub String);
@@ -89,18 +89,18 @@ impl std::str::FromStr for Timestamps {
     }
 }
 
-/// Migration of a service: another load balancer has some of the connections. It has this id among the service's
-/// servers, and is not eligible.
+/// Migration of a service between two load balancers: the other one has some of the connections. It has the given id
+/// among the service's servers, and is not eligible.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum ServiceMigration {
-    /// The other load balancer had the service before: unknown packets belong to its connections.
+    /// The other load balancer had the service before: packets of unknown connections belong to it.
     AdoptedFrom(ServerId),
-    /// The other load balancer gets new connections; connections of this one remain.
+    /// The other load balancer gets new connections; this one keeps its connections.
     HandedOverTo(ServerId),
 }
 
 impl ServiceMigration {
-    /// Returns the other load balancer's id among the servers.
+    /// Returns the id that the other load balancer has among the service's servers.
     pub fn other_balancer(self) -> ServerId {
         match self {
             ServiceMigration::AdoptedFrom(id) | ServiceMigration::HandedOverTo(id) => id,
@@ -108,13 +108,13 @@ impl ServiceMigration {
     }
 }
 
-/// An invalid setting of a service's mode.
+/// Error: an invalid setting of a service's mode.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{key}: {reason}")]
 pub struct InvalidSetting {
-    /// Name of the setting.
+    /// Name of the invalid setting.
     pub key: String,
-    /// Found value, and the expectation.
+    /// Description of the found and of the expected value.
     pub reason: String,
 }
 
@@ -124,36 +124,36 @@ const FORWARDING: &str = "forwarding";
 const ADOPTED_FROM: &str = "adopted_from";
 const HANDED_OVER_TO: &str = "handed_over_to";
 
-/// Data-plane settings of a service, without its address.
+/// Data-plane settings of a service, except its address.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash)]
 pub struct ServiceMode {
     /// Consistency mode.
     pub consistency: Consistency,
-    /// Origin of the cookies.
+    /// Component that writes the cookies.
     pub timestamps: Timestamps,
-    /// Migration in progress.
+    /// Migration in progress, if any.
     pub migration: Option<ServiceMigration>,
-    /// Method by which packets reach servers.
+    /// Method by which the load balancer forwards packets to servers.
     pub forwarding: Forwarding,
 }
 
 impl ServiceMode {
-    /// Returns whether the service's packets find their server by a cookie, if they carry one.
+    /// Returns whether packets of the service may carry a cookie that identifies their server.
     pub fn has_cookies(self) -> bool {
         matches!(self.consistency, Consistency::Stateless | Consistency::Stateful)
     }
 
-    /// Returns whether servers put cookies into the timestamps of the service.
+    /// Returns whether servers write cookies into the timestamps of the service's packets.
     pub fn is_stamped(self) -> bool {
         self.has_cookies() && self.timestamps == Timestamps::Server
     }
 
-    /// Returns whether servers put cookies into the timestamps of new connections.
+    /// Returns whether servers write cookies into the timestamps of new connections of the service.
     pub fn stamps_new_connections(self) -> bool {
         self.is_stamped() && !self.is_handed_over()
     }
 
-    /// Returns whether another load balancer gets the new connections.
+    /// Returns whether another load balancer gets the service's new connections.
     pub fn is_handed_over(self) -> bool {
         matches!(self.migration, Some(ServiceMigration::HandedOverTo(_)))
     }
@@ -172,15 +172,15 @@ impl ServiceMode {
         }
     }
 
-    /// Returns whether packets that go by their bucket name the bucket's previous server. With LB-side stamping,
-    /// servers have no program to read it. During a migration all packets name the other load balancer.
+    /// Returns whether packets that are forwarded by bucket carry the bucket's previous server. With LB-side stamping,
+    /// servers have no program to read it. During a migration all packets carry the other load balancer.
     pub fn marks_previous_server(self) -> bool {
         self.consistency == Consistency::Beamer
             || self.has_cookies() && self.timestamps == Timestamps::Off
             || self.migration.is_some()
     }
 
-    /// Returns each setting with its name, for messages.
+    /// Returns the name and the value of each setting, for messages.
     pub fn settings(self) -> Vec<(&'static str, String)> {
         let mut settings = vec![
             (CONSISTENCY, self.consistency.name()),
@@ -194,8 +194,8 @@ impl ServiceMode {
         settings
     }
 
-    /// Parses [`ServiceMode::settings`]; absent settings have their defaults. An unknown setting is an error: packets
-    /// must not be forwarded in another mode than requested.
+    /// Returns the mode with these settings: the inverse of [`ServiceMode::settings`]. Absent settings have their
+    /// defaults. Fails at unknown settings: packets must not be forwarded in another mode than requested.
     pub fn from_settings<'a>(settings: impl IntoIterator<Item = (&'a str, &'a str)>) -> Result<Self, InvalidSetting> {
         let mut mode = Self::default();
         for (key, value) in settings {
@@ -214,8 +214,8 @@ impl ServiceMode {
         Ok(mode)
     }
 
-    /// Returns the bits of `service_slot.number` in `bpf/include/intf.h`, without the service's index. The forwarding
-    /// is not part of them.
+    /// Returns the mode's bits in `service_slot.number` of `bpf/include/intf.h`, without the service's index. They do
+    /// not include the forwarding method.
     pub fn slot_bits(self) -> u32 {
         let timestamps = match self.timestamps {
             Timestamps::Server => 0,
@@ -232,7 +232,7 @@ impl ServiceMode {
         self.consistency.number() << intf::SERVICE_CONSISTENCY_SHIFT | timestamps | transfer
     }
 
-    /// Parses [`ServiceMode::slot_bits`], with the default forwarding; `None`: bits of no mode.
+    /// Returns the mode with these [`ServiceMode::slot_bits`] and the default forwarding; `None` for bits of no mode.
     pub fn from_slot_bits(bits: u32) -> Option<Self> {
         let consistency = bits >> intf::SERVICE_CONSISTENCY_SHIFT & intf::SERVICE_CONSISTENCY_MASK;
         let timestamps = match bits & (intf::SERVICE_TIMESTAMPS_OFF | intf::SERVICE_TIMESTAMPS_LB) {
@@ -252,7 +252,7 @@ impl ServiceMode {
         (mode.slot_bits() == bits).then_some(mode)
     }
 
-    /// Returns the default mode. UDP has no cookie, so its default is the flow table.
+    /// Returns the default mode of services of a protocol. UDP has no cookie, so its default is the flow table.
     pub fn default_for(protocol: Protocol) -> Self {
         match protocol {
             Protocol::Tcp => Self::default(),

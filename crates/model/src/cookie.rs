@@ -17,22 +17,22 @@ pub use permutation::Permutation;
 
 use crate::{FourTuple, ServerId};
 
-/// A 128-bit secret.
+/// 128-bit secret key of the hash of cookies.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub struct CookieKey {
-    /// First 64 bits.
+    /// First 64 bits of the key.
     pub k0: u64,
-    /// Second 64 bits.
+    /// Second 64 bits of the key.
     pub k1: u64,
 }
 
 impl CookieKey {
-    /// Returns a new key. `rng` must be of cryptographic quality where clients must not guess cookies.
+    /// Returns a random key. `rng` must be of cryptographic quality where clients must not be able to guess cookies.
     pub fn random(rng: &mut impl Rng) -> Self {
         Self { k0: rng.next_u64(), k1: rng.next_u64() }
     }
 
-    /// Returns `cookie_key.vip_factor` of `bpf/include/intf.h`, drawn by the key itself.
+    /// Returns `cookie_key.vip_factor` of `bpf/include/intf.h`, which is derived from the key itself.
     pub fn vip_factor(&self) -> u64 {
         let mut hasher = SipHasher13::new_with_keys(self.k0, self.k1);
         hasher.write(b"vip_factor");
@@ -45,38 +45,38 @@ impl CookieKey {
     }
 }
 
-/// Hides the secret.
+/// Prints no bit of the secret.
 impl std::fmt::Debug for CookieKey {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.write_str("CookieKey(..)")
     }
 }
 
-/// The two keys of a fleet, and the index of the one that stamps.
+/// The two cookie keys of a fleet, and the index of the key with which new cookies are stamped.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct FleetKeys {
-    /// Keys, which are both accepted at any time.
+    /// The two keys; cookies of both are always accepted.
     pub keys: [CookieKey; 2],
-    /// Index of the key for new stamps.
+    /// Index of the key with which new cookies are stamped.
     pub current: KeyIndex,
 }
 
-/// Index of a key.
+/// Index of one of a fleet's two cookie keys.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum KeyIndex {
-    /// Key bit 0.
+    /// The key of cookies whose key bit is 0.
     First,
-    /// Key bit 1.
+    /// The key of cookies whose key bit is 1.
     Second,
 }
 
 impl KeyIndex {
-    /// Returns the index, 0 or 1.
+    /// Returns the index as a number, 0 or 1.
     pub fn get(self) -> usize {
         self as usize
     }
 
-    /// Returns the other index.
+    /// Returns the index of the other key.
     pub fn other(self) -> Self {
         match self {
             KeyIndex::First => KeyIndex::Second,
@@ -85,12 +85,12 @@ impl KeyIndex {
     }
 }
 
-/// Content of a cookie: the kind bit and 14 bits.
+/// Content of a cookie: its kind, and a number of 14 bits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Cookie {
-    /// Stateless: the server's id.
+    /// Cookie of stateless mode: the id of the connection's server.
     Server(ServerId),
-    /// Stateful: an index into the connection table of one load balancer.
+    /// Cookie of stateful mode: an index into the connection table of one load balancer.
     TableIndex(u16),
 }
 
@@ -104,8 +104,8 @@ impl FleetKeys {
     }
 }
 
-/// Returns SipHash-1-3 (Aumasson and Bernstein, INDOCRYPT'12) of the client's address and port, combined with the VIP
-/// and its port: `bpf/include/cookie.h` gives the reasons.
+/// Returns the keyed hash of a connection: SipHash-1-3 (Aumasson and Bernstein, INDOCRYPT'12) of the client's address
+/// and port, combined with the VIP and its port. `bpf/include/cookie.h` gives the reasons.
 pub fn cookie_hash(key: &CookieKey, tuple: &FourTuple) -> u64 {
     let mut hasher = SipHasher13::new_with_keys(key.k0, key.k1);
     match (tuple.client(), tuple.vip()) {
@@ -123,12 +123,12 @@ pub fn cookie_hash(key: &CookieKey, tuple: &FourTuple) -> u64 {
     hasher.finish()
 }
 
-/// Packs address and port in packet byte order into one word.
+/// Returns an IPv4 address and its port, in packet byte order, in one word.
 fn socket_word(of: SocketAddrV4) -> u64 {
     u64::from(u32::from_le_bytes(of.ip().octets())) | u64::from(of.port().to_be()) << 32
 }
 
-/// Folds a VIP and its port into one word by a factor that clients do not know.
+/// Returns an IPv6 VIP and its port, folded into one word by a factor that clients do not know.
 fn fold_vip(key: &CookieKey, vip: SocketAddrV6) -> u64 {
     let (both, factor) = (u128::from_le_bytes(vip.ip().octets()), key.vip_factor());
     let [high, low] = [both as u64, (both >> 64) as u64];
@@ -137,14 +137,14 @@ fn fold_vip(key: &CookieKey, vip: SocketAddrV6) -> u64 {
     mixed(folded).wrapping_add(u64::from(vip.port().to_be())).wrapping_mul(factor)
 }
 
-/// Returns the addend of the time part, modulo 2^16, from the server's own time key. It does not depend on the fleet's
-/// keys, so a change of keys does not interrupt a connection's time.
+/// Returns the number, modulo 2^16, that is added to the time in a cookie. It depends on the server's own time key but
+/// not on the fleet's keys, so a change of those does not interrupt a connection's time.
 pub fn time_addend(time_key: &CookieKey, tuple: &FourTuple) -> u16 {
     cookie_hash(time_key, tuple) as u16
 }
 
-/// Returns the client's TSval, stamped with the current key. `milliseconds` is the server's own TSval (its clock in ms,
-/// low 16 bits count).
+/// Returns the TSval for the client: the server's own TSval `milliseconds`, of which the low 16 bits count, and the
+/// cookie stamped with the current key.
 ///
 /// Never 0, which a client reads as "no TSecr" (RFC 7323, Sect. 3.2): then the time is one millisecond later.
 pub fn stamp_tsval(
@@ -166,7 +166,7 @@ pub fn stamp_tsval(
     if stamped == 0 { 1 << intf::COOKIE_TIME_SHIFT } else { stamped }
 }
 
-/// Returns the cookie in the client's TSecr.
+/// Returns the cookie in the TSecr of a client's packet.
 pub fn decode_cookie(keys: &FleetKeys, tuple: &FourTuple, tsecr: u32) -> Cookie {
     let key = &keys.keys[usize::from(tsecr & intf::COOKIE_KEY_BIT != 0)];
     let plain = Permutation::COOKIE.reveal(cookie_hash(key, tuple), tsecr & intf::COOKIE_HIDDEN_MASK) as u16;
@@ -178,17 +178,17 @@ pub fn decode_cookie(keys: &FleetKeys, tuple: &FourTuple, tsecr: u32) -> Cookie 
     }
 }
 
-/// Returns the time part of the client's TSecr: the low 16 bits of the server's own TSval.
+/// Returns the time in the TSecr of a client's packet: the low 16 bits of the server's own TSval.
 pub fn stamped_time(time_key: &CookieKey, tuple: &FourTuple, tsecr: u32) -> u16 {
     ((tsecr >> intf::COOKIE_TIME_SHIFT) as u16).wrapping_sub(time_addend(time_key, tuple))
 }
 
-/// Time in ms by which a server's own TSval may be ahead of the restoring clock: the clocks of kernel and BPF are read
-/// at different times and rounded differently.
+/// Maximum time (ms) by which a server's own TSval may be ahead of the clock that restores it: the clocks of kernel and
+/// BPF are read at different times and rounded differently.
 pub const RESTORE_SLACK_MS: u32 = intf::RESTORE_SLACK_MS;
 
-/// Returns the server's own TSval from the time part of a TSecr: the latest value with these 16 low bits that is not
-/// after `now_ms` + slack. Correct for values up to 65.5 s old.
+/// Returns the server's own TSval whose low 16 bits are `time`: the latest such value that is not after `now_ms` +
+/// slack. Correct for values up to 65.5 s old.
 pub fn restore_tsval(time: u16, now_ms: u32) -> u32 {
     let reference = now_ms.wrapping_add(RESTORE_SLACK_MS);
     reference.wrapping_sub(u32::from((reference as u16).wrapping_sub(time)))

@@ -15,7 +15,7 @@ use crate::policy::{Policy, Pool, PoolServer, RackSummary, ServerLoads};
 use crate::rss::{IndirectionTable, IndirectionTableError, RssConfig, RssKey, ToeplitzTables, uniform_below};
 use crate::{FourTuple, ServerId};
 
-/// Method by which servers' indirection tables are drawn; the server's id is the seed.
+/// Method by which the servers' indirection tables are drawn, each with the server's id as the seed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum TableDraw {
     /// Every core has the same number of entries (+-1): [`IndirectionTable::balanced`].
@@ -25,20 +25,20 @@ pub enum TableDraw {
     Independent,
 }
 
-/// Composition of a fleet. All servers have the same key and the same number of cores.
+/// Composition of a simulated fleet. All servers have the same RSS key and the same number of cores.
 #[derive(Debug, Clone)]
 pub struct FleetPlan {
     /// Ids of the servers, in ascending order.
     pub servers: Vec<ServerId>,
-    /// Cores of each server, at least 1.
+    /// Number of cores of each server, at least 1.
     pub cores_per_server: u16,
-    /// Buckets of the placement table and entries of the indirection tables.
+    /// Number of buckets of the placement table, and of entries of each indirection table.
     pub buckets: BucketCount,
-    /// Weight of the newest report in the smoothed loads.
+    /// Weight of the newest report in the moving averages of the loads.
     pub alpha: Alpha,
     /// The RSS key of all NICs.
     pub key: RssKey,
-    /// Method by which indirection tables are drawn.
+    /// Method by which the servers' indirection tables are drawn.
     pub tables: TableDraw,
 }
 
@@ -50,44 +50,44 @@ pub struct SimulatedCluster {
     table: PlacementTable,
     state: PlacementState,
     sequence: u64,
-    /// Connections placed since the previous report.
+    /// Number of connections placed since the previous report.
     opened_connections: u64,
-    /// RSS keys used so far, each with its Toeplitz tables; the first one is the fleet's key.
+    /// RSS keys used so far, each with its precomputed Toeplitz tables; the first one is the fleet's key.
     hashers: Vec<(RssKey, ToeplitzTables)>,
-    /// Position in `hashers` of the key of each group of the table in force.
+    /// Index in `hashers` of the key of each group of the placement table in force.
     hasher_of_group: Vec<usize>,
-    /// Whether each server, by position, gets new connections from the next table on.
+    /// Whether each server, by its position in the plan, gets new connections from the next table on.
     eligible: Vec<bool>,
     counts_requests: bool,
     racks: Option<Racks>,
 }
 
-/// Rack controllers between servers and controller.
+/// Rack controllers between the servers and the controller of a fleet.
 pub struct Racks {
-    /// Policy instance of each rack, which smooths the loads of the rack. Racks have the same number of servers (+-1).
+    /// One policy for each rack, which smooths the rack's loads. Racks have the same number of servers (+-1).
     pub policies: Vec<Box<dyn Policy>>,
     /// Maximum number of candidates that a rack sends for each bucket.
     pub candidates: usize,
 }
 
-/// Shape of a fleet before ids and keys are drawn.
+/// Size and parameters of a fleet before its ids and its RSS key are drawn.
 #[derive(Debug, Clone, Copy)]
 pub struct FleetShape {
-    /// Number of servers.
+    /// Number of servers in the fleet.
     pub server_count: u16,
-    /// See [`FleetPlan::cores_per_server`].
+    /// Number of cores of each server: see [`FleetPlan::cores_per_server`].
     pub cores_per_server: u16,
-    /// See [`FleetPlan::buckets`].
+    /// Number of buckets: see [`FleetPlan::buckets`].
     pub buckets: BucketCount,
-    /// See [`FleetPlan::alpha`].
+    /// Weight of the newest report: see [`FleetPlan::alpha`].
     pub alpha: Alpha,
-    /// See [`FleetPlan::tables`].
+    /// Method of drawing indirection tables: see [`FleetPlan::tables`].
     pub tables: TableDraw,
 }
 
 impl FleetShape {
-    /// Returns a plan whose ids and RSS key are drawn as by the controller. Ids are sparse, so each draw has different
-    /// indirection tables.
+    /// Returns a plan with random ids and a random RSS key, as the controller draws them. Ids are sparse, so each draw
+    /// has different indirection tables.
     pub fn draw_plan(self, rng: &mut impl rand::Rng) -> FleetPlan {
         let Self { server_count: servers, cores_per_server, buckets, alpha, tables } = self;
         let servers = draw_server_ids(servers, rng);
@@ -105,7 +105,7 @@ fn draw_server_ids(servers: u16, rng: &mut impl rand::Rng) -> Vec<ServerId> {
 }
 
 impl SimulatedCluster {
-    /// Creates the fleet. Fails when there are more buckets than an indirection table can have entries.
+    /// Returns a fleet without reports. Fails when there are more buckets than an indirection table can have entries.
     pub fn new(plan: FleetPlan) -> Result<Self, IndirectionTableError> {
         let entries = plan.buckets.get() as usize;
         let draw = match plan.tables {
@@ -132,23 +132,23 @@ impl SimulatedCluster {
         })
     }
 
-    /// Returns the number of cores of the whole fleet. A core's number is its server's position times the cores of a
+    /// Returns the number of cores of the whole fleet. The index of a core is its server's position times the cores per
     /// server, plus its receive queue.
     pub fn core_count(&self) -> usize {
         self.rss.len() * usize::from(self.plan.cores_per_server)
     }
 
-    /// Sets whether the server at this position takes new connections from the next report on.
+    /// Sets whether the server at `position` takes new connections from the next report on.
     pub fn set_eligible(&mut self, position: usize, eligible: bool) {
         self.eligible[position] = eligible;
     }
 
-    /// Makes each placement count as one request ([`Pool::counting_requests`]).
+    /// Makes each placement count as one request: see [`Pool::counting_requests`].
     pub fn count_placements_as_requests(&mut self) {
         self.counts_requests = true;
     }
 
-    /// Makes servers report to rack controllers from the next report on.
+    /// Makes the servers report to rack controllers from the next report on.
     pub fn set_racks(&mut self, racks: Racks) {
         self.racks = Some(racks);
     }
@@ -158,9 +158,9 @@ impl SimulatedCluster {
         self.state.round_robin_counter = turn;
     }
 
-    /// Makes every agent report, computes a table by `policy`, and installs it. `busy_ns` is the absolute busy time of
-    /// each core, `open_connections` the number of open connections of each server. Panics when `measured_ns` is not
-    /// after the previous report's.
+    /// Makes every agent report, computes a placement table by `policy`, and installs it. `busy_ns` is the total busy
+    /// time of each core so far, `open_connections` the number of open connections of each server. Panics when
+    /// `measured_ns` is not after the previous report's.
     pub fn report(&mut self, measured_ns: u64, busy_ns: &[u64], open_connections: &[u32], policy: &mut dyn Policy) {
         let table = self.prepare(measured_ns, busy_ns, open_connections, policy);
         self.install_table(table);
@@ -222,7 +222,8 @@ impl SimulatedCluster {
         policy.compute_table(&pool, self.plan.buckets, self.sequence)
     }
 
-    /// Puts a table in force as the data plane does: counts of assignments restart, the round-robin counter continues.
+    /// Puts a placement table in force as the data plane does: counts of assignments restart, the round-robin turn goes
+    /// on.
     pub fn install_table(&mut self, table: PlacementTable) {
         self.state =
             PlacementState { round_robin_counter: self.state.round_robin_counter, ..PlacementState::for_table(&table) };
@@ -238,8 +239,8 @@ impl SimulatedCluster {
         self.table = table;
     }
 
-    /// Returns the core that a new connection reaches: the load balancer picks the server, and the server's RSS picks
-    /// the core. Panics before the first report, because no table is in force.
+    /// Places a new connection and returns the index of its core: the load balancer selects the server, whose RSS
+    /// selects the core. Panics before the first report, because no table is in force.
     pub fn place(&mut self, connection: &FourTuple) -> usize {
         self.opened_connections += 1;
         let bytes = connection.bytes();
@@ -250,18 +251,18 @@ impl SimulatedCluster {
         self.core_at(position, self.hashers[0].1.hash(&bytes))
     }
 
-    /// Returns the core that the connection would reach on each server, by the server's position.
+    /// Returns the index of the core that the connection would reach on each server, in the order of servers.
     pub fn reachable_cores(&self, connection: &FourTuple) -> impl Iterator<Item = usize> {
         let hash = self.hashers[0].1.hash(&connection.bytes());
         (0..self.rss.len()).map(move |position| self.core_at(position, hash))
     }
 
-    /// Returns the RSS hash of the connection at every NIC of the fleet.
+    /// Returns the RSS hash of the connection, which is the same at every NIC of the fleet.
     pub fn rss_hash(&self, connection: &FourTuple) -> u32 {
         self.hashers[0].1.hash(&connection.bytes())
     }
 
-    /// Returns the indirection table of the server at this position.
+    /// Returns the indirection table of the server at position `position`.
     pub fn indirection_table(&self, position: usize) -> &IndirectionTable {
         &self.rss[position].indirection_table
     }
@@ -273,7 +274,7 @@ impl SimulatedCluster {
 }
 
 impl Racks {
-    /// Returns the controller's pool.
+    /// Returns the controller's pool of servers, with a summary of each rack.
     fn build_pool(&mut self, servers: Vec<PoolServer>, buckets: BucketCount) -> Pool {
         let count = self.policies.len();
         let start = |rack: usize| rack * servers.len() / count;

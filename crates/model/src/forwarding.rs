@@ -7,10 +7,10 @@ use coreward_intf as intf;
 use crate::connection_table::fold_client_address;
 use crate::cookie::CookieKey;
 
-/// Kind of forwarding to servers: `enum forwarding` of `bpf/include/intf.h`.
+/// Method by which a service's packets are forwarded to its servers: `enum forwarding` of `bpf/include/intf.h`.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Forwarding {
-    /// Packets go to the server's MAC address; the server is on the load balancer's segment.
+    /// Packets are sent to the server's MAC address; the server is on the load balancer's segment.
     #[default]
     L2,
     /// Packets are encapsulated in IP (RFC 2003, RFC 2473, RFC 4213).
@@ -20,15 +20,15 @@ pub enum Forwarding {
 }
 
 impl Forwarding {
-    /// All kinds, in the order of `enum forwarding`.
+    /// All methods in the order of `enum forwarding`.
     pub const ALL: [Forwarding; intf::FORWARDING_COUNT as usize] = [Forwarding::L2, Forwarding::Ipip, Forwarding::Gue];
 
-    /// Returns the value in `enum forwarding`.
+    /// Returns the method's value in `enum forwarding`.
     pub fn number(self) -> u32 {
         self as u32
     }
 
-    /// Returns the name in configuration and protobuf messages.
+    /// Returns the method's name in configuration and protobuf messages.
     pub fn name(self) -> &'static str {
         match self {
             Forwarding::L2 => "l2",
@@ -37,12 +37,12 @@ impl Forwarding {
         }
     }
 
-    /// Whether packets get an outer header, so that servers may be behind routers.
+    /// Returns whether packets get an outer header, so that servers may be behind routers.
     pub fn encapsulates(self) -> bool {
         self != Forwarding::L2
     }
 
-    /// Returns the length of the outer header of packets to `server`, in bytes.
+    /// Returns the length in bytes of the outer header of packets to `server`.
     pub fn overhead(self, server: IpAddr) -> usize {
         let ip = if server.is_ipv4() { 20 } else { 40 };
         match self {
@@ -53,7 +53,7 @@ impl Forwarding {
     }
 }
 
-/// Name of a kind of forwarding that does not exist.
+/// Error: a name that no forwarding method has.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("forwarding {0:?} is not known: expected \"l2\", \"ipip\" or \"gue\"")]
 pub struct UnknownForwarding(pub String);
@@ -67,8 +67,8 @@ impl std::str::FromStr for Forwarding {
     }
 }
 
-/// Returns the source port of GUE for a flow, and its flow label in an IPv6 outer header: flow_port() of
-/// `bpf/lb/emit_gue.h`. Ports in the packet's byte order, 0 where unknown (later fragments, ICMP).
+/// Returns the source port of GUE for a flow, which is also its flow label in an IPv6 outer header: flow_port() of
+/// `bpf/lb/emit_gue.h`. `ports` are in packet byte order, 0 where unknown (later fragments, ICMP).
 pub fn flow_port(client: IpAddr, ports: [u8; 4]) -> u16 {
     const FIRST: u16 = 0xc000;
     const FACTOR: u64 = 0x9e37_79b9_7f4a_7c15;

@@ -12,40 +12,40 @@ use std::fmt;
 use std::ops::RangeInclusive;
 use std::time::Duration;
 
-/// A health check of a service's servers.
+/// Configuration of the health checks of a service's servers.
 #[derive(Debug, Clone, PartialEq)]
 pub struct HealthCheck {
-    /// Kind of the check.
+    /// Kind of check that is made.
     pub probe: Probe,
-    /// Address to which checks go.
+    /// Address to which checks of a server are sent.
     pub probe_address: ProbeAddress,
-    /// Port to which checks go; `None`: the service's port.
+    /// Port to which checks are sent; `None` for the service's port.
     pub port: Option<u16>,
-    /// Longest time between two checks.
+    /// Maximum time between the starts of two checks.
     pub interval: Duration,
-    /// Time after which a missing answer counts as a failure.
+    /// Time after which a check without an answer counts as failed.
     pub timeout: Duration,
-    /// Results that change the verdict.
+    /// Numbers of consecutive results that change the verdict.
     pub thresholds: Thresholds,
-    /// Fraction of the interval by which a check may start early.
+    /// Maximum fraction of the interval by which a check may start early.
     pub jitter: Jitter,
 }
 
-/// Kind of a check.
+/// Kind of health check.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Probe {
     /// Load balancers check that a TCP connection opens.
     Tcp,
     /// Load balancers check that a request over HTTP/1.1 is answered.
     Http(HttpProbe),
-    /// Load balancers check as with `Http`, over TLS.
+    /// Load balancers check as with `Http`, but over TLS.
     Https(HttpProbe, CertificateVerification),
     /// The controller checks that the server's agent reports.
     Agent,
 }
 
 impl Probe {
-    /// Returns the name in the fleet document.
+    /// Returns the name of this kind in the fleet document.
     pub fn name(&self) -> &'static str {
         match self {
             Probe::Tcp => "tcp",
@@ -56,14 +56,14 @@ impl Probe {
     }
 }
 
-/// HTTP request of a check, and the answers that pass.
+/// HTTP request of a health check, and the status codes with which the check passes.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct HttpProbe {
-    /// Path and query, from the slash on.
+    /// Path and query of the requested URL, from the slash on.
     pub path: String,
-    /// Host header and name in the certificate; `None`: the address to which checks go.
+    /// Host header, and the name expected in the certificate; `None` for the address to which checks are sent.
     pub host: Option<String>,
-    /// Status codes that pass.
+    /// Status codes of answers with which the check passes.
     pub expected_status: StatusRange,
 }
 
@@ -72,25 +72,25 @@ pub struct HttpProbe {
 pub struct StatusRange(RangeInclusive<u16>);
 
 impl StatusRange {
-    /// Valid status codes (RFC 9110, Sect. 15).
+    /// All valid status codes (RFC 9110, Sect. 15).
     const ALL: RangeInclusive<u16> = 100..=599;
 
-    /// Returns success and redirection: 200 to 399.
+    /// Returns the range of success and redirection: 200 to 399.
     pub const fn success_or_redirect() -> Self {
         Self(200..=399)
     }
 
-    /// Returns the range; `None` unless both are status codes and `first` is at most `last`.
+    /// Returns the range from `first` to `last`; `None` unless both are status codes and `first` is at most `last`.
     pub fn new(first: u16, last: u16) -> Option<Self> {
         (Self::ALL.contains(&first) && Self::ALL.contains(&last) && first <= last).then_some(Self(first..=last))
     }
 
-    /// Whether the code is in the range.
+    /// Returns whether the status code is in the range.
     pub fn contains(&self, status: u16) -> bool {
         self.0.contains(&status)
     }
 
-    /// Returns the first and the last code.
+    /// Returns the first and the last status code of the range.
     pub fn bounds(&self) -> (u16, u16) {
         (*self.0.start(), *self.0.end())
     }
@@ -105,18 +105,18 @@ impl fmt::Display for StatusRange {
     }
 }
 
-/// Verification of a server's certificate.
+/// Method by which a server's certificate is verified.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum CertificateVerification {
-    /// By the certificate authorities that the load balancer's system trusts.
+    /// The certificate must be issued by an authority that the load balancer's system trusts.
     System,
-    /// By these certificate authorities (PEM).
+    /// The certificate must be issued by one of these authorities (PEM).
     Authorities(String),
     /// The certificate is not verified.
     Off,
 }
 
-/// Address to which checks of a server go.
+/// Address to which health checks of a server are sent.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ProbeAddress {
     /// The VIP, to which clients connect; every server has it as a local address.
@@ -126,10 +126,10 @@ pub enum ProbeAddress {
 }
 
 impl ProbeAddress {
-    /// All values.
+    /// All addresses to which checks can be sent.
     pub const ALL: [Self; 2] = [Self::Vip, Self::Server];
 
-    /// Returns the name in the fleet document.
+    /// Returns the name of this address in the fleet document.
     pub fn name(self) -> &'static str {
         match self {
             Self::Vip => "vip",
@@ -149,10 +149,10 @@ pub enum WhenAllDown {
 }
 
 impl WhenAllDown {
-    /// All values.
+    /// All treatments of new connections.
     pub const ALL: [Self; 2] = [Self::FailOpen, Self::Drop];
 
-    /// Returns the name in the fleet document.
+    /// Returns the name of this treatment in the fleet document.
     pub fn name(self) -> &'static str {
         match self {
             Self::FailOpen => "fail-open",
@@ -161,7 +161,7 @@ impl WhenAllDown {
     }
 }
 
-/// Numbers of consecutive results that change the verdict.
+/// Numbers of consecutive results of health checks that change the verdict.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Thresholds {
     rise: u32,
@@ -169,17 +169,17 @@ pub struct Thresholds {
 }
 
 impl Thresholds {
-    /// Returns the thresholds: `rise` successes make a server up, `fall` failures make it down. `None` when one is 0.
+    /// Returns thresholds: `rise` successes make a server up, `fall` failures make it down. `None` when one is 0.
     pub fn new(rise: u32, fall: u32) -> Option<Self> {
         (rise > 0 && fall > 0).then_some(Self { rise, fall })
     }
 
-    /// Returns the number of successes that make a server up that was down; at least 1.
+    /// Returns the number of consecutive successes that make a server up that was down; at least 1.
     pub fn rise(self) -> u32 {
         self.rise
     }
 
-    /// Returns the number of failures that make a server down; at least 1.
+    /// Returns the number of consecutive failures that make a server down; at least 1.
     pub fn fall(self) -> u32 {
         self.fall
     }
@@ -190,23 +190,23 @@ impl Thresholds {
 pub struct Jitter(f64);
 
 impl Jitter {
-    /// Returns the jitter; `None` unless `part` is from 0 to 1.
+    /// Returns a jitter of at most the fraction `part` of the interval; `None` unless `part` is from 0 to 1.
     pub fn new(part: f64) -> Option<Self> {
         (0.0..=1.0).contains(&part).then_some(Self(part))
     }
 
-    /// Returns the fraction, from 0 to 1.
+    /// Returns the maximum fraction of the interval, from 0 to 1.
     pub fn get(self) -> f64 {
         self.0
     }
 
-    /// Returns the time to the next check: a tenth of `interval` to all of it. `draw`: random number from 0 to 1.
+    /// Returns the time to the next check, a tenth of `interval` to all of it. `draw`: random number from 0 to 1.
     pub fn jittered_interval(self, interval: Duration, draw: f64) -> Duration {
         interval.mul_f64((1.0 - self.0 * draw.clamp(0.0, 1.0)).max(0.1))
     }
 }
 
-/// Verdict of health checks about a server.
+/// Verdict of the health checks of a server.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum HealthVerdict {
     /// The server takes new connections.
@@ -215,24 +215,24 @@ pub enum HealthVerdict {
     Down,
 }
 
-/// State of one observer's checks of one server.
+/// State of the health checks of one server by one observer.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct HealthTracker {
     verdict: Option<HealthVerdict>,
-    /// Consecutive results that contradict the verdict.
+    /// Number of consecutive results that contradict the verdict.
     contrary_results: u32,
-    /// Consecutive checks without a result.
+    /// Number of consecutive checks without a result.
     checks_without_result: u32,
 }
 
 impl HealthTracker {
-    /// Returns the verdict; `None`: too few results so far.
+    /// Returns the verdict; `None` while there are too few results.
     pub fn verdict(&self) -> Option<HealthVerdict> {
         self.verdict
     }
 
-    /// Records a result and returns whether it changes the verdict. A server without verdict is up after one success,
-    /// and down after `fall` failures.
+    /// Records the result of a check, and returns whether the verdict changes. A server without a verdict is up after
+    /// one success, and down after `fall` failures.
     pub fn record_result(&mut self, passed: bool, thresholds: Thresholds) -> bool {
         self.checks_without_result = 0;
         let (contrary, needed, then) = match self.verdict {
@@ -249,8 +249,8 @@ impl HealthTracker {
         true
     }
 
-    /// Records that the observer could not check because of a fault of its own. After `fall` such faults in a row,
-    /// withdraws the verdict and returns true.
+    /// Records that the observer could not check because of a fault of its own. After `fall` such faults in a row, the
+    /// verdict is withdrawn and true returned.
     pub fn record_local_fault(&mut self, thresholds: Thresholds) -> bool {
         self.checks_without_result += 1;
         if self.verdict.is_none() || self.checks_without_result < thresholds.fall {
@@ -261,7 +261,7 @@ impl HealthTracker {
     }
 }
 
-/// Returns the verdict about each target by the majority of observers. A tie, or no observer, keeps the verdict of
+/// Returns the verdict of the majority of observers about each target. A tie, or no observer, keeps the verdict of
 /// `before`.
 ///
 /// An observer that finds every server down, while another one finds a server up, is cut off from the servers: it does

@@ -2,16 +2,16 @@
 
 use crate::cookie::{CookieKey, FleetKeys};
 
-/// Delay until a new current key is in force, in ms. No packet with a later TSval has been sent yet: the kernel dates a
+/// Delay (ms) until a new current key is in force. No packet with a later TSval has been sent yet: the kernel dates a
 /// packet ahead only by its pacing (net/ipv4/tcp_output.c, tcp_update_skb_after_send).
 const SWITCH_AFTER_MS: u32 = 1000;
-/// Age of the activation time of a key that is in force at once, in ms.
+/// Age (ms) that the activation time of a key gets if the key is in force at once.
 const LONG_AGO_MS: u32 = 1 << 29;
-/// Maximum age of an activation time, in ms: an older one moves on, because 32-bit times are compared by the sign of
+/// Maximum age (ms) of an activation time. An older one is moved on, because 32-bit times are compared by the sign of
 /// their difference.
 const OLDEST_MS: u32 = 1 << 30;
 
-/// Returns the activation time of `new` at time `now_ms`. The keys `known` have been in force since TSval `switch_ms`.
+/// Returns the TSval from which the keys `new` are in force. The keys `known` have been in force since `switch_ms`.
 pub fn switch_ms((known, switch_ms): &(FleetKeys, u32), new: &FleetKeys, now_ms: u32) -> u32 {
     let stamping = |keys: &FleetKeys| keys.keys[keys.current.get()];
     if known.keys == [CookieKey { k0: 0, k1: 0 }; 2] {
@@ -23,7 +23,7 @@ pub fn switch_ms((known, switch_ms): &(FleetKeys, u32), new: &FleetKeys, now_ms:
     }
 }
 
-/// Returns `switch_ms`, moved on if it is so old that it would soon seem to be in the future.
+/// Returns the activation time `switch_ms`, moved on if it is so old that it would soon seem to be in the future.
 pub fn renew_switch_ms(switch_ms: u32, now_ms: u32) -> u32 {
     let past = now_ms.wrapping_sub(switch_ms);
     // From an age of 2^31 ms on, a time seems to be in the future.

@@ -17,24 +17,24 @@ use crate::cookie::{self, CookieKey, FleetKeys, KeyIndex, Permutation};
 use crate::rss::seeded_rng;
 use crate::{FourTuple, ServerId};
 
-/// Number of server ids that this cookie can name: ids from 0 to one less.
+/// Number of server ids that this cookie can carry: ids from 0 to one less.
 pub const SERVER_ID_COUNT: u64 = intf::LB_STAMPING_ID_MASK as u64 + 1;
 
-/// Number of connections in a row whose SYN-ACKs must agree before a server's new connections are stamped.
+/// Number of consecutive connections with agreeing SYN-ACKs from which a server's new connections are stamped.
 pub const MIN_AGREEING_SYN_ACKS: u16 = intf::LB_STAMPING_AGREEING as u16;
 
 const MAX_STEADY: u16 = intf::LB_STAMPING_MAX_STEADY as u16;
 
-/// [`seeded_rng`]'s stream for time keys.
+/// Stream of [`seeded_rng`] from which time keys are drawn.
 const RNG_STREAM_TIME_KEY: u64 = 8;
 
-/// Whether a cookie can name the server.
+/// Returns whether a cookie can carry the server's id.
 pub fn can_name(id: ServerId) -> bool {
     u64::from(id.get()) < SERVER_ID_COUNT
 }
 
-/// Returns the key that masks the time part of a service's cookies, from the service's seed. All load balancers have
-/// the same. The key lives as long as the service, independently of the fleet's keys.
+/// Returns the key that masks the time in a service's cookies, from the service's seed. It is the same at all load
+/// balancers, and as long-lived as the service, independently of the fleet's keys.
 pub fn time_key(seed: u64) -> CookieKey {
     CookieKey::random(&mut seeded_rng(seed, RNG_STREAM_TIME_KEY))
 }
@@ -43,8 +43,8 @@ fn time_addend(time_key: &CookieKey, tuple: &FourTuple) -> u32 {
     cookie::cookie_hash(time_key, tuple) as u32 & intf::LB_STAMPING_TIME_MASK
 }
 
-/// Returns the TSval for the client, stamped with the current key. `milliseconds` is the server's own TSval. Never 0
-/// (RFC 7323, Sect. 3.2): the time is then taken as one millisecond later.
+/// Returns the TSval for the client: the server's own TSval `milliseconds`, and the server's id stamped with the
+/// current key. Never 0 (RFC 7323, Sect. 3.2): the time is then taken as one millisecond later.
 pub fn stamp_tsval(keys: &FleetKeys, time_key: &CookieKey, tuple: &FourTuple, id: ServerId, milliseconds: u32) -> u32 {
     let key_bit = if keys.current == KeyIndex::Second { intf::LB_STAMPING_KEY_BIT } else { 0 };
     let time = milliseconds.wrapping_add(time_addend(time_key, tuple)) & intf::LB_STAMPING_TIME_MASK;
@@ -54,7 +54,7 @@ pub fn stamp_tsval(keys: &FleetKeys, time_key: &CookieKey, tuple: &FourTuple, id
     if value == 0 { 1 << intf::LB_STAMPING_TIME_SHIFT } else { value }
 }
 
-/// Returns the server that the client's TSecr names, if it was stamped.
+/// Returns the id of the server in the TSecr of a client's packet, if the server's TSval was stamped.
 pub fn decode_server_id(keys: &FleetKeys, tuple: &FourTuple, tsecr: u32) -> ServerId {
     let key = &keys.keys[usize::from(tsecr & intf::LB_STAMPING_KEY_BIT != 0)];
     let id = Permutation::LB_STAMPED.reveal(cookie::cookie_hash(key, tuple), tsecr & intf::LB_STAMPING_ID_MASK);
@@ -62,55 +62,55 @@ pub fn decode_server_id(keys: &FleetKeys, tuple: &FourTuple, tsecr: u32) -> Serv
 }
 
 /// Returns the server's own TSval for a TSecr: the latest time of the connection's clock with the same 20 bits.
-/// `clock_ms`: the connection's clock now. Correct for values up to 16 minutes old.
+/// `clock_ms` is the present time of that clock. Correct for values up to 16 minutes old.
 pub fn restore_tsval(time_key: &CookieKey, tuple: &FourTuple, tsecr: u32, clock_ms: u32) -> u32 {
     let time = (tsecr >> intf::LB_STAMPING_TIME_SHIFT).wrapping_sub(time_addend(time_key, tuple));
     let latest = clock_ms.wrapping_add(intf::LB_STAMPING_SLACK_MS);
     latest.wrapping_sub(latest.wrapping_sub(time) & intf::LB_STAMPING_TIME_MASK)
 }
 
-/// Clock of a server: `struct lb_stamped_server` of `bpf/include/server_clock.h`, without the id.
+/// TSval clock of a server: `struct lb_stamped_server` of `bpf/include/server_clock.h`, without the id.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct ServerClock {
-    /// TSval minus the load balancer's clock in ms, modulo 2^32, that all connections share. `None`: unknown.
+    /// TSval minus the load balancer's clock (ms, modulo 2^32), if all connections share it. `None` if unknown.
     pub offset_ms: Option<u32>,
     newest_ms: u32,
     newest_client: u32,
-    /// Consecutive SYN-ACKs of one clock, the newest included; at most [`MIN_AGREEING_SYN_ACKS`].
+    /// Number of consecutive SYN-ACKs that show the same clock, the newest included; at most [`MIN_AGREEING_SYN_ACKS`].
     pub agreeing_count: u16,
-    /// [`connection_word`] of the sampled connection; 0: none.
+    /// [`connection_word`] of the connection that is sampled; 0 if none is.
     sampled_client: u32,
     sampled_ms: u32,
     sampled_at_ms: u32,
-    /// Samples whose clock ticked in ms, at most 8; a sample whose clock did not halves the count.
+    /// Number of samples whose clock ticked in ms, at most 8. A sample whose clock did not tick in ms halves it.
     pub steady_samples: u16,
-    /// Whether the newest sample's clock did not tick in ms.
+    /// Whether the clock of the newest sample did not tick in ms.
     pub is_unsteady: bool,
-    /// SYN-ACKs, with timestamps or without.
+    /// Number of SYN-ACKs, with or without timestamps.
     pub syn_acks: u64,
-    /// SYN-ACKs with timestamps.
+    /// Number of SYN-ACKs with timestamps.
     pub syn_acks_with_timestamps: u64,
-    /// Answers whose offset differed from that of another connection.
+    /// Number of replies whose offset differed from that of another connection.
     pub disagreements: u64,
 }
 
 impl ServerClock {
-    /// Whether the server's connections share one clock.
+    /// Returns whether the server's connections are known to share one clock.
     pub fn is_verified(&self) -> bool {
         self.agreeing_count >= MIN_AGREEING_SYN_ACKS
     }
 
-    /// Whether the server's new connections are stamped.
+    /// Returns whether new connections of the server are stamped.
     pub fn can_be_stamped(&self) -> bool {
         self.is_verified() || self.steady_samples >= MIN_AGREEING_SYN_ACKS
     }
 
-    /// Whether the server's connections are known to have different offsets.
+    /// Returns whether the server's connections are known to have different offsets.
     pub fn has_connection_offsets(&self) -> bool {
         self.disagreements > 0
     }
 
-    /// Records a SYN-ACK of the connection with this [`connection_word`] at `now_ms`, with its TSval, if it has one.
+    /// Records a SYN-ACK at `now_ms`, with its TSval, if it has one. `connection` is the [`connection_word`].
     pub fn record_syn_ack(&mut self, connection: u32, milliseconds: Option<u32>, now_ms: u32) {
         self.syn_acks += 1;
         let Some(milliseconds) = milliseconds else { return };
@@ -129,7 +129,7 @@ impl ServerClock {
         }
     }
 
-    /// Records an answer other than a reset: two answers of one connection show whether the clock ticks in ms.
+    /// Records a reply other than a reset: two replies of one connection show whether the clock ticks in ms.
     pub fn record_sample(&mut self, connection: u32, milliseconds: u32, now_ms: u32) {
         let offset_ms = milliseconds.wrapping_sub(now_ms);
         let elapsed_ms = now_ms.wrapping_sub(self.sampled_at_ms);
@@ -146,7 +146,7 @@ impl ServerClock {
         }
     }
 
-    /// Returns the offset that an answer at `now_ms` shows for a stamped connection, and stores a new one.
+    /// Returns the offset of a stamped connection from its reply at `now_ms`, and stores the offset if it is new.
     pub fn learn_offset(
         &mut self,
         own: &mut ConnectionOffsets,
@@ -165,16 +165,16 @@ impl ServerClock {
         own.learn(hash, offset_ms)
     }
 
-    /// Returns the offset of a stamped connection. `None`: unknown.
+    /// Returns the offset of a stamped connection; `None` if it is unknown.
     pub fn offset_of(&self, own: &ConnectionOffsets, hash: ConnectionHash) -> Option<u32> {
         if self.has_connection_offsets() { own.find(hash) } else { self.offset_ms }
     }
 }
 
-/// Offsets of stamped connections whose server has no shared clock: `lb_stamped_offsets` of `bpf/lb/clocks.h`.
+/// Offsets of stamped connections to servers without a shared clock: `lb_stamped_offsets` of `bpf/lb/clocks.h`.
 #[derive(Debug, Default)]
 pub struct ConnectionOffsets {
-    /// Tag and offset by index.
+    /// Tag and offset (ms) of a connection, by index.
     words: HashMap<u32, (u32, u32)>,
 }
 
@@ -187,7 +187,7 @@ impl ConnectionOffsets {
         self.words.get(&Self::index(hash)).filter(|(tag, _)| *tag == hash.tag() | 1).map(|(_, offset_ms)| *offset_ms)
     }
 
-    /// Stores an offset if it is new, and returns the stored offset.
+    /// Stores the offset of a connection if it is new, and returns the stored offset.
     fn learn(&mut self, hash: ConnectionHash, offset_ms: u32) -> u32 {
         let near = |known: &u32| do_offsets_agree(offset_ms, *known, intf::LB_STAMPING_TOLERANCE_MS / 2);
         self.find(hash).filter(near).unwrap_or_else(|| {
@@ -197,12 +197,12 @@ impl ConnectionOffsets {
     }
 }
 
-/// Whether two offsets may be of the same clock.
+/// Returns whether two offsets may be of the same clock.
 fn do_offsets_agree(offset_ms: u32, other_ms: u32, tolerance_ms: u32) -> bool {
     offset_ms.wrapping_sub(other_ms).wrapping_add(tolerance_ms) <= 2 * tolerance_ms
 }
 
-/// Returns the word that identifies a connection in [`ServerClock`]: the keyed hash of the client's address, XOR the
+/// Returns a word that identifies a connection in [`ServerClock`]: the keyed hash of the client's address, XOR the
 /// ports in network byte order.
 pub fn connection_word(key: &CookieKey, tuple: &FourTuple) -> u32 {
     let bytes = tuple.bytes();
@@ -242,7 +242,7 @@ mod tests {
             prop_assert!(restored == sent || restored == sent.wrapping_add(1));
         }
 
-        /// If two TSvals are less than 524 s apart, the later one is stamped later across any change of keys.
+        /// If two TSvals are less than 524 s apart, the later one gets a later TSval across any change of keys.
         #[test]
         fn tsval_is_monotonic_across_key_switch(
             seed: u64, k: [u64; 4], client: u32, sent: u32, later in 1u32..524_000, id in 0..SERVER_ID_COUNT,
@@ -297,7 +297,7 @@ mod tests {
         assert_eq!(clock.learn_offset(&mut own, hash(1), 9_900, 1_700), 8_200);
     }
 
-    /// Returns a clock after samples of that many connections, whose TSval grows by `tick` in each millisecond.
+    /// Returns a clock after samples of `connections` connections, whose TSval grows by `tick` in each millisecond.
     fn sampled(connections: u32, tick: f64) -> ServerClock {
         let mut clock = ServerClock::default();
         for connection in 1..=connections {

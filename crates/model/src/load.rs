@@ -3,42 +3,42 @@
 use std::ops::Deref;
 use std::sync::Arc;
 
-/// Weight of the newest value: load = alpha x new + (1 - alpha) x old. Above 0, at most 1.
+/// Weight of the newest value in a moving average: load = alpha x new + (1 - alpha) x old. Above 0, at most 1.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Alpha(f64);
 
-/// A weight outside (0, 1].
+/// Error: a weight that is not above 0, or above 1.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 #[error("alpha {0}: expected a number above 0, at most 1")]
 pub struct AlphaOutOfRange(pub f64);
 
 impl Alpha {
-    /// The published value (CrossRSS), which is the default.
+    /// Weight published for CrossRSS, which is the default.
     pub const PUBLISHED: Alpha = Alpha(0.5);
 
-    /// Returns the weight. Fails when `value` is not in (0, 1].
+    /// Returns the weight `value`. Fails when `value` is not above 0, or above 1.
     pub fn new(value: f64) -> Result<Self, AlphaOutOfRange> {
         if value > 0.0 && value <= 1.0 { Ok(Self(value)) } else { Err(AlphaOutOfRange(value)) }
     }
 
-    /// Returns the number.
+    /// Returns the weight as a number.
     pub fn get(self) -> f64 {
         self.0
     }
 }
 
-/// Readings of the cores in one report: absolute values.
+/// Busy times of all cores of a server in one report, as absolute values.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct CoreReadings {
-    /// Number that grows with every report of one agent process.
+    /// Sequence number, which grows with every report of one agent process.
     pub sequence: u64,
-    /// The server's monotonic clock at the measurement, ns.
+    /// Time of the measurement on the server's monotonic clock (ns).
     pub measured_ns: u64,
-    /// Busy time of each core since some fixed time, ns.
+    /// Busy time of each core since some fixed time (ns).
     pub busy_ns: Vec<u64>,
 }
 
-/// Reason for which readings are rejected.
+/// Reason for which a report's readings are rejected.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 pub enum ReadingsRejection {
     /// The report is late, or was sent twice.
@@ -49,12 +49,12 @@ pub enum ReadingsRejection {
         /// Sequence number of the newest accepted report.
         newest: u64,
     },
-    /// The clock stopped or went back, although the sequence advanced.
+    /// The server's clock stopped or went back, although the sequence number grew.
     #[error("measured at {measured_ns} ns, not after the previous report's {newest_ns} ns")]
     ClockStalled {
-        /// Time of the rejected report, ns.
+        /// Time of measurement of the rejected report (ns).
         measured_ns: u64,
-        /// Time of the newest accepted report, ns.
+        /// Time of measurement of the newest accepted report (ns).
         newest_ns: u64,
     },
     /// The report has no cores.
@@ -63,20 +63,20 @@ pub enum ReadingsRejection {
     /// A core reports more work than it can do in the time between two reports.
     #[error("core {core} was busy for {load:.1} times the time that passed: expected at most {MAX_LOAD}")]
     ImpossibleLoad {
-        /// Number of the core.
+        /// Index of the core.
         core: usize,
-        /// Load in fractions of the core's capacity.
+        /// Load as a fraction of the core's capacity.
         load: f64,
     },
 }
 
-/// Limit of a core's load in one report interval, in fractions of its capacity. A core is never busier than 1, but the
+/// Maximum load of a core in one report interval, as a fraction of its capacity. A core is never busier than 1, but the
 /// kernel may book time late (a CPU without ticks, once a second). A higher load is rejected: the next report counts
 /// from the last accepted one, which brings late bookings within the limit. A false report cannot raise the average
 /// further.
 pub const MAX_LOAD: f64 = 16.0;
 
-/// Loads of one server's cores, by receive queue, in fractions of their capacity. Created once per report and then
+/// Loads of one server's cores, by receive queue, as fractions of their capacity. Created once per report and then
 /// shared: clones refer to the same loads, and compare at no cost.
 #[derive(Debug, Clone)]
 pub struct CoreLoads {
@@ -85,7 +85,7 @@ pub struct CoreLoads {
 }
 
 impl CoreLoads {
-    /// Returns the sum over all cores in their order: the same number at the controller and at a rack.
+    /// Returns the sum of all cores' loads, added in their order: the same number at the controller and at a rack.
     pub fn sum(&self) -> f64 {
         self.sum
     }
@@ -117,19 +117,19 @@ impl PartialEq for CoreLoads {
     }
 }
 
-/// Load tracker of one server's cores.
+/// Tracker of the smoothed loads of one server's cores.
 #[derive(Debug, Clone, Default)]
 pub struct LoadTracker {
     newest: Option<CoreReadings>,
     loads: Option<CoreLoads>,
-    /// Whether the previous readings may be from another stream.
+    /// Whether the previous readings may be of an earlier stream of reports.
     is_new_stream: bool,
 }
 
 impl LoadTracker {
-    /// Processes a report. Loads exist from the second one on: a rate needs two readings. Fails when the report is
-    /// older than the newest one, the server's clock did not advance, or the report has no cores. Readings of an
-    /// earlier stream never reject a report, because they may have been wrong.
+    /// Processes a report. Loads exist from the second report on, because a rate needs two readings. Fails when the
+    /// report is older than the newest one, the server's clock did not advance, or the report has no cores. Readings of
+    /// an earlier stream never reject a report, because they may have been wrong.
     ///
     /// A core count that changed, or a counter that went back (the server was rebooted), restarts the tracking.
     pub fn record_report(&mut self, readings: CoreReadings, alpha: Alpha) -> Result<(), ReadingsRejection> {
@@ -149,12 +149,12 @@ impl LoadTracker {
         Ok(())
     }
 
-    /// Starts the stream of a restarted agent, with new sequence numbers; the loads continue.
+    /// Starts the stream of reports of a restarted agent, with new sequence numbers. The loads continue.
     pub fn start_stream(&mut self) {
         self.is_new_stream = true;
     }
 
-    /// Returns the smoothed load of each core in fractions of the core's capacity; `None` before the second report.
+    /// Returns the smoothed load of each core as a fraction of its capacity; `None` before the second report.
     pub fn loads(&self) -> Option<&CoreLoads> {
         self.loads.as_ref()
     }
@@ -170,13 +170,13 @@ impl LoadTracker {
     }
 }
 
-/// Whether the server was restarted since `newest`: other cores, or a counter that went back.
+/// Returns whether the server was rebooted since `newest`: it has other cores, or a counter went back.
 fn was_restarted(newest: &CoreReadings, readings: &CoreReadings) -> bool {
     newest.busy_ns.len() != readings.busy_ns.len()
         || newest.busy_ns.iter().zip(&readings.busy_ns).any(|(old, new)| new < old)
 }
 
-/// Returns the load of each core between two readings; `None`: the server was rebooted.
+/// Returns the load of each core between two readings; `None` if the server was rebooted.
 fn rates_since(
     newest: &CoreReadings,
     readings: &CoreReadings,
@@ -199,13 +199,13 @@ fn rates_since(
     }
 }
 
-/// Returns the busy fraction of each core between two readings of the same run.
+/// Returns the fraction of time for which each core was busy between two readings without a reboot.
 fn busy_fractions(newest: &CoreReadings, readings: &CoreReadings) -> Vec<f64> {
     let elapsed = (readings.measured_ns - newest.measured_ns) as f64;
     newest.busy_ns.iter().zip(&readings.busy_ns).map(|(old, new)| (new - old) as f64 / elapsed).collect()
 }
 
-/// Returns a load in the data plane's fixed point (1.0 is `LOAD_ONE`); below 0 is 0, above 4095 is 4095.
+/// Returns a load in the fixed point of the data plane (1.0 is `LOAD_ONE`). Loads below 0 give 0, above 4095 give 4095.
 pub fn to_fixed_point(load: f64) -> u32 {
     (load * f64::from(coreward_intf::LOAD_ONE)) as u32
 }

@@ -14,23 +14,23 @@ use coreward_intf as intf;
 use crate::rss::RssKey;
 use crate::{FourTuple, ServerId};
 
-/// Default lifetime of a placement table: a restarted or newly elected controller makes new tables sooner.
+/// Default time for which a placement table is valid. A restarted or newly elected controller makes new tables sooner.
 pub const DEFAULT_TABLE_LIFETIME: Duration = Duration::from_secs(10);
 
-/// Number of buckets: a power of two from 1 to 2048.
+/// Number of buckets of a placement table: a power of two from 1 to 2048.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct BucketCount(u32);
 
-/// A number of buckets that is out of range.
+/// Error: a number of buckets that is no power of two from 1 to 2048.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{0} buckets: expected a power of two from 1 to {max}", max = intf::MAX_BUCKETS)]
 pub struct BucketCountError(pub u64);
 
 impl BucketCount {
-    /// 128, as published (CrossRSS, CoNEXT'20) and as most NICs' indirection tables have.
+    /// 128 buckets, as published (CrossRSS, CoNEXT'20) and as most NICs' indirection tables have.
     pub const PUBLISHED: BucketCount = BucketCount(128);
 
-    /// Returns the number of buckets. Fails when `count` is no power of two from 1 to 2048.
+    /// Returns a number of `count` buckets. Fails when `count` is no power of two from 1 to 2048.
     pub fn new(count: u64) -> Result<Self, BucketCountError> {
         if count.is_power_of_two() && count <= u64::from(intf::MAX_BUCKETS) {
             Ok(Self(count as u32))
@@ -39,46 +39,46 @@ impl BucketCount {
         }
     }
 
-    /// Returns the number.
+    /// Returns the number of buckets.
     pub fn get(self) -> u32 {
         self.0
     }
 
-    /// Returns the bucket of a hash: its low bits.
+    /// Returns the bucket that a hash selects by its low bits.
     pub fn bucket(self, hash: u32) -> u32 {
         hash & (self.0 - 1)
     }
 }
 
-/// Rule by which a new connection finds its server.
+/// Rule by which the data plane selects the server of a new connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum PlacementRule {
-    /// The bucket's server, by one look-up.
+    /// The server of the connection's bucket, by one look-up.
     Table,
-    /// The bucket's candidate of least load, counting connections assigned since the table was switched in.
+    /// The bucket's candidate of least load, which includes the connections assigned since the table was installed.
     LeastAssigned,
-    /// The next member in turn.
+    /// The next member of the table in turn.
     RoundRobin,
     /// The less loaded of two members drawn by hash.
     PowerOfTwo,
 }
 
 impl PlacementRule {
-    /// All rules in the order of `enum placement_rule`.
+    /// All placement rules in the order of `enum placement_rule`.
     pub const ALL: [PlacementRule; intf::PLACEMENT_RULE_COUNT as usize] =
         [PlacementRule::Table, PlacementRule::LeastAssigned, PlacementRule::RoundRobin, PlacementRule::PowerOfTwo];
 
-    /// Returns the value in `enum placement_rule`.
+    /// Returns the rule's value in `enum placement_rule`.
     pub fn number(self) -> u32 {
         self as u32
     }
 
-    /// Returns the name in `bpf/include/intf.h`, in lower case.
+    /// Returns the rule's name in `bpf/include/intf.h`, in lower case.
     pub fn name(self) -> &'static str {
         intf::PLACEMENT_RULE_NAMES[self as usize]
     }
 
-    /// Returns the rule with that name; `None`: no rule has it.
+    /// Returns the rule with the name `name`; `None` if no rule has it.
     pub fn from_name(name: &str) -> Option<Self> {
         Self::ALL.into_iter().find(|rule| rule.name() == name)
     }
@@ -87,83 +87,83 @@ impl PlacementRule {
 /// A core of a server that is a candidate of a bucket.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Candidate {
-    /// Server of the core.
+    /// Server to which the core belongs.
     pub server: ServerId,
-    /// The core's load in fixed point ([`crate::load::to_fixed_point`]).
+    /// Load of the core in fixed point ([`crate::load::to_fixed_point`]).
     pub load: u32,
-    /// Position of the core in [`PlacementTable::core_slots`].
+    /// Index of the core in [`PlacementTable::core_slots`].
     pub core_slot: u16,
 }
 
-/// A server that takes new connections, and its mean load.
+/// A server that takes new connections, with its mean load.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Member {
     /// Id of the server.
     pub server: ServerId,
-    /// Mean load of the server in fixed point.
+    /// Mean load of the server's cores in fixed point.
     pub load: u32,
 }
 
-/// A core of a server.
+/// A core of a server, identified by its receive queue.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct ServerCore {
-    /// Server of the core.
+    /// Server to which the core belongs.
     pub server: ServerId,
-    /// Receive queue that the core serves.
+    /// Number of the receive queue that the core serves.
     pub core: u16,
 }
 
-/// Data by which the new connections of one service are placed.
+/// Placement table: the data by which new connections of one service are assigned to servers.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PlacementTable {
-    /// Number that grows with every table of the service.
+    /// Generation number, which grows with every table of the service.
     pub generation: u64,
-    /// Rule of placement.
+    /// Rule by which servers are selected.
     pub rule: PlacementRule,
     /// Number of buckets.
     pub bucket_count: BucketCount,
-    /// The Toeplitz key of each group of candidates.
+    /// Toeplitz key of each group of candidates.
     pub groups: Vec<RssKey>,
     /// Number of candidates of each bucket of each group. If too few exist, the last candidate is repeated.
     pub candidates_per_bucket: u32,
     /// Candidates of all groups and buckets, the best of a bucket first: `groups` x `bucket_count` x
     /// `candidates_per_bucket`.
     pub candidates: Vec<Candidate>,
-    /// Load that one connection assigned since the switch adds to a core, in fixed point.
+    /// Load (fixed point) that each connection assigned since the table was installed adds to a core.
     pub assignment_cost: u32,
-    /// Core of each slot, which counts the connections assigned to the core.
+    /// Core of each core slot. The slot counts the connections assigned to the core.
     pub core_slots: Vec<ServerCore>,
     /// Servers that take new connections, by id. Under [`PlacementRule::RoundRobin`] they are in the order of their
     /// turns, once per turn.
     pub members: Vec<Member>,
-    /// Server of each bucket for connections that cannot carry a cookie. It changes only with the pool.
+    /// Server of each bucket for connections that cannot carry a cookie. Changes only with the pool of servers.
     pub consistent_servers: Vec<ServerId>,
     /// Previous server of each bucket, which may still have connections of the bucket (Beamer, NSDI'18, Sect. 4.2:
-    /// daisy chaining). Empty: no bucket has moved.
+    /// daisy chaining). Empty if no bucket has moved.
     pub previous_consistent_servers: Vec<Option<ServerId>>,
-    /// Servers that are down, by id: connections leave them where a move is harmless.
+    /// Servers that are down, by id: connections leave them where moving to another server is harmless.
     pub down_servers: Vec<ServerId>,
-    /// Age of the load of each of [`PlacementTable::core_slots`], in tables. An old load does not include connections
-    /// assigned since. Empty: all loads are new.
+    /// Age of the load of each of [`PlacementTable::core_slots`], counted in tables. An old load does not include
+    /// connections assigned since. Empty if all loads are new.
     pub core_slot_ages: Vec<u32>,
 }
 
-/// Index of a table's core slots, by which the next table takes over the counts of assigned connections.
+/// Index of a table's core slots by core. By it the next table takes over the counts of assigned connections.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct CoreSlotIndex {
-    /// Generation of the table.
+    /// Generation number of the indexed table.
     pub generation: u64,
     slots: HashMap<ServerCore, u16, foldhash::fast::FixedState>,
 }
 
 impl CoreSlotIndex {
-    /// Returns the index of `table`.
+    /// Returns the index of the core slots of `table`.
     pub fn of(table: &PlacementTable) -> Self {
         let slots = table.core_slots.iter().enumerate().map(|(slot, core)| (*core, slot as u16));
         Self { generation: table.generation, slots: slots.collect() }
     }
 
-    /// Returns the initial counts of `next`: this table's count of a core without a newer load, else 0.
+    /// Returns the initial counts of the table `next`: this table's count for a core without a newer load, else 0.
     pub fn initial_counts(&self, next: &PlacementTable, count: impl Fn(u16) -> u32) -> Vec<u32> {
         let of_slot = |(slot, core): (usize, &ServerCore)| {
             let age = next.core_slot_ages.get(slot).copied().unwrap_or(0);
@@ -175,12 +175,12 @@ impl CoreSlotIndex {
     }
 }
 
-/// State of a table that changes with each new connection.
+/// State of a placement table that changes with each new connection.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct PlacementState {
-    /// Connections assigned since the table was switched in, per core slot.
+    /// Number of connections assigned since the table was installed, by core slot.
     pub assigned_counts: Vec<u32>,
-    /// The counter of [`PlacementRule::RoundRobin`].
+    /// Counter of placements by [`PlacementRule::RoundRobin`].
     pub round_robin_counter: u64,
 }
 
@@ -202,14 +202,14 @@ pub fn mix_hash(hash: u32) -> u64 {
     x ^ x >> 33
 }
 
-/// Returns the first and second draw below `count` from a mixed hash: multiply and shift (Lemire 2019).
+/// Returns two draws below `count` from a mixed hash, by multiply and shift (Lemire 2019).
 pub fn two_draws(mixed: u64, count: u32) -> (u32, u32) {
     let below = |half: u64| ((half * u64::from(count)) >> 32) as u32;
     (below(mixed & 0xffff_ffff), below(mixed >> 32))
 }
 
 impl PlacementTable {
-    /// Returns a table without eligible servers.
+    /// Returns a table without any eligible server.
     pub fn empty(bucket_count: BucketCount) -> Self {
         Self {
             generation: 0,
@@ -228,20 +228,20 @@ impl PlacementTable {
         }
     }
 
-    /// Returns the server for a new connection; `None` when no server is eligible.
+    /// Returns the server that the table selects for a new connection; `None` when no server is eligible.
     pub fn choose(&self, state: &mut PlacementState, tuple: &FourTuple) -> Option<ServerId> {
         let bytes = tuple.bytes();
         self.choose_by_hash(state, |group| self.groups[group].toeplitz(&bytes))
     }
 
-    /// Like [`PlacementTable::choose`], for a caller with a faster way to the connection's Toeplitz hash under the key
-    /// of each of [`PlacementTable::groups`].
+    /// Selects a server like [`PlacementTable::choose`]. `hash` returns the connection's Toeplitz hash under the key of
+    /// each of [`PlacementTable::groups`], for callers with a faster way to it.
     pub fn choose_by_hash(&self, state: &mut PlacementState, hash: impl Fn(usize) -> u32) -> Option<ServerId> {
         self.choose_counted(state, hash, |_| true)
     }
 
-    /// Like [`PlacementTable::choose_by_hash`], but the connection counts as assigned only if the server `takes` it.
-    /// Otherwise the data plane sends the connection elsewhere.
+    /// Selects a server like [`PlacementTable::choose_by_hash`], but counts the connection as assigned only if the
+    /// server `takes` it. Otherwise the data plane sends the connection elsewhere.
     pub fn choose_counted(
         &self,
         state: &mut PlacementState,
@@ -266,13 +266,13 @@ impl PlacementTable {
         }
     }
 
-    /// Returns the server for a connection without timestamps, whatever the loads.
+    /// Returns the server of a connection without timestamps, whatever the loads.
     pub fn choose_consistent(&self, tuple: &FourTuple) -> Option<ServerId> {
         let key = self.groups.first()?;
         self.consistent_servers.get(self.bucket_count.bucket(key.toeplitz(&tuple.bytes())) as usize).copied()
     }
 
-    /// Returns the candidates of a group's bucket, the best first.
+    /// Returns the candidates of a bucket of a group, the best first.
     pub fn candidates_of(&self, group: usize, bucket: u32) -> &[Candidate] {
         let per_bucket = self.candidates_per_bucket as usize;
         let start = (group * self.bucket_count.get() as usize + bucket as usize) * per_bucket;
@@ -298,7 +298,7 @@ impl PlacementTable {
         Some(chosen.server)
     }
 
-    /// Returns the first candidate of least cost over all groups. Rule `Table` has one candidate per group.
+    /// Returns the first candidate of least cost over all groups. Under the rule `Table` each group has one candidate.
     fn least_candidate(&self, hash: impl Fn(usize) -> u32, cost: impl Fn(&Candidate) -> u64) -> Option<Candidate> {
         let considered = if self.rule == PlacementRule::Table { 1 } else { self.candidates_per_bucket as usize };
         let candidates = (0..self.groups.len()).flat_map(|group| {
@@ -322,8 +322,8 @@ pub fn rendezvous_table(members: &[ServerId], buckets: BucketCount) -> Vec<Serve
     weighted_rendezvous(&members, buckets)
 }
 
-/// Like [`rendezvous_table`], with weights of 1 or more. A member has as many hashes with each bucket as its weight,
-/// and so a proportional share of the buckets.
+/// Returns the result of [`rendezvous_table`] for weighted members, with weights of 1 or more. A member has as many
+/// hashes with each bucket as its weight, and so a proportional share of the buckets.
 pub fn weighted_rendezvous(members: &[(ServerId, u32)], buckets: BucketCount) -> Vec<ServerId> {
     let hash = |bucket: u32, server: ServerId, draw: u32| {
         let draw = if draw == 0 { 0 } else { mix_hash(draw) as u32 };

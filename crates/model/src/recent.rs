@@ -3,12 +3,12 @@
 use std::collections::VecDeque;
 use std::time::Duration;
 
-/// Time over which growth is measured.
+/// Time window over which the growth of counters is measured.
 pub const WINDOW: Duration = Duration::from_secs(10);
-/// SYNs in [`WINDOW`] below which no conclusion is drawn.
+/// Minimum number of SYNs in [`WINDOW`] from which a conclusion is drawn.
 const MIN_SYNS: u64 = 20;
 
-/// Counters of the last [`WINDOW`].
+/// Samples of `N` counters in the last [`WINDOW`].
 #[derive(Debug, Clone)]
 pub struct RecentCounters<const N: usize> {
     samples: VecDeque<(Duration, [u64; N])>,
@@ -21,8 +21,8 @@ impl<const N: usize> Default for RecentCounters<N> {
 }
 
 impl<const N: usize> RecentCounters<N> {
-    /// Records the counters as of `now` and returns how much each counter has grown in the last [`WINDOW`], or since
-    /// the first call. A counter that shrinks begins a new window.
+    /// Records the values of the counters at `now`. Returns how much each counter has grown in the last [`WINDOW`], or
+    /// since the first call. A counter that shrinks begins a new window.
     pub fn record_counters(&mut self, now: Duration, counts: [u64; N]) -> [u64; N] {
         let is_less = |(_, newest): &(Duration, [u64; N])| newest.iter().zip(&counts).any(|(old, new)| new < old);
         if self.samples.back().is_some_and(is_less) {
@@ -38,8 +38,8 @@ impl<const N: usize> RecentCounters<N> {
     }
 }
 
-/// Returns whether most new connections of a service do not become established: an established one sends more packets
-/// than its SYN. `syns` and `others`: packets of the service's clients in [`WINDOW`].
+/// Returns whether most new connections of a service fail to become established: an established one sends more packets
+/// than its SYN. `syns` and `others` are the numbers of packets of the service's clients in [`WINDOW`].
 pub fn handshakes_fail(syns: u64, others: u64) -> bool {
     syns >= MIN_SYNS && others < syns / 2
 }

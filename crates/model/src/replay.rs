@@ -10,22 +10,22 @@ use crate::policy::Policy;
 use crate::rss::{RssKey, seeded_rng, uniform_below};
 use crate::statistics::{mean, variance_pct};
 
-/// Settings of a replay.
+/// Settings of the replay of an arrival log.
 #[derive(Debug, Clone, Copy)]
 pub struct ReplaySettings {
-    /// Servers, ids 1 to n.
+    /// Number of servers, whose ids are 1 to this number.
     pub server_count: u16,
-    /// Cores of each server.
+    /// Number of cores of each server.
     pub core_count: u16,
-    /// Buckets of the placement table and entries of the indirection tables.
+    /// Number of buckets of the placement table, and of entries of each indirection table.
     pub buckets: BucketCount,
-    /// Time between two reports, and between two tables (us).
+    /// Time between two reports, and between two placement tables (us).
     pub report_interval_us: u64,
-    /// Weight of the newest report.
+    /// Weight of the newest report in the moving averages of the loads.
     pub alpha: Alpha,
-    /// Phase of reports and of round-robin turns.
+    /// Phase of the agents' reports and of round-robin turns.
     pub report_phase: ReportPhase,
-    /// Windows that start before this are omitted (us).
+    /// Warm-up time (us): windows that start before it are omitted.
     pub warm_up_us: u64,
     /// Seed from which the fleet's RSS key is drawn.
     pub seed: u64,
@@ -47,22 +47,22 @@ impl Default for ReplaySettings {
     }
 }
 
-/// Phase of reports and of round-robin turns.
+/// Phase of the agents' reports and of round-robin turns.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ReportPhase {
-    /// All agents measure at the time of the table; round robin starts with the first server.
+    /// All agents measure at the time of the placement table; round robin starts with the first server.
     Aligned,
-    /// As in operation. Each agent's clock starts at a random time, so its reports are up to a report interval old at a
+    /// As in operation: each agent's clock starts at a random time, so its reports are up to a report interval old at a
     /// table. Round robin continues after earlier connections.
     Random,
 }
 
-/// Means over the 1 s windows after the warm-up.
+/// Mean variances over the windows of 1 s after the warm-up.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Variances {
-    /// Variance of the servers' work.
+    /// Variance of the work of servers (%).
     pub server_pct: f64,
-    /// Variance of the cores' work.
+    /// Variance of the work of cores (%).
     pub core_pct: f64,
 }
 
@@ -72,33 +72,33 @@ impl ReplaySettings {
     }
 }
 
-/// Method that places connections.
+/// Method by which connections are placed on cores.
 pub enum Placer<'a> {
-    /// A policy places connections, as in operation.
+    /// A policy places connections on servers, and RSS on cores, as in operation.
     Policy(&'a mut dyn Policy),
-    /// The core on which the connection's requests add least to the sum of squares of the work per core and window.
-    /// Every future request is known, as in no real balancer: the remaining variance is the noise floor.
+    /// Each connection goes to the core on which its requests add least to the sum of squares of the work per core and
+    /// window. Every future request is known, as in no real balancer: the remaining variance is the noise floor.
     Oracle,
 }
 
 const WINDOW_US: u64 = 1_000_000;
 /// Number of bins of a report interval in which work is counted: 2 ms of the demo's 100 ms, small compared with a
-/// request's 7.5 ms. Bins of 10 ms would make reports 5 ms too young in the mean, which the variances of crossrss-plus
-/// show.
+/// request's 7.5 ms. With bins of 10 ms, reports would be 5 ms too young on average, which the variances of
+/// crossrss-plus show.
 const BINS_PER_REPORT: u64 = 50;
 
-/// Event: a server starts or stops taking new connections.
+/// Event in a replay: a server starts or stops taking new connections.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PoolChange {
-    /// Time (us after the log's start).
+    /// Time of the change (us after the log's start).
     pub at_us: u64,
-    /// Position of the server, from 0.
+    /// Index of the server, from 0.
     pub server: u16,
-    /// Whether the server takes new connections from then on.
+    /// Whether the server takes new connections from this time on.
     pub eligible: bool,
 }
 
-/// Replays `log` and measures the work served.
+/// Replays the log, and returns the variances of the work that servers and cores performed.
 pub fn replay(log: &ArrivalLog, pools: ReplaySettings, placer: Placer<'_>) -> Variances {
     let id = |number: u16| ServerId::try_from(u64::from(number)).expect("few servers");
     let plan = FleetPlan {
@@ -112,8 +112,8 @@ pub fn replay(log: &ArrivalLog, pools: ReplaySettings, placer: Placer<'_>) -> Va
     run_replay(log, pools, plan, &[], placer).variances(pools)
 }
 
-/// Replays `log` on a fleet with drawn ids while the pool changes. Returns the busy time of every core (ns, absolute)
-/// at the beginning of each second and at the end of the last. `changes` are in the order of their times.
+/// Replays the log on a fleet with random ids while the pool changes. Returns the total busy time of every core (ns) at
+/// the beginning of each second and at the end of the last. `changes` are in the order of their times.
 pub fn replay_by_second(
     log: &ArrivalLog,
     pools: ReplaySettings,
@@ -165,17 +165,17 @@ fn run_replay(
 struct ReplayState {
     settings: ReplaySettings,
     fleet: SimulatedCluster,
-    /// Time at which each core (in the fleet's numbering) is free, and the core's busy time in bins.
+    /// Time at which each core (in the fleet's numbering) is free next, and its busy time by bin.
     core_free_at_us: Vec<u64>,
     busy_us: Vec<Vec<u64>>,
-    /// Busy time of each core as last reported, and the bins that were in it.
+    /// Busy time of each core as last reported, and the number of bins that were included.
     reported_busy_us: Vec<u64>,
     reported_bins: Vec<usize>,
-    /// Age of each server's report at a table, in bins.
+    /// Age of each server's report at the time of a table, in bins.
     report_age_bins: Vec<usize>,
-    /// End of each open connection, by core.
+    /// Times at which the open connections of each core end (us).
     connection_ends_us: Vec<Vec<u64>>,
-    /// Work by the window in which it is due, of all connections placed so far, by core.
+    /// Work of all connections placed so far, by core and by the window in which it is due (us).
     planned_work_us: Vec<Vec<u64>>,
 }
 
@@ -204,7 +204,7 @@ impl ReplayState {
         }
     }
 
-    /// Makes agents report, computes the table and installs it.
+    /// Makes the agents report, computes a placement table and installs it.
     fn tick(&mut self, now_us: u64, placer: &mut Placer<'_>) {
         let bin_us = self.settings.bin_us();
         let bin = (now_us / bin_us) as usize;
@@ -237,8 +237,8 @@ impl ReplayState {
         core
     }
 
-    /// Returns the core where the connection adds least. Adding w to a core's x adds 2xw + w^2 to the sum of squares;
-    /// w^2 is the same on every core.
+    /// Returns the core on which the connection adds least to the sum of squares. Adding w to a core's x adds 2xw +
+    /// w^2; w^2 is the same on every core.
     fn least_added_square(&self, arrival: &Arrival) -> usize {
         let windows: Vec<usize> =
             (0..arrival.request_count).map(|index| (arrival.due_us(index) / WINDOW_US) as usize).collect();
@@ -282,11 +282,11 @@ impl ReplayState {
     }
 }
 
-/// [`seeded_rng`]'s stream for the replayed fleet's RSS key.
+/// Stream of [`seeded_rng`] from which the replayed fleet's RSS key is drawn.
 const RNG_STREAM_RSS_KEY: u64 = 4;
-/// [`seeded_rng`]'s stream for a replayed fleet whose servers are all drawn.
+/// Stream of [`seeded_rng`] from which ids and RSS key of a replayed fleet are drawn.
 const RNG_STREAM_SERVERS: u64 = 5;
-/// [`seeded_rng`]'s stream for [`ReportPhase::Random`].
+/// Stream of [`seeded_rng`] from which the phases of [`ReportPhase::Random`] are drawn.
 const RNG_STREAM_REPORT_PHASES: u64 = 7;
 
 #[cfg(test)]
@@ -295,7 +295,7 @@ mod tests {
     use crate::arrivals::Workload;
     use crate::statistics::median;
 
-    /// Seeds, fixed before any result was seen.
+    /// Seeds of the replays, fixed before any result was known.
     const SEEDS: std::ops::RangeInclusive<u64> = 1..=7;
 
     fn medians(policy: &str) -> Variances {

@@ -14,14 +14,14 @@ use siphasher::sip::SipHasher13;
 
 pub use input::{InputTransform, UnknownInputTransform};
 
-/// Returns the random generator of a seed and a stream, so that no two uses of a seed draw the same numbers.
+/// Returns a random number generator. Uses of a seed with different streams do not draw the same numbers.
 pub fn seeded_rng(seed: u64, stream: u64) -> Xoshiro256PlusPlus {
     // SplitMix64's increment (Steele et al., OOPSLA'14) keeps neighbouring purposes apart; seed_from_u64 mixes further.
     Xoshiro256PlusPlus::seed_from_u64(seed ^ stream.wrapping_mul(0x9e37_79b9_7f4a_7c15))
 }
 
-/// Returns a uniform number below `bound` without modulo bias (Lemire, "Fast random integer generation in an interval",
-/// 2019).
+/// Returns a uniform random number below `bound`, without modulo bias (Lemire, "Fast random integer generation in an
+/// interval", 2019).
 pub fn uniform_below(rng: &mut impl rand::Rng, bound: u32) -> u32 {
     assert!(bound > 0, "an empty range has no numbers");
     loop {
@@ -32,8 +32,8 @@ pub fn uniform_below(rng: &mut impl rand::Rng, bound: u32) -> u32 {
     }
 }
 
-/// An RSS key, 40 to 52 bytes (40 covers IPv6 with ports: 36 bytes of input and 4 of window), and the input that the
-/// NIC hashes with it. Two NICs hash alike if both are equal.
+/// RSS key of 40 to 52 bytes, and the input that the NIC hashes with it. 40 bytes cover IPv6 with ports: 36 bytes of
+/// input and 4 of window. Two NICs hash alike if both are equal.
 #[derive(Clone, Eq, PartialOrd, Ord)]
 pub struct RssKey {
     bytes: Arc<[u8]>,
@@ -41,7 +41,7 @@ pub struct RssKey {
 }
 
 impl PartialEq for RssKey {
-    /// Copies compare equal without a comparison of bytes: a table compares the keys of thousands of servers.
+    /// Compares two keys; of copies not the bytes, because a table compares the keys of thousands of servers.
     fn eq(&self, other: &Self) -> bool {
         self.input == other.input && (Arc::ptr_eq(&self.bytes, &other.bytes) || self.bytes == other.bytes)
     }
@@ -60,13 +60,13 @@ impl From<Arc<[u8]>> for RssKey {
     }
 }
 
-/// A key of another length.
+/// Error: an RSS key that is shorter than 40 or longer than 52 bytes.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("an RSS key of {0} bytes: expected {min} to {max}", min = intf::RSS_KEY_BYTES, max = intf::RSS_KEY_MAX_BYTES)]
 pub struct RssKeyLengthError(pub usize);
 
 impl RssKey {
-    /// Returns the key. Fails when it is shorter than 40 or longer than 52 bytes.
+    /// Returns the key of these bytes. Fails when there are fewer than 40 or more than 52.
     pub fn new(bytes: &[u8]) -> Result<Self, RssKeyLengthError> {
         let allowed = intf::RSS_KEY_BYTES as usize..=intf::RSS_KEY_MAX_BYTES as usize;
         if allowed.contains(&bytes.len()) {
@@ -76,7 +76,7 @@ impl RssKey {
         }
     }
 
-    /// Returns a 40-byte key drawn from `rng`.
+    /// Returns a random key of 40 bytes.
     pub fn random(rng: &mut impl rand::Rng) -> Self {
         let mut bytes = [0; intf::RSS_KEY_BYTES as usize];
         rng.fill_bytes(&mut bytes);
@@ -92,7 +92,7 @@ impl RssKey {
         ]))
     }
 
-    /// Returns the bytes.
+    /// Returns the bytes of the key.
     pub fn bytes(&self) -> &[u8] {
         &self.bytes
     }
@@ -102,7 +102,7 @@ impl RssKey {
         self.input
     }
 
-    /// Returns the same key bytes with another transform of the input.
+    /// Returns the key with the same bytes and another transform of the input.
     pub fn with_input(&self, input: InputTransform) -> Self {
         Self { bytes: self.bytes.clone(), input }
     }
@@ -117,7 +117,7 @@ impl RssKey {
         format!("{:08x}", hasher.finish() as u32)
     }
 
-    /// Returns 32 bits of the key from bit `position` on; zeros beyond its end.
+    /// Returns the 32 bits of the key from bit `position` on, with zeros beyond its end.
     fn window(&self, position: usize) -> u32 {
         let (byte, bit) = (position / 8, position % 8);
         let word = (0..5).fold(0u64, |word, i| word << 8 | u64::from(self.bytes.get(byte + i).copied().unwrap_or(0)));
@@ -125,7 +125,7 @@ impl RssKey {
     }
 
     /// Returns the RSS hash of a packet with these addresses and ports ([`FourTuple::bytes`](crate::FourTuple::bytes)):
-    /// Toeplitz, the XOR of the key's windows at the set bits of the transformed input.
+    /// the Toeplitz hash, which is the XOR of the key's windows at the set bits of the transformed input.
     pub fn toeplitz(&self, tuple: &[u8]) -> u32 {
         let tuple = self.input.apply(tuple);
         tuple.iter().enumerate().fold(0, |hash, (index, byte)| hash ^ self.toeplitz_of_byte(index, *byte))
@@ -147,15 +147,15 @@ impl RssKey {
         tables
     }
 
-    /// Returns the key unrolled for hashing many inputs: see [`ToeplitzTables`].
+    /// Returns the key as tables for hashing many inputs fast: see [`ToeplitzTables`].
     pub fn tables(&self) -> ToeplitzTables {
         ToeplitzTables { byte: self.byte_tables(), input: self.input }
     }
 
-    /// Returns one table per byte of source address and source port, the bytes that differ between the packets of one
-    /// service. The entries are the bytes' contributions to [`destination_hash`](Self::destination_hash). 6 tables for
-    /// IPv4, 18 for IPv6. With a transformed input, the contribution of a source byte depends on the service's byte at
-    /// the same offset, which is constant: still one entry per byte.
+    /// Returns one table for each byte of source address and source port, the bytes that differ between the packets of
+    /// one service. The entries are the bytes' contributions to [`destination_hash`](Self::destination_hash). 6 tables
+    /// for IPv4, 18 for IPv6. With a transformed input, the contribution of a source byte depends on the service's byte
+    /// at the same offset, which is constant: still one entry per byte.
     pub fn source_tables(&self, vip: SocketAddr) -> Vec<[u32; 256]> {
         let table = |pair: BytePair| {
             let without = self.pair_hash(&pair, 0);
@@ -164,7 +164,7 @@ impl RssKey {
         byte_pairs(vip).map(table).collect()
     }
 
-    /// Returns the constant part of a service: the hash of a packet to the service whose source is all zeros.
+    /// Returns the part of the hash that is constant for a service: its hash of a packet whose source is all zeros.
     pub fn destination_hash(&self, vip: SocketAddr) -> u32 {
         byte_pairs(vip).fold(0, |hash, pair| hash ^ self.pair_hash(&pair, 0))
     }
@@ -176,14 +176,14 @@ impl RssKey {
     }
 }
 
-/// A byte of the destination, with its position in the input and the position of the source byte at the same offset.
+/// A byte of the destination, with its index in the input and the index of the source byte at the same offset.
 struct BytePair {
     source_at: usize,
     destination_at: usize,
     destination: u8,
 }
 
-/// Returns the bytes of address and port of a destination.
+/// Returns the byte pairs of a destination's address and port.
 fn byte_pairs(vip: SocketAddr) -> impl Iterator<Item = BytePair> {
     let address = match vip.ip() {
         IpAddr::V4(address) => address.octets().to_vec(),
@@ -196,10 +196,10 @@ fn byte_pairs(vip: SocketAddr) -> impl Iterator<Item = BytePair> {
     of_address.chain(of_port)
 }
 
-/// Bytes of the longest input: IPv6 addresses and ports.
+/// Number of bytes of the longest input: IPv6 addresses and ports.
 const INPUT_BYTES: usize = intf::RSS_INPUT_IPV6_BYTES as usize;
 
-/// Hash with one key by a table look-up per input byte: fifty times as fast as [`RssKey::toeplitz`], in 36 KiB.
+/// A key as tables, for hashing by one look-up per input byte: fifty times as fast as [`RssKey::toeplitz`], in 36 KiB.
 #[derive(Debug, Clone)]
 pub struct ToeplitzTables {
     byte: Box<[[u32; 256]; INPUT_BYTES]>,
@@ -207,7 +207,7 @@ pub struct ToeplitzTables {
 }
 
 impl ToeplitzTables {
-    /// Returns the result of [`RssKey::toeplitz`] for an input of at most 36 bytes.
+    /// Returns the hash that [`RssKey::toeplitz`] returns, for an input of at most 36 bytes.
     pub fn hash(&self, tuple: &[u8]) -> u32 {
         let of = |input: &[u8]| {
             input.iter().zip(self.byte.iter()).fold(0, |hash, (byte, table)| hash ^ table[usize::from(*byte)])
@@ -223,7 +223,7 @@ impl fmt::Debug for RssKey {
     }
 }
 
-/// The key in the form of `ethtool -x`: bytes in hexadecimal, separated by colons.
+/// Prints the key in the form of `ethtool -x`: bytes in hexadecimal, separated by colons.
 impl fmt::Display for RssKey {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         for (index, byte) in self.bytes.iter().enumerate() {
@@ -236,18 +236,18 @@ impl fmt::Display for RssKey {
     }
 }
 
-/// Error: a text that is no RSS key.
+/// Error: a text that is not an RSS key.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum RssKeyTextError {
     /// The text is not pairs of hexadecimal digits.
     #[error("RSS key {0:?}: expected bytes in hexadecimal, as `ethtool -x` prints them (6d:5a:56: ...)")]
     NotHexadecimal(String),
-    /// The key is too short or too long.
+    /// The number of bytes is too small or too large for a key.
     #[error(transparent)]
     Length(#[from] RssKeyLengthError),
 }
 
-/// Parses bytes in hexadecimal, with or without colons between them.
+/// Parses a key from bytes in hexadecimal, with or without colons between them.
 impl std::str::FromStr for RssKey {
     type Err = RssKeyTextError;
 
@@ -261,14 +261,14 @@ impl std::str::FromStr for RssKey {
     }
 }
 
-/// An RSS indirection table: the receive queue (here: the core) for the low bits of the hash.
+/// RSS indirection table: the receive queue (here: the core) for each value of the low bits of the hash.
 #[derive(Debug, Clone, Eq)]
 pub struct IndirectionTable {
     queues: Arc<[u16]>,
 }
 
 impl PartialEq for IndirectionTable {
-    /// Compares like [`RssKey`]s: copies compare equal without a comparison of entries.
+    /// Compares two tables. As with [`RssKey`]s, copies are equal without a comparison of entries.
     fn eq(&self, other: &Self) -> bool {
         Arc::ptr_eq(&self.queues, &other.queues) || self.queues == other.queues
     }
@@ -280,27 +280,28 @@ impl Hash for IndirectionTable {
     }
 }
 
-/// A table that RSS cannot use.
+/// Error: an indirection table that RSS cannot use.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum IndirectionTableError {
-    /// The low bits of the hash cannot address the table.
+    /// The number of entries is no power of two from 1 to 2048, so the low bits of the hash cannot address them.
     #[error(
         "an indirection table of {0} entries: expected a power of two from 1 to {max}",
         max = intf::MAX_INDIRECTION_ENTRIES
     )]
     Length(usize),
-    /// No NIC has that many queues.
+    /// An entry has a queue number that no NIC has.
     #[error("receive queue {queue} in entry {entry} of the indirection table: expected 0 to 65535")]
     QueueOutOfRange {
-        /// Position in the table.
+        /// Index of the entry in the table.
         entry: usize,
-        /// The queue in the table.
+        /// Queue number in the entry.
         queue: u32,
     },
 }
 
 impl IndirectionTable {
-    /// Returns the table. Fails when the length is no power of two from 1 to 2048, or a queue does not fit 16 bits.
+    /// Returns the table of these queues. Fails unless there are a power of two from 1 to 2048, and each fits in 16
+    /// bits.
     pub fn new(queues: &[u32]) -> Result<Self, IndirectionTableError> {
         if !queues.len().is_power_of_two() || queues.len() > intf::MAX_INDIRECTION_ENTRIES as usize {
             return Err(IndirectionTableError::Length(queues.len()));
@@ -335,41 +336,41 @@ impl IndirectionTable {
         Self::new(&queues)
     }
 
-    /// Returns the queue for a hash: its low bits are the entry.
+    /// Returns the receive queue for a hash, whose low bits select the entry.
     pub fn queue(&self, hash: u32) -> u16 {
         self.queues[hash as usize & (self.queues.len() - 1)]
     }
 
-    /// Returns the queue of each entry.
+    /// Returns the receive queue of each entry.
     pub fn queues(&self) -> &[u16] {
         &self.queues
     }
 
-    /// Returns the number of entries, a power of two.
+    /// Returns the number of entries of the table, a power of two.
     pub fn entry_count(&self) -> usize {
         self.queues.len()
     }
 }
 
-/// [`seeded_rng`]'s stream for indirection tables.
+/// Stream of [`seeded_rng`] from which indirection tables are drawn.
 const RNG_STREAM_INDIRECTION: u64 = 1;
 
-/// One server's RSS in its agent's report.
+/// RSS configuration of one server, as in its agent's report.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RssConfig {
-    /// Key of the server's NIC.
+    /// RSS key of the server's NIC.
     pub key: RssKey,
     /// Indirection table of the server's NIC; entries are cores.
     pub indirection_table: IndirectionTable,
 }
 
-/// Error: a configuration that the testbed's emulated NIC cannot store or does not have.
+/// Error: an RSS configuration that the testbed's emulated NIC cannot store or does not have.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum EmulatedRssError {
-    /// The key register of the NIC has one size.
+    /// The key has another length than the key register of the NIC.
     #[error("an RSS key of {0} bytes: the testbed's emulated NIC takes {expected}", expected = intf::RSS_KEY_BYTES)]
     KeyLength(usize),
-    /// The indirection table of the NIC was never written.
+    /// The NIC has no valid indirection table: it was never written.
     #[error(transparent)]
     IndirectionTable(#[from] IndirectionTableError),
     /// The register of the input transform has an unknown value.
@@ -378,7 +379,7 @@ pub enum EmulatedRssError {
 }
 
 impl RssConfig {
-    /// Returns the layout in which BPF programs predict a packet's receive queue.
+    /// Returns the configuration in the layout by which BPF programs predict a packet's receive queue.
     pub fn mapping(&self, generation: u32) -> Box<intf::rss_mapping> {
         let mut mapping = Box::new(intf::rss_mapping {
             entry_count: self.indirection_table.entry_count() as u32,
@@ -391,14 +392,14 @@ impl RssConfig {
         mapping
     }
 
-    /// Returns the registers of the testbed's emulated NIC. Fails when the key has not 40 bytes.
+    /// Returns the configuration as registers of the testbed's emulated NIC. Fails when the key has not 40 bytes.
     pub fn emulated(&self, generation: u32) -> Result<Box<intf::emulated_rss>, EmulatedRssError> {
         let bytes = self.key.bytes();
         let key = bytes.try_into().map_err(|_| EmulatedRssError::KeyLength(bytes.len()))?;
         Ok(Box::new(intf::emulated_rss { mapping: *self.mapping(generation), key, ..Default::default() }))
     }
 
-    /// Returns the configuration in the emulated NIC's registers. Fails without an indirection table.
+    /// Returns the configuration in the registers of the emulated NIC. Fails without a valid indirection table.
     pub fn from_emulated(registers: &intf::emulated_rss) -> Result<Self, EmulatedRssError> {
         let entries = (registers.mapping.entry_count as usize).min(registers.mapping.queue.len());
         let queues: Vec<u32> = registers.mapping.queue[..entries].iter().map(|queue| u32::from(*queue)).collect();
@@ -417,7 +418,7 @@ mod tests {
     use super::*;
     use crate::FourTuple;
 
-    /// Microsoft, "Verifying the RSS Hash Calculation", IPv4 and IPv6 with TCP ports.
+    /// The fingerprint identifies a key in logs, and no bytes of the key are printed.
     #[test]
     fn secret_keys_are_not_shown() {
         let key = RssKey::microsoft();
@@ -469,7 +470,7 @@ mod tests {
             }
         }
 
-        /// Compares with the definition of RXH_XFRM_SYM_* in include/uapi/linux/ethtool.h, on whole words.
+        /// Compares with the definition of RXH_XFRM_SYM_* in include/uapi/linux/ethtool.h, computed on whole words.
         #[test]
         fn symmetric_inputs_are_hashed_as_ethtool_defines_them(
             seed: u64, client: u32, port: u16, vip: u32, vip_port: u16,

@@ -14,39 +14,39 @@ use coreward_intf as intf;
 
 use crate::cookie::{RESTORE_SLACK_MS, restore_tsval};
 
-/// Largest step, which is sent in place of a larger one, in ms: 2^15 - 1.
+/// Maximum step of TSval (ms), which is sent in place of a larger one: 2^15 - 1.
 pub const MAX_STEP_MS: u32 = intf::MAX_STEP_MS;
 
-/// Time part of a TSval to be sent.
+/// Time part of a TSval that is sent to the client.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TimePart {
-    /// The 16 bits of the time part, before the time mask.
+    /// The 16 bits of the time part, before the time mask is added.
     pub sent: u16,
-    /// The server's own TSval for the time part, which selects the fleet's key that stamps.
+    /// The server's own TSval at that time, by which the fleet's key for the stamp is selected.
     pub original_tsval: u32,
 }
 
-/// A largest step that was sent: `struct clamped_timestamp`.
+/// A maximum step that was sent: `struct clamped_timestamp`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct ClampedTsval {
     time: TimePart,
-    /// The client's last TSecr before the step.
+    /// Last TSecr of the client before the step.
     last_tsecr: TimePart,
     confirmed: bool,
 }
 
-/// Clamp state of one connection.
+/// State of the PAWS clamp of one connection.
 #[derive(Debug, Clone, Default)]
 pub struct PawsClamp {
     held_tsval: Option<ClampedTsval>,
-    /// The server's own TSval of the last clamped packet of a group of connections. With it most packets need no
-    /// look-up.
+    /// The server's own TSval of the last clamped packet of a group of connections. It makes the look-up unnecessary
+    /// for most packets.
     last_clamp_ms: u32,
 }
 
 impl PawsClamp {
-    /// Returns the time part to send. `milliseconds` is the server's own TSval. `last_tsecr` is the client's last TSecr
-    /// as it was restored for the kernel; 0 without one.
+    /// Returns the time part to send with a packet. `milliseconds` is the server's own TSval. `last_tsecr` is the
+    /// client's last TSecr as it was restored for the kernel; 0 without one.
     pub fn time_to_send(&mut self, milliseconds: u32, last_tsecr: u32) -> TimePart {
         let plain = TimePart { sent: milliseconds as u16, original_tsval: milliseconds };
         let elapsed = milliseconds.wrapping_sub(last_tsecr);
@@ -79,14 +79,14 @@ impl PawsClamp {
         time
     }
 
-    /// Whether a packet was clamped so recently that it may matter although the last TSecr is less than a largest step
-    /// old. (That TSecr may have been restored to a time slightly after now.)
+    /// Returns whether a packet was clamped so recently that it may matter although the last TSecr is less than a
+    /// maximum step old. (That TSecr may have been restored to a time slightly after now.)
     fn clamped_recently(&self, milliseconds: u32) -> bool {
         milliseconds.wrapping_sub(self.last_clamp_ms) as i32 <= (MAX_STEP_MS + RESTORE_SLACK_MS) as i32
     }
 
-    /// Returns the server's own TSval of a TSecr's time part at `now_ms`. Never 0, which the kernel reads as "no
-    /// TSecr": once in 49 days the result is one millisecond earlier.
+    /// Returns the server's own TSval for the time part of a TSecr that arrives at `now_ms`. Never 0, which the kernel
+    /// reads as "no TSecr": once in 49 days the result is one millisecond earlier.
     pub fn restore(&mut self, time: u16, now_ms: u32) -> u32 {
         match self.restore_any(time, now_ms) {
             0 => u32::MAX,
@@ -142,15 +142,15 @@ mod tests {
         Arrival {
             at_server: bool,
         },
-        /// All packets arrive, then nothing happens for this long.
+        /// All packets arrive, then none is sent for this time.
         Silence {
             milliseconds: u32,
         },
-        /// A little time passes; packets stay in flight.
+        /// A short time passes, during which packets stay in flight.
         Pause {
             milliseconds: u32,
         },
-        /// The other key becomes the current one for TSvals that are later by this much.
+        /// The other key becomes the current one, for TSvals that are at least this much later than now.
         Switch {
             later: u32,
         },
@@ -177,7 +177,7 @@ mod tests {
         at_ms: u32,
     }
 
-    /// Server and client of one connection, and the wire between the two.
+    /// Server and client of one connection, and the packets in flight between them.
     struct Connection {
         now: u32,
         keys: FleetKeys,

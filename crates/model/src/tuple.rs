@@ -10,14 +10,14 @@ use coreward_intf as intf;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct ServerId(u16);
 
-/// Number outside the range of server ids.
+/// Error: a number that is not from 0 to 16,383.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("server id {0} is out of range: expected 0 to {max}, the 14 bits that a cookie \
          holds", max = intf::SERVER_ID_COUNT - 1)]
 pub struct ServerIdOutOfRange(pub u64);
 
 impl ServerId {
-    /// Number of ids.
+    /// Number of possible server ids.
     pub const COUNT: usize = intf::SERVER_ID_COUNT as usize;
 
     /// Returns the id as a number below [`ServerId::COUNT`].
@@ -43,17 +43,17 @@ impl fmt::Display for ServerId {
 /// A layer-4 protocol that coreward balances.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Protocol {
-    /// TCP, number 6.
+    /// TCP (protocol number 6).
     Tcp,
-    /// UDP, number 17.
+    /// UDP (protocol number 17).
     Udp,
 }
 
 impl Protocol {
-    /// All protocols.
+    /// All protocols that coreward balances.
     pub const ALL: [Protocol; 2] = [Protocol::Tcp, Protocol::Udp];
 
-    /// Returns the number in the IP header (IANA protocol numbers).
+    /// Returns the protocol number in the IP header (IANA protocol numbers).
     pub fn number(self) -> u8 {
         match self {
             Protocol::Tcp => 6,
@@ -61,7 +61,7 @@ impl Protocol {
         }
     }
 
-    /// Returns the name in configuration and messages.
+    /// Returns the protocol's name in configuration and messages.
     pub fn name(self) -> &'static str {
         match self {
             Protocol::Tcp => "tcp",
@@ -70,7 +70,7 @@ impl Protocol {
     }
 }
 
-/// Name of a protocol that is not balanced.
+/// Error: a name of no protocol that coreward balances.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("protocol {0:?} is not known: expected \"tcp\" or \"udp\"")]
 pub struct UnknownProtocol(pub String);
@@ -93,7 +93,7 @@ impl FromStr for Protocol {
 /// Address of a service: VIP, port and protocol.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct ServiceAddress {
-    /// VIP and port.
+    /// VIP and port of the service.
     pub socket: SocketAddr,
     /// Protocol of the service.
     pub protocol: Protocol,
@@ -105,7 +105,7 @@ impl fmt::Display for ServiceAddress {
     }
 }
 
-/// Text that is not a service's address.
+/// Error: a text that is not the address of a service.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("service address {0:?}: expected VIP, port and protocol, as \"10.200.0.1:80/tcp\"")]
 pub struct UnknownServiceAddress(String);
@@ -121,8 +121,8 @@ impl FromStr for ServiceAddress {
     }
 }
 
-/// Returns an address in the layout of `bpf/include/intf.h`: four words in network byte order, IPv4 in the last
-/// (IPv4-mapped, RFC 4291 Sect. 2.5.5.2).
+/// Returns an address in the layout of `bpf/include/intf.h`: four words in network byte order. An IPv4 address is in
+/// the last one (IPv4-mapped, RFC 4291 Sect. 2.5.5.2).
 pub fn address_words(address: IpAddr) -> [u32; 4] {
     let octets = match address {
         IpAddr::V4(v4) => v4.to_ipv6_mapped().octets(),
@@ -131,7 +131,7 @@ pub fn address_words(address: IpAddr) -> [u32; 4] {
     std::array::from_fn(|word| u32::from_ne_bytes(octets[word * 4..word * 4 + 4].try_into().expect("four bytes")))
 }
 
-/// Returns the address that has these [`address_words`].
+/// Returns the address whose [`address_words`] are `words`.
 pub fn address_from_words(words: [u32; 4]) -> IpAddr {
     let mut octets = [0; 16];
     octets.chunks_exact_mut(4).zip(words).for_each(|(bytes, word)| bytes.copy_from_slice(&word.to_ne_bytes()));
@@ -139,7 +139,7 @@ pub fn address_from_words(words: [u32; 4]) -> IpAddr {
 }
 
 impl ServiceAddress {
-    /// Returns the service's key in the maps of the BPF programs.
+    /// Returns the key of the service in the maps of the BPF programs.
     pub fn key(&self) -> intf::service_key {
         intf::service_key {
             address: address_words(self.socket.ip()),
@@ -153,14 +153,14 @@ impl ServiceAddress {
     }
 }
 
-/// Addresses and ports of a connection in the client's direction: client to VIP.
+/// 4-tuple of a connection, in the client's direction: addresses and ports of client and VIP.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct FourTuple {
     client: SocketAddr,
     vip: SocketAddr,
 }
 
-/// Error: client and VIP of different address families.
+/// Error: a client and a VIP of different address families.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error(
     "client {client} and VIP {vip} are of different address families: expected a client with an {family} address",
@@ -172,34 +172,34 @@ pub struct MixedFamilies {
 }
 
 impl FourTuple {
-    /// Returns the tuple. Fails when one address is IPv4 and the other one IPv6.
+    /// Returns the 4-tuple of client and VIP. Fails when one address is IPv4 and the other IPv6.
     pub fn new(client: SocketAddr, vip: SocketAddr) -> Result<Self, MixedFamilies> {
         if client.is_ipv4() == vip.is_ipv4() { Ok(Self { client, vip }) } else { Err(MixedFamilies { client, vip }) }
     }
 
-    /// Returns a tuple of two IPv4 addresses, which cannot be of different families.
+    /// Returns the 4-tuple of two IPv4 addresses, which cannot be of different families.
     pub fn ipv4(client: (Ipv4Addr, u16), vip: (Ipv4Addr, u16)) -> Self {
         Self { client: client.into(), vip: vip.into() }
     }
 
-    /// Returns a tuple of two IPv6 addresses, which cannot be of different families.
+    /// Returns the 4-tuple of two IPv6 addresses, which cannot be of different families.
     pub fn ipv6(client: (Ipv6Addr, u16), vip: (Ipv6Addr, u16)) -> Self {
         Self { client: client.into(), vip: vip.into() }
     }
 
-    /// Returns the client's address and port.
+    /// Returns the address and port of the client.
     pub fn client(&self) -> SocketAddr {
         self.client
     }
 
-    /// Returns the VIP and its port.
+    /// Returns the address and port of the VIP.
     pub fn vip(&self) -> SocketAddr {
         self.vip
     }
 
-    /// Returns source address, destination address, source port, destination port in network byte order. They are the
-    /// input of RSS with ports ("RSS hashing types", Microsoft, NDIS 6.0) and of the cookie's keyed hash: 12 bytes, or
-    /// 36 for IPv6.
+    /// Returns source address, destination address, source port and destination port in network byte order: 12 bytes,
+    /// or 36 for IPv6. They are the input of RSS with ports ("RSS hashing types", Microsoft, NDIS 6.0) and of the
+    /// cookie's keyed hash.
     pub fn bytes(&self) -> TupleBytes {
         let mut bytes = TupleBytes { buffer: [0; 36], length: 0 };
         for address in [self.client.ip(), self.vip.ip()] {

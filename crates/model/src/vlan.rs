@@ -1,42 +1,42 @@
 //! VLANs (IEEE 802.1Q).
 
-/// VLAN of a segment, or untagged frames.
+/// VLAN of a network segment, or untagged frames.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Vlan(u16);
 
-/// VLAN id out of range.
+/// Error: a VLAN id that is out of range.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("VLAN {0}: expected 1 to {max}", max = Vlan::MAX)]
 pub struct VlanError(pub u64);
 
 impl Vlan {
-    /// Frames without a tag, or with a tag that has only a priority.
+    /// Untagged frames: without a tag, or with a tag that has only a priority.
     pub const UNTAGGED: Self = Self(0);
 
-    /// The largest id (IEEE 802.1Q, Table 9-2).
+    /// Maximum VLAN id (IEEE 802.1Q, Table 9-2).
     pub const MAX: u16 = 4094;
 
-    /// Returns the VLAN. Fails unless `id` is 1 to 4094.
+    /// Returns the VLAN with the id `id`. Fails unless `id` is from 1 to 4094.
     pub fn new(id: u64) -> Result<Self, VlanError> {
         u16::try_from(id).ok().filter(|id| (1..=Self::MAX).contains(id)).map(Self).ok_or(VlanError(id))
     }
 
-    /// Returns the VLAN of an id, or untagged frames for 0. Fails when `id` is above 4094.
+    /// Returns the VLAN with the id `id`, or untagged frames for 0. Fails when `id` is above 4094.
     pub fn from_id(id: u64) -> Result<Self, VlanError> {
         if id == 0 { Ok(Self::UNTAGGED) } else { Self::new(id) }
     }
 
-    /// Returns the id; 0: untagged.
+    /// Returns the VLAN id, or 0 for untagged frames.
     pub fn get(self) -> u16 {
         self.0
     }
 
-    /// Returns the id; `None`: untagged.
+    /// Returns the VLAN id, or `None` for untagged frames.
     pub fn id(self) -> Option<u16> {
         self.is_tagged().then_some(self.0)
     }
 
-    /// Whether frames of the segment have a tag.
+    /// Returns whether frames of this VLAN have a tag.
     pub fn is_tagged(self) -> bool {
         self != Self::UNTAGGED
     }

@@ -1,6 +1,6 @@
 //! Classification of datagrams by service.
 
-/// Bytes at an offset of the payload.
+/// Pattern of a request: bytes at an offset of its payload.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Pattern {
     pub offset: usize,
@@ -8,17 +8,17 @@ pub struct Pattern {
 }
 
 impl Pattern {
-    /// Returns whether the payload has the bytes.
+    /// Returns whether the payload has the pattern's bytes at the pattern's offset.
     #[inline]
     pub fn matches(&self, payload: &[u8]) -> bool {
         payload.get(self.offset..).is_some_and(|rest| rest.starts_with(&self.bytes))
     }
 }
 
-/// Rules for requests at one address and port, in order.
+/// Ordered rules that assign the requests at one address and port to services.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Classifier {
-    /// Services with their patterns; `None` matches every request.
+    /// Services with the patterns of their requests; `None` matches every request.
     pub rules: Vec<(u8, Option<Pattern>)>,
 }
 

@@ -17,14 +17,14 @@ pub struct OrchestrateArgs {
     config: PathBuf,
 }
 
-/// A daemon before it drops its capabilities.
+/// Daemon that has opened everything that requires capabilities, which it can now drop.
 #[derive(Debug)]
 pub struct PreparedDaemon {
     config: Config,
     intake: RequestIntake,
 }
 
-/// Reads the file and opens what takes capabilities. Fails when the file has mistakes.
+/// Reads the configuration file and opens everything that requires capabilities. Fails when the file has mistakes.
 pub fn prepare(args: &OrchestrateArgs) -> anyhow::Result<PreparedDaemon> {
     let config = Config::load(&args.config)?;
     let intake = RequestIntake::open(&config);

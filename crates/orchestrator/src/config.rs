@@ -21,19 +21,19 @@ use crate::engine::{EngineConfig, ServiceConfig};
 #[derive(Debug, Clone)]
 pub struct Config {
     pub shared_memory_path: PathBuf,
-    /// Addresses, and the services at each.
+    /// Listening addresses, each with the classifier of its requests.
     pub listeners: Vec<(SocketAddrV4, Classifier)>,
-    /// Interface at which requests are taken by AF_XDP; `None`: by the sockets alone.
+    /// Interface at which AF_XDP receives requests; `None`: only the sockets receive them.
     pub af_xdp_interface: Option<String>,
     pub engine: EngineConfig,
-    /// Time that the idle daemon sleeps while cores have requests; 0: it always polls.
+    /// Time for which the idle daemon sleeps while cores have requests; 0: it always polls.
     pub idle_sleep: Duration,
     pub metrics_address: Option<SocketAddr>,
 }
 
-/// The longest UDP payload over IPv4.
+/// Maximum length of a UDP payload over IPv4 in bytes.
 const MAX_PAYLOAD_BYTES: u64 = 65_507;
-/// A deadline must fit 32 bits.
+/// Maximum time to a deadline, which must fit 32 bits as nanoseconds.
 const MAX_DEADLINE_NS: u64 = 4 * SECOND_NS;
 
 config_struct! {
@@ -243,7 +243,7 @@ impl UncheckedConfig {
         }
     }
 
-    /// Returns the groups; one group of all services if the file has none.
+    /// Returns the configurations of the groups; if the file has no group, that of one group of all services.
     fn groups(&self, reader: &mut Reader<'_>) -> Vec<GroupConfig> {
         if self.groups.is_empty() {
             return vec![GroupConfig { member: SchedulingParameters::new(1), ranking: self.ranking.0 }];

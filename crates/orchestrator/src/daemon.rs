@@ -19,9 +19,9 @@ use crate::intake::RequestIntake;
 use crate::report::{OrchestratorStatus, ServiceStatus, SharedStatus};
 use crate::socket::BatchSocket;
 
-/// Interval at which workers are checked, in nanoseconds; a new worker is accepted no later.
+/// Interval in nanoseconds of checks of the workers; a new worker is accepted after at most this time.
 const WORKER_CHECK_INTERVAL_NS: u64 = 10_000_000;
-/// Time that the idle daemon polls before it sleeps, in nanoseconds.
+/// Time in nanoseconds for which the idle daemon polls before it sleeps.
 const IDLE_SPIN_NS: u64 = 20_000;
 
 #[derive(Debug)]
@@ -32,10 +32,10 @@ pub struct Daemon {
     listener_of_service: Vec<usize>,
     started: Instant,
     sleep: Duration,
-    /// Time of the next check of the workers.
+    /// Time of the next check of the workers and the intake.
     next_check_ns: u64,
     unclassified: u64,
-    /// The report for the metrics, if they are served.
+    /// Status that is shared with the metrics server; `None`: no metrics are served.
     shared_status: Option<Arc<SharedStatus>>,
 }
 
@@ -47,7 +47,7 @@ struct Listener {
 }
 
 impl Daemon {
-    /// Binds the sockets and creates the memory for the workers. `intake` is open already, because that takes
+    /// Binds the sockets and creates the memory for the workers. The `intake` is already open, because that requires
     /// capabilities. Fails when a socket cannot be bound or the memory cannot be created.
     pub fn start(config: &Config, intake: RequestIntake) -> anyhow::Result<Self> {
         let mut listeners = Vec::new();
@@ -85,7 +85,7 @@ impl Daemon {
         Ok(daemon)
     }
 
-    /// Runs until `stop` is set. Fails when a socket fails.
+    /// Runs the daemon until `stop` is set. Fails when a socket fails.
     pub fn run(&mut self, stop: &AtomicBool) -> anyhow::Result<()> {
         // The default slack of 50 us would double the sleep.
         nix::sys::prctl::set_timerslack(1).context("cannot set the timer slack")?;
@@ -108,8 +108,8 @@ impl Daemon {
         Ok(())
     }
 
-    /// Runs one iteration of the loop, without sleep. Returns the number of requests, responses and messages. Fails
-    /// when a socket fails.
+    /// Runs one iteration of the main loop, without sleeping. Returns the number of requests, responses and messages
+    /// that it processed. Fails when a socket fails.
     pub fn run_once(&mut self) -> anyhow::Result<usize> {
         let now = self.now_ns();
         let received = self.receive_af_xdp(now) + self.receive(now)?;
@@ -131,7 +131,7 @@ impl Daemon {
         self.started.elapsed().as_nanos() as u64
     }
 
-    /// Submits a batch of requests from AF_XDP. Returns the number of requests.
+    /// Submits a batch of requests that arrived by AF_XDP to the engine. Returns the number of requests.
     fn receive_af_xdp(&mut self, now: u64) -> usize {
         let Self { engine, intake, listeners, unclassified, .. } = self;
         intake.receive(&mut |datagram| {
@@ -143,7 +143,7 @@ impl Daemon {
         })
     }
 
-    /// Submits a batch of requests from each socket. Returns the number of requests.
+    /// Submits a batch of requests from each socket to the engine. Returns the number of requests.
     fn receive(&mut self, now: u64) -> anyhow::Result<usize> {
         let Self { engine, listeners, unclassified, .. } = self;
         let mut received = 0;
@@ -171,7 +171,7 @@ impl Daemon {
         });
     }
 
-    /// Sleeps until a request arrives or something is due. Responses of workers wake no one, so the sleep is short
+    /// Sleeps until a request arrives or something is due. Workers' responses do not end the sleep, so it is short
     /// while cores have requests.
     fn wait(&self, now: u64) -> anyhow::Result<()> {
         let timer = self.engine.next_timer_ns(now).unwrap_or(u64::MAX).min(self.next_check_ns);

@@ -16,35 +16,35 @@ use coreward_runtime::{RuntimeError, ServiceEntry};
 
 use crate::buffers::BufferPool;
 
-/// Limit of responses and messages of one core in a batch.
+/// Maximum number of responses, and of messages, of one core in a batch.
 const BATCH: usize = 64;
 
 #[derive(Debug, Clone)]
 pub struct EngineConfig {
-    /// Cores that can have a worker.
+    /// Number of cores that can have a worker.
     pub core_count: u16,
-    /// Bound of a core's rank.
+    /// Upper bound of a core's rank; a core with this rank gets no further requests.
     pub rank_bound: NonZeroU16,
-    /// Requests of a core that count in its rank.
+    /// Rule by which a core's requests count in its rank.
     pub rank_rule: RankRule,
-    /// The services, in the order of `scheduler.queues`.
+    /// Configurations of the services, in the order of `scheduler.queues`.
     pub services: Vec<ServiceConfig>,
-    /// Order of the requests that wait. Its capacity is the number of buffers.
+    /// Order in which waiting requests are sent to cores. Its capacity is the number of buffers.
     pub scheduler: FeoConfig,
-    /// Bytes of the longest request and response.
+    /// Maximum payload of a request or response in bytes.
     pub payload_bytes: u16,
-    /// Time without a completion after which a worker with requests gets no further ones until it completes one.
+    /// Time without a completion after which a worker with requests gets no further requests until it completes one.
     pub stall_after: Duration,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ServiceConfig {
-    /// Address and priority, which its workers register.
+    /// Address and priority of the service, which its workers must register.
     pub entry: ServiceEntry,
     pub lambda: Lambda,
 }
 
-/// Reason for which the engine does not start.
+/// Reason why the engine cannot be created.
 #[derive(Debug, thiserror::Error)]
 pub enum EngineError {
     /// The shared memory cannot be created.
@@ -55,39 +55,39 @@ pub enum EngineError {
     Scheduler(#[from] FeoConfigError),
 }
 
-/// Requests of one service: received = dropped + rejected + waiting + outstanding + completed + lost.
+/// Numbers of requests of one service: received = dropped + rejected + waiting + outstanding + completed + lost.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct ServiceCounters {
     pub received: u64,
-    /// Requests that the full buffer dropped.
+    /// Requests that were dropped because the buffer was full.
     pub dropped: u64,
-    /// Requests that are too long, or that a core's queue rejected.
+    /// Requests that were too long, or that a core's queue rejected.
     pub rejected: u64,
     /// Requests that cores have completed.
     pub completed: u64,
-    /// Requests that a core had when its worker ended.
+    /// Requests that a core had when its worker ended, and that were not completed.
     pub lost: u64,
 }
 
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct CoreCounters {
     pub workers: u64,
-    /// Workers that ended, with or without requests.
+    /// Workers that have ended, with or without unfinished requests.
     pub ended: u64,
-    /// Number of stalls: a worker lost its eligibility because it completed nothing.
+    /// Stalls, at which a worker lost its eligibility because it completed no request.
     pub stalls: u64,
-    /// Load hints that were sent.
+    /// Load hints that were sent to workers.
     pub hints: u64,
-    /// Messages of unknown kind, or about services and cores that do not exist.
+    /// Messages of an unknown kind, or about services or cores that do not exist.
     pub bad_messages: u64,
-    /// Services that a worker enabled at a core whose own worker had ended: both can happen at the same time.
+    /// Services that a worker enabled on a core whose own worker had ended, because both can happen at the same time.
     pub enabled_without_worker: u64,
     pub bad_feedback: u64,
-    /// Queues whose cursors were impossible.
+    /// Queues of cores that had impossible cursors.
     pub damaged_queues: u64,
 }
 
-/// The engine. All times are nanoseconds of one monotonic clock.
+/// Engine that dispatches requests to the workers of cores. All times are nanoseconds of one monotonic clock.
 #[derive(Debug)]
 pub struct Engine {
     dispatch_policy: JoinBoundedShortestRankedQueue<u32>,
@@ -104,7 +104,7 @@ pub struct Engine {
 struct Service {
     priority: u8,
     monitor: LoadMonitor,
-    /// Core with the hint in flight; `None`: no hint.
+    /// Core whose worker has not yet acted on the last hint; `None`: no hint is in flight.
     hinted_core: Option<u16>,
     counters: ServiceCounters,
 }
@@ -113,7 +113,7 @@ struct Service {
 struct Core {
     has_worker: bool,
     is_stalled: bool,
-    /// Bit mask of the services that the worker enabled, even while the worker is stalled.
+    /// Bit mask of the services that the worker has enabled, kept while the worker is stalled.
     enabled_services: u64,
     completed_count: u64,
     liveness: StallDetector,
@@ -160,7 +160,7 @@ impl Engine {
         })
     }
 
-    /// Submits a request: sends it to a core, queues or drops it.
+    /// Submits a request, which is sent to a core, queued or dropped.
     #[inline]
     pub fn submit(&mut self, now: u64, service: u8, client: SocketAddrV4, payload: &[u8]) {
         let counters = &mut self.services[usize::from(service)].counters;
@@ -180,7 +180,7 @@ impl Engine {
         }
     }
 
-    /// Sends waiting requests to cores that take them.
+    /// Sends waiting requests to cores that can take them.
     #[inline]
     pub fn dispatch_waiting(&mut self, now: u64) {
         while let Some((release, handle)) = self.dispatch_policy.next(now) {
@@ -211,7 +211,7 @@ impl Engine {
     }
 
     /// Receives responses and messages of all cores, accepts new workers, and sends waiting requests. Passes each
-    /// response to `answer`, with its service. Returns the number of responses and messages.
+    /// response, with its service, to `answer`. Returns the number of responses and messages.
     pub fn poll(&mut self, now: u64, answer: &mut dyn FnMut(u8, SocketAddrV4, &[u8])) -> usize {
         let mut received = 0;
         for core in 0..self.cores.len() as u16 {
@@ -251,7 +251,7 @@ impl Engine {
         queues.receive_messages(core, BATCH, |message| accounts.apply_message(now, message))
     }
 
-    /// Accepts a worker; the requests of the previous one that were not completed are lost.
+    /// Accepts a new worker. Requests that the previous worker of the core has not completed are lost.
     fn replace_worker(&mut self, now: u64, core: u16, answer: &mut dyn FnMut(u8, SocketAddrV4, &[u8])) {
         if self.cores[usize::from(core)].has_worker {
             self.end_worker(now, core, answer);
@@ -268,7 +268,7 @@ impl Engine {
         );
     }
 
-    /// Checks which workers ended or stalled. To be called every few milliseconds.
+    /// Checks which workers have ended or stalled. Must be called every few milliseconds.
     pub fn check_workers(&mut self, now: u64, answer: &mut dyn FnMut(u8, SocketAddrV4, &[u8])) {
         for core in 0..self.cores.len() as u16 {
             if !self.cores[usize::from(core)].has_worker {
@@ -313,7 +313,7 @@ impl Engine {
         }
     }
 
-    /// Receives what the worker had sent before it ended, then releases its core.
+    /// Receives everything that a worker sent before it ended, then releases its core.
     fn end_worker(&mut self, now: u64, core: u16, answer: &mut dyn FnMut(u8, SocketAddrV4, &[u8])) {
         while self.poll_core(now, core, answer) > 0 {}
         if self.cores[usize::from(core)].has_worker {
@@ -321,7 +321,7 @@ impl Engine {
         }
     }
 
-    /// Counts the requests of a core without worker as lost, and disables all services at the core.
+    /// Counts the requests at a core without a worker as lost, and disables all services on the core.
     fn release_core(&mut self, core: u16) {
         self.queues.release(core);
         self.counters.ended += 1;
@@ -347,7 +347,7 @@ impl Engine {
         );
     }
 
-    /// Performs the checks of the load monitors that are due, and sends their hints.
+    /// Performs the due checks of the load monitors, and sends the hints that result.
     pub fn check_monitors(&mut self, now: u64) {
         for service in 0..self.services.len() as u8 {
             let entry = &mut self.services[usize::from(service)];
@@ -372,7 +372,7 @@ impl Engine {
         }
     }
 
-    /// Returns the time at which the next load monitor is due or rate limit ends, if any.
+    /// Returns the time at which the next load monitor is due or the next rate limit ends, if there is any.
     pub fn next_timer_ns(&self, now: u64) -> Option<u64> {
         let checks = self.services.iter().filter_map(|service| service.monitor.next_check());
         // If the time has passed, requests wait for a core and not for the limit.
@@ -380,12 +380,12 @@ impl Engine {
         checks.chain(limit_ends).min()
     }
 
-    /// Returns whether cores have requests.
+    /// Returns whether any core has requests.
     pub fn has_outstanding_requests(&self) -> bool {
         (0..self.cores.len() as u16).any(|core| self.dispatch_policy.ranks().core_request_count(core) > 0)
     }
 
-    /// Returns the balancer, with ranks and waiting requests.
+    /// Returns the dispatch policy, with the cores' ranks and the waiting requests.
     pub fn dispatch_policy(&self) -> &JoinBoundedShortestRankedQueue<u32> {
         &self.dispatch_policy
     }

@@ -8,31 +8,31 @@ use coreward_dataplane::intake::{Datagram, Intake};
 
 use crate::config::Config;
 
-/// Requests by AF_XDP, if it is configured and possible.
+/// Intake of requests by AF_XDP, if AF_XDP is configured and available.
 #[derive(Debug, Default)]
 pub struct RequestIntake {
     af_xdp: Option<Intake>,
-    /// Reason for which AF_XDP is configured but not in use.
+    /// Reason why AF_XDP is configured but not in use.
     fallback_reason: Option<String>,
-    /// Counters of an intake that has ended.
+    /// Counters of an AF_XDP intake that has ended.
     final_counters: Counters,
 }
 
 type Counters = Vec<(&'static str, u64)>;
 
-/// State of the intake.
+/// Status of the intake for reports.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct IntakeStatus {
-    /// `socket`, `socket-fallback`, `af-xdp` or `af-xdp-zero-copy`.
+    /// Name of the mode: `socket`, `socket-fallback`, `af-xdp` or `af-xdp-zero-copy`.
     pub mode: &'static str,
     pub fallback_reason: Option<String>,
-    /// Datagrams by outcome; none without AF_XDP.
+    /// Numbers of datagrams by outcome; empty without AF_XDP.
     pub datagrams: Counters,
 }
 
 impl RequestIntake {
-    /// Opens the sockets of AF_XDP if they are configured. Falls back to the UDP sockets if that fails, as it does
-    /// without the capabilities NET_RAW, NET_ADMIN and BPF.
+    /// Opens the AF_XDP sockets if AF_XDP is configured. If that fails, for example without the capabilities NET_RAW,
+    /// NET_ADMIN and BPF, falls back to the UDP sockets.
     pub fn open(config: &Config) -> Self {
         let mut intake = Self::default();
         let Some(interface) = &config.af_xdp_interface else { return intake };
@@ -63,7 +63,7 @@ impl RequestIntake {
         self.fallback_reason = Some(reason);
     }
 
-    /// Passes a batch of each receive queue's requests to `accept`. Returns the number of requests.
+    /// Passes a batch of requests from each receive queue to `accept`. Returns the number of requests.
     pub fn receive(&mut self, accept: &mut impl FnMut(Datagram<'_>)) -> usize {
         match self.af_xdp.as_mut().map(|intake| intake.receive(accept)) {
             Some(Ok(received)) => received,
@@ -75,14 +75,14 @@ impl RequestIntake {
         }
     }
 
-    /// Falls back to the UDP sockets when the device is gone. To be called every few milliseconds.
+    /// Falls back to the UDP sockets if the device does not exist any more. Must be called every few milliseconds.
     pub fn check(&mut self) {
         if let Some(Err(error)) = self.af_xdp.as_ref().map(Intake::check) {
             self.fall_back(format!("the device is gone: {error}"));
         }
     }
 
-    /// Returns the sockets of AF_XDP, to wait for requests.
+    /// Returns the AF_XDP sockets, to wait for requests on them.
     pub fn sockets(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
         self.af_xdp.iter().flat_map(Intake::sockets)
     }

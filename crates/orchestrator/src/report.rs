@@ -51,18 +51,18 @@ pub struct OrchestratorStatus {
     pub cores: CoreCounters,
     pub workers: usize,
     pub intake: IntakeStatus,
-    /// Datagrams that match no service.
+    /// Number of datagrams that match no service.
     pub unclassified: u64,
-    /// Responses that the socket did not take.
+    /// Number of responses that a socket did not accept.
     pub unsent: u64,
 }
 
-/// A service's counters and gauges.
+/// Counters and gauges of a service.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ServiceStatus {
     pub listen: SocketAddrV4,
     pub counters: ServiceCounters,
-    /// Requests that no core takes.
+    /// Number of requests that no core can take yet.
     pub waiting: u64,
     pub outstanding: u64,
 }
@@ -140,10 +140,10 @@ impl OrchestratorStatus {
     }
 }
 
-/// Time for which a requested report is awaited; the daemon publishes it within milliseconds.
+/// Maximum time to wait for a requested status, which the daemon publishes within milliseconds.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// A report for other threads, made on request: with AF_XDP it takes system calls.
+/// Status for other threads, which the daemon collects only on request: with AF_XDP that takes system calls.
 #[derive(Debug)]
 pub struct SharedStatus {
     state: Mutex<SharedStatusState>,
@@ -157,7 +157,7 @@ struct SharedStatusState {
 }
 
 impl SharedStatus {
-    /// Returns a shared report that shows `status` until another one is published.
+    /// Returns a shared status that contains `status` until another one is published.
     pub fn new(status: OrchestratorStatus) -> Self {
         Self { state: Mutex::new(SharedStatusState { status, is_requested: false }), published: Condvar::new() }
     }
@@ -166,7 +166,7 @@ impl SharedStatus {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Requests a report and returns it; after a timeout, the last one.
+    /// Requests a new status and returns it, or the last one after a timeout.
     pub fn request(&self) -> OrchestratorStatus {
         let mut state = self.state();
         state.is_requested = true;
@@ -174,7 +174,7 @@ impl SharedStatus {
         waited.unwrap_or_else(PoisonError::into_inner).0.status.clone()
     }
 
-    /// Publishes a report if one is requested.
+    /// Publishes a new status if one was requested.
     pub fn publish(&self, report: impl FnOnce() -> OrchestratorStatus) {
         let mut state = self.state();
         if std::mem::take(&mut state.is_requested) {

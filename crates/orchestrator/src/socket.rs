@@ -5,9 +5,9 @@ use std::net::{SocketAddr, SocketAddrV4, UdpSocket};
 use std::ops::Range;
 use std::os::fd::{AsFd, AsRawFd as _, BorrowedFd};
 
-/// Datagrams of one system call, at most.
+/// Maximum number of datagrams in a batch, which one system call sends or receives.
 pub const BATCH: usize = 32;
-/// Receive buffer of the kernel in bytes, as far as it allows that.
+/// Requested size of the kernel's receive buffer in bytes; the kernel may limit it.
 const RECEIVE_BUFFER_BYTES: usize = 4 << 20;
 
 /// A UDP socket with memory for a batch of datagrams in each direction.
@@ -16,18 +16,18 @@ const RECEIVE_BUFFER_BYTES: usize = 4 << 20;
 #[derive(Debug)]
 pub struct BatchSocket {
     socket: UdpSocket,
-    /// Memory of the received datagrams, in slots of the same length.
+    /// Memory for received datagrams, in slots of equal length.
     receive_buffer: Box<[u8]>,
     slot_bytes: usize,
-    /// Datagrams to be sent, one after the other.
+    /// Payloads of the datagrams to be sent, one after the other.
     send_buffer: Vec<u8>,
-    /// Receiver of each outgoing datagram, and end of its bytes.
+    /// Destination of each outgoing datagram, and the end of its payload in the send buffer.
     receivers: Vec<(SocketAddrV4, usize)>,
     unsent: u64,
 }
 
 impl BatchSocket {
-    /// Opens a socket at `address`. Datagrams longer than `max_bytes` are cut to `max_bytes + 1` bytes.
+    /// Opens a socket bound to `address`. Datagrams longer than `max_bytes` are cut to `max_bytes + 1` bytes.
     pub fn bind(address: SocketAddrV4, max_bytes: usize) -> io::Result<Self> {
         let socket = socket2::Socket::new(socket2::Domain::IPV4, socket2::Type::DGRAM, None)?;
         socket.set_recv_buffer_size(RECEIVE_BUFFER_BYTES)?;
@@ -39,8 +39,8 @@ impl BatchSocket {
         Ok(Self { socket: socket.into(), receive_buffer, slot_bytes, send_buffer, receivers: ends, unsent: 0 })
     }
 
-    /// Passes each datagram of the next batch to `accept`, with its sender. Returns the number of datagrams, which may
-    /// be 0. Fails when the socket fails.
+    /// Receives the next batch of datagrams, and passes each one with its sender to `accept`. Returns the number of
+    /// datagrams, which may be 0. Fails when the socket fails.
     pub fn receive(&mut self, accept: &mut impl FnMut(SocketAddrV4, &[u8])) -> io::Result<usize> {
         let mut headers = Headers::default();
         for (number, slot) in self.receive_buffer.chunks_exact_mut(self.slot_bytes).enumerate() {
@@ -70,7 +70,7 @@ impl BatchSocket {
         }
     }
 
-    /// Sends the batch.
+    /// Sends the outgoing batch of datagrams.
     pub fn flush(&mut self) {
         if self.receivers.is_empty() {
             return;
@@ -118,7 +118,7 @@ impl AsFd for BatchSocket {
     }
 }
 
-/// Headers for recvmmsg(2) and sendmmsg(2), with address and memory of each datagram of a batch.
+/// Message headers for recvmmsg(2) and sendmmsg(2), with the address and I/O vector of each datagram of a batch.
 struct Headers {
     addresses: [libc::sockaddr_in; BATCH],
     vectors: [libc::iovec; BATCH],
@@ -133,7 +133,7 @@ impl Default for Headers {
 }
 
 impl Headers {
-    /// Points these headers to their addresses and memory, in the place where `self` is now.
+    /// Sets the pointers of these headers to their addresses and I/O vectors, at the current memory location of `self`.
     fn link(&mut self, range: Range<usize>) -> &mut [libc::mmsghdr] {
         let headers = &mut self.headers[range.clone()];
         let memory = self.addresses[range.clone()].iter_mut().zip(&mut self.vectors[range]);
@@ -154,7 +154,7 @@ impl Headers {
         usize::try_from(received).map_err(|_| io::Error::last_os_error())
     }
 
-    /// Sends datagrams. Returns the number of sent datagrams, at least one.
+    /// Sends the datagrams of a range. Returns the number of sent datagrams, at least one.
     fn send(&mut self, socket: BorrowedFd<'_>, range: Range<usize>) -> io::Result<usize> {
         let headers = self.link(range);
         let (first, count) = (headers.as_mut_ptr(), headers.len() as libc::c_uint);

@@ -25,31 +25,31 @@ use tonic::{Code, Request, Response, Status, Streaming};
 
 use crate::reducer::Reducer;
 
-/// Queued updates of one agent. An agent that does not read them is disconnected.
+/// Maximum number of updates that wait for one agent. An agent that does not read them is disconnected.
 const QUEUE_LENGTH: usize = 64;
-/// Average number of reports per agent that may wait for the controller. An agent whose report finds no room
-/// reconnects, since the dropped report may have been the one with its RSS.
+/// Average number of reports per agent that may wait for the controller. If there are more, the agent must reconnect,
+/// because a dropped report may have contained its RSS configuration.
 const MAX_WAITING_REPORTS: usize = 16;
 
 type AgentUpdateSender = mpsc::Sender<Result<v1::AgentUpdate, Status>>;
 
-/// State shared by the connection to the controller and those of agents.
+/// State that the connection to the controller shares with those of agents.
 pub struct RackState {
-    /// `None`: no controller.
+    /// Connection to the controller; `None`: no controller is connected.
     controller: Mutex<Option<ControllerConnection>>,
-    /// Number of the newest agent stream. Not reused with the next controller, which may still serve an earlier one.
+    /// Number of the newest agent's stream. It is not reused, as the next controller may still serve an earlier stream.
     newest_stream: AtomicU64,
     started: Instant,
 }
 
-/// Connection to the controller.
+/// Connection to the controller, and the streams of the agents that are relayed through it.
 struct ControllerConnection {
     messages: mpsc::Sender<v1::RackMessage>,
     answers: HashMap<u64, AgentUpdateSender>,
-    /// Unanswered questions by agent stream.
+    /// Number of unanswered socket queries of each agent, by its stream.
     open_queries: HashMap<u64, u32>,
     reducer: Reducer,
-    /// Reports to send with the next summaries.
+    /// Reports that are sent together with the next summaries.
     pending_reports: Vec<v1::FromAgent>,
 }
 
@@ -72,7 +72,7 @@ impl RackState {
         Now { monotonic: self.started.elapsed(), wall, record: wall }
     }
 
-    /// Held for microseconds, never across an await.
+    /// Locks the connection. The lock is held for microseconds, and never across an await.
     fn lock_controller(&self) -> MutexGuard<'_, Option<ControllerConnection>> {
         self.controller.lock()
     }
@@ -85,19 +85,19 @@ impl RackState {
         }
     }
 
-    /// Starts accepting agents for a new connection to the controller.
+    /// Stores a new connection to the controller, so that agents are accepted from now on.
     pub fn on_controller_connected(&self, messages: mpsc::Sender<v1::RackMessage>, reducer: Reducer) {
         let (answers, asked, pending_reports) = (HashMap::new(), HashMap::new(), Vec::new());
         *self.lock_controller() =
             Some(ControllerConnection { messages, answers, open_queries: asked, reducer, pending_reports });
     }
 
-    /// Ends all agent streams, so that agents try their next address.
+    /// Drops the connection and ends all agents' streams, so that agents try their next address.
     pub fn on_controller_disconnected(&self) {
         *self.lock_controller() = None;
     }
 
-    /// Handles an update from the controller.
+    /// Applies an update from the controller: passes it on to an agent, or changes the configuration.
     pub fn apply_update(&self, update: v1::RackUpdate) -> anyhow::Result<()> {
         let mut up = self.lock_controller();
         let Some(up) = up.as_mut() else { return Ok(()) };
@@ -114,12 +114,12 @@ impl RackState {
         Ok(())
     }
 
-    /// Returns the interval of summaries; `None` without a configuration.
+    /// Returns the interval at which summaries are sent; `None`: there is no configuration yet.
     pub fn report_interval(&self) -> Option<Duration> {
         self.lock_controller().as_ref()?.reducer.report_interval()
     }
 
-    /// Returns the summaries that are due, split into messages.
+    /// Returns messages with the summaries and reports that are due.
     pub fn summaries(&self) -> Vec<v1::RackMessage> {
         let (now, mut up) = (self.now(), self.lock_controller());
         let Some(up) = up.as_mut() else { return Vec::new() };
@@ -127,7 +127,7 @@ impl RackState {
         rack_messages(std::mem::take(&mut up.pending_reports), summaries)
     }
 
-    /// Registers an agent's stream. Returns its number and the sender to the controller.
+    /// Registers an agent's stream. Returns the stream's number, and the sender of messages to the controller.
     fn begin_stream(&self, answers: AgentUpdateSender) -> Result<(u64, mpsc::Sender<v1::RackMessage>), Status> {
         let mut up = self.lock_controller();
         let no_controller = || Status::unavailable("this rack has no connection to its controller");
@@ -145,7 +145,7 @@ impl RackState {
         }
     }
 
-    /// Returns whether the certificate allows reports for `server`; answers the agent if not.
+    /// Returns whether the agent's certificate allows reports for `server`. If not, sends the agent an error.
     fn may_report_for(&self, stream: u64, peer: &AuthenticatedPeer, server: &str) -> bool {
         let Err(refused) = peer.require_name(Role::Agent, server) else { return true };
         tracing::warn!(
@@ -161,13 +161,13 @@ impl RackState {
         false
     }
 
-    /// Returns the time until the stream's next message may be read; zero: now.
+    /// Returns the time until the stream's next message may be read; zero: at once.
     fn message_wait(&self, stream: u64) -> Duration {
         let now = self.now();
         self.lock_controller().as_ref().map_or(Duration::ZERO, |up| up.reducer.message_wait(stream, now))
     }
 
-    /// Counts a message like a report unless it answers a question.
+    /// Counts an agent's message towards the rate limit of reports, unless it answers a query.
     fn count_message(&self, stream: u64, message: &Message) {
         let (now, mut up) = (self.now(), self.lock_controller());
         let Some(up) = up.as_mut() else { return };
@@ -177,7 +177,7 @@ impl RackState {
         }
     }
 
-    /// Returns false once the controller has ended the stream.
+    /// Processes an agent's report. Returns false if the controller has ended the agent's stream.
     fn report(&self, stream: u64, report: v1::Report) -> bool {
         let (now, mut up) = (self.now(), self.lock_controller());
         let Some(up) = up.as_mut().filter(|up| up.answers.contains_key(&stream)) else { return false };
@@ -225,7 +225,7 @@ fn from_agent(stream: u64, message: Message) -> v1::FromAgent {
     v1::FromAgent { stream, message: Some(v1::AgentMessage { message: Some(message) }) }
 }
 
-/// Returns the next message. Over its limit nothing is read, so HTTP/2's flow control stops the agent.
+/// Returns the agent's next message. At the rate limit nothing is read, so that HTTP/2's flow control stops it.
 async fn next_message(
     shared: &RackState,
     stream: u64,
@@ -279,9 +279,9 @@ async fn serve(
 }
 
 pub struct ControlService {
-    /// State shared with the connection to the controller.
+    /// State that is shared with the connection to the controller.
     pub shared: Arc<RackState>,
-    /// Accepted certificates.
+    /// Certificates that agents may use.
     pub security: Arc<Security>,
 }
 

@@ -39,10 +39,10 @@ metrics! {
     );
 }
 
-/// Length of the queue of messages to the controller. If the queue is full, agents wait and summaries are dropped.
+/// Maximum number of messages to the controller that wait. If there are more, agents wait and summaries are dropped.
 const CONTROLLER_QUEUE_LENGTH: usize = 64;
 
-/// Runs until SIGTERM or SIGINT.
+/// Runs the rack until SIGTERM or SIGINT. Fails if the file is invalid or the address cannot be bound.
 pub fn run(config: &Path) -> anyhow::Result<()> {
     coreward_daemon::raise_file_limit();
     let path = config;
@@ -67,7 +67,7 @@ pub fn run(config: &Path) -> anyhow::Result<()> {
     })
 }
 
-/// Reloads the revoked certificates on SIGHUP. Other keys need a restart, which disconnects agents for a second.
+/// Reloads revoked certificates at each SIGHUP. Other keys need a restart, which disconnects agents for a second.
 async fn reload_on_sighup(mut hangup: Signal, path: &Path, begun: Config, security: &Security) -> Infallible {
     loop {
         hangup.recv().await;
@@ -94,7 +94,7 @@ async fn reload_on_sighup(mut hangup: Signal, path: &Path, begun: Config, securi
     }
 }
 
-/// A rack controller that listens.
+/// Rack controller that listens for agents.
 pub struct Rack {
     config: Config,
     listener: TcpListener,
@@ -103,8 +103,8 @@ pub struct Rack {
 }
 
 impl Rack {
-    /// Opens the listening socket; agents are rejected until a controller is connected. Boxed, so that callers do not
-    /// compile the server again.
+    /// Opens the listening socket. Agents are rejected until a controller is connected. The future is boxed, so that
+    /// calling crates do not compile the server's code.
     pub fn bind(config: Config) -> BoxFuture<'static, anyhow::Result<Self>> {
         Box::pin(Self::open(config))
     }
@@ -119,12 +119,12 @@ impl Rack {
         Ok(Self { config, listener, address, security })
     }
 
-    /// Returns the listening address, with the assigned port if `listen` has port 0.
+    /// Returns the address at which the rack listens, with the port that the system chose for port 0.
     pub fn address(&self) -> SocketAddr {
         self.address
     }
 
-    /// Serves until the listening socket fails.
+    /// Serves agents until the listening socket fails.
     pub fn serve(self) -> BoxFuture<'static, anyhow::Result<()>> {
         Box::pin(self.run())
     }

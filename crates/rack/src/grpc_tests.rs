@@ -23,7 +23,7 @@ use tonic::{Code, Streaming};
 
 const TIMEOUT: Duration = Duration::from_secs(60);
 
-/// Awaits `future`, and panics after a generous timeout.
+/// Awaits `future`, and panics if it takes longer than a generous timeout.
 async fn in_time<T>(what: &str, future: impl Future<Output = T>) -> T {
     tokio::time::timeout(TIMEOUT, future).await.unwrap_or_else(|_| panic!("{what} does not come"))
 }
@@ -41,7 +41,7 @@ async fn client(address: SocketAddr) -> ControlClient<tonic::transport::Channel>
     .await
 }
 
-/// A server task that is aborted on drop, and its address.
+/// Task of a server, which is aborted on drop, and the server's address.
 struct RunningServer(JoinHandle<anyhow::Result<()>>, SocketAddr);
 
 impl Drop for RunningServer {
@@ -50,7 +50,7 @@ impl Drop for RunningServer {
     }
 }
 
-/// Starts a controller; returns its task and the address of its API.
+/// Starts a controller. Returns its task, and the address of its API.
 async fn controller(directory: &Path) -> (RunningServer, SocketAddr) {
     let server = |n: u32| format!("[[server]]\nname = \"s{n}\"\naddress = \"10.2.0.{n}\"\nid = {}\n", n * 31);
     let fleet = (1..=4).map(server).collect::<String>()
@@ -74,7 +74,7 @@ async fn rack(name: &str, listen: &str, controller: &RunningServer) -> RunningSe
     RunningServer(tokio::spawn(rack.serve()), address)
 }
 
-/// An agent that reports the same loads until this value is dropped.
+/// Task of an agent, which reports the same loads until this value is dropped.
 struct Agent(JoinHandle<()>);
 
 impl Drop for Agent {
@@ -83,7 +83,7 @@ impl Drop for Agent {
     }
 }
 
-/// Returns the stream of an agent after the peer accepted it.
+/// Opens an agent's stream. Returns it after the peer has accepted the agent.
 async fn begin(
     server: &str,
     at: SocketAddr,
@@ -98,7 +98,7 @@ async fn begin(
 }
 
 impl Agent {
-    /// Starts an agent, with retries until the rack or controller accepts it.
+    /// Starts an agent, and repeats the connection until the rack or the controller accepts it.
     async fn start(number: u32, at: SocketAddr, loads: [f64; 2]) -> Self {
         let name = format!("s{number}");
         let (sender, mut updates, configuration) = in_time("a stream", async {
@@ -151,7 +151,7 @@ fn report(sequence: u64, loads: [f64; 2]) -> v1::Report {
 }
 
 struct LoadBalancer {
-    /// Keeps the stream open.
+    /// Sender that is only stored to keep the stream open.
     _sender: mpsc::Sender<v1::LoadBalancerMessage>,
     updates: Streaming<v1::DataplaneUpdate>,
 }
@@ -171,7 +171,7 @@ impl LoadBalancer {
         Self { _sender: sender, updates: updates.into_inner() }
     }
 
-    /// Returns the first table with the expected candidates (server number, load in percent) for buckets 0 and 1.
+    /// Returns the first table with the expected candidates (server number and load in percent) for buckets 0 and 1.
     async fn table_of(&mut self, expected: [&[(u32, u32)]; 2]) -> PlacementTable {
         let mut seen = Vec::new();
         let found = tokio::time::timeout(TIMEOUT, async {

@@ -12,23 +12,23 @@ use coreward_model::policy::{self, Policy, Pool, PoolServer, RackSummary};
 use coreward_wire::rack::summary_message;
 use coreward_wire::{RackConfiguration, RackMember, RackServer, RackService, Report, ServiceIndex, v1};
 
-/// Lifetime of a forwarded report, in detail intervals.
+/// Number of detail intervals after which a forwarded report expires.
 const REPORT_VALID_INTERVALS: u32 = 3;
 
-/// Servers, services and reports of the rack.
+/// Reducer of agents' reports to summaries for the controller, which also selects reports to forward in full.
 pub struct Reducer {
     detail_interval: Duration,
     max_candidates: usize,
     configuration: Option<RackConfiguration>,
-    /// Streams of draining servers, whose remaining connections are shown.
+    /// Streams of agents whose servers are draining, because the remaining connections of these servers are displayed.
     draining_streams: HashSet<u64>,
-    /// Agents by stream.
+    /// State of each agent, by the number of its stream.
     agents: BTreeMap<u64, AgentState>,
-    /// Policy of each service, which stores loads.
+    /// Placement policy of each service, which stores state about the loads.
     policies: HashMap<ServiceIndex, Box<dyn Policy>>,
 }
 
-/// An agent's newest report, and its last forwarded one.
+/// State of an agent with its newest report, and the report of it that was forwarded last.
 #[derive(Default)]
 struct AgentState {
     agent: Agent,
@@ -36,7 +36,7 @@ struct AgentState {
 }
 
 struct ForwardedReport {
-    /// Time of the last forwarded report.
+    /// Time at which the report was forwarded.
     forwarded_at: Duration,
     warnings: Vec<String>,
     configuration_generation: u64,
@@ -44,8 +44,8 @@ struct ForwardedReport {
 }
 
 impl Reducer {
-    /// Returns an empty reducer. `detail_interval`: minimum between whole reports of an agent; `max_candidates`:
-    /// maximum sent per bucket.
+    /// Returns an empty reducer. `detail_interval`: minimum time between two full reports of an agent;
+    /// `max_candidates_per_bucket`: maximum number of candidates that are sent per bucket.
     pub fn new(detail_interval: Duration, max_candidates: usize) -> Self {
         Self {
             detail_interval,
@@ -85,7 +85,7 @@ impl Reducer {
         self.configuration = Some(configuration);
     }
 
-    /// Returns the interval of summaries; `None` without a configuration.
+    /// Returns the interval at which summaries are sent; `None`: there is no configuration yet.
     pub fn report_interval(&self) -> Option<Duration> {
         self.configuration.as_ref().map(|configuration| configuration.report_interval)
     }
@@ -102,7 +102,7 @@ impl Reducer {
         self.agents.len()
     }
 
-    /// Returns the time until the stream's next message may be read; zero: now.
+    /// Returns the time until the stream's next message may be read; zero: at once.
     pub fn message_wait(&self, stream: u64, now: Now) -> Duration {
         let reported = self.agents.get(&stream).zip(self.configuration.as_ref());
         reported.map_or(Duration::ZERO, |(reported, configuration)| {
@@ -110,14 +110,14 @@ impl Reducer {
         })
     }
 
-    /// Counts an unsolicited message against the rate limit of reports.
+    /// Counts an unsolicited message towards the rate limit of reports.
     pub fn count_unsolicited_message(&mut self, stream: u64, now: Now) {
         if let (Some(reported), Some(configuration)) = (self.agents.get_mut(&stream), &self.configuration) {
             reported.agent.take_report_token(configuration.report_interval, now);
         }
     }
 
-    /// Stores a report. Returns the report if it is to be forwarded, and the reason if it is rejected.
+    /// Stores a report. Returns the report if it must be forwarded in full, and the reason if it is rejected.
     pub fn report(&mut self, stream: u64, report: v1::Report, now: Now) -> (Option<v1::Report>, Result<(), Rejection>) {
         let Some(reported) = self.agents.get_mut(&stream) else { return (None, Ok(())) };
         let Some(configuration) = &self.configuration else { return (Some(report), Ok(())) };
@@ -155,7 +155,7 @@ impl Reducer {
         (forwarded, outcome)
     }
 
-    /// Returns the summaries of all services; once per report interval.
+    /// Returns the summaries of all services. Called once per report interval.
     pub fn summaries(&mut self, now: Now) -> Vec<v1::RackSummary> {
         let Some(configuration) = &self.configuration else { return Vec::new() };
         let servers: HashMap<ServerId, &RackServer> =

@@ -22,7 +22,7 @@ use tonic::{Code, Status};
 
 const TIMEOUT: Duration = Duration::from_secs(20);
 
-/// A certificate authority and the certificates that it signed.
+/// Directory with a certificate authority and the certificates that it has signed.
 struct Certificates(tempfile::TempDir);
 
 impl Certificates {
@@ -51,7 +51,7 @@ impl Certificates {
         format!("[tls]\nca = {ca:?}\ncertificate = {certificate:?}\nkey = {key:?}\n")
     }
 
-    /// Starts a controller of servers s1 and s2.
+    /// Starts a controller with the servers s1 and s2. Returns the address for daemons.
     async fn controller(&self) -> SocketAddr {
         let file = |name: &str| self.path().join(name);
         let server = |n: u32| format!("[[server]]\nname = \"s{n}\"\naddress = \"10.2.0.{n}\"\nid = {n}\n");
@@ -77,7 +77,7 @@ impl Certificates {
     }
 }
 
-/// Returns the first answer to a peer with this certificate that registers as the agent of `server`.
+/// Registers as the agent of `server` with this certificate. Returns the first update from the peer.
 async fn first_answer(
     files: &CredentialFiles,
     expected: &'static [Role],
@@ -93,7 +93,7 @@ async fn first_answer(
     ControlClient::new(channel).agent(ReceiverStream::new(receiver)).await?.into_inner().message().await
 }
 
-/// Returns the answer of [`first_answer`] after the rack has connected to its controller.
+/// Returns the update of [`first_update`], once the rack has connected to its controller.
 async fn answer(
     files: &CredentialFiles,
     expected: &'static [Role],

@@ -32,21 +32,21 @@ pub fn format_explanation(reply: &Explanation, question: &Explain) -> String {
     )
 }
 
-/// Returns the line on the chosen server's VLAN; empty if it is untagged.
+/// Returns the output line about the chosen server's VLAN; empty if its frames are untagged.
 fn vlan(reply: &Explanation) -> String {
     let chosen = reply.servers.iter().find(|server| Some(&*server.name) == reply.chosen_server.as_deref());
     let tagged = chosen.and_then(|server| server.vlan.map(|vlan| (&server.name, vlan)));
     tagged.map_or_else(String::new, |(name, vlan)| format!("Frames to {name} are in VLAN {vlan}.\n"))
 }
 
-/// Returns the line on LB-side stamping; empty with other timestamps.
+/// Returns the output line about the share of packets decided by cookies; empty without LB-side stamping.
 fn cookie_share(reply: &Explanation) -> String {
     reply.cookie_share.map_or_else(String::new, |share| {
         format!("Load balancers decide {:.2} % of its established packets by the cookie.\n", share * 100.0)
     })
 }
 
-/// Returns the line on the outer header; empty on one segment.
+/// Returns the output line about the outer header; empty for forwarding on one segment (`l2`).
 fn forwarding(reply: &Explanation) -> String {
     const OTHER_CORE_NOTE: &str = "NICs hash the outer header, so packets may arrive at another core";
     match (&*reply.forwarding, reply.outer_source_port) {

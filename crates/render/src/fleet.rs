@@ -9,7 +9,7 @@ use coreward_http::client::Client;
 
 use super::{Format, block_on, json};
 
-/// Returns the document as the operator wrote it. Fails when the controller cannot be reached.
+/// Returns the fleet document in force, as the operator wrote it. Fails when the controller cannot be reached.
 pub fn show(client: &Client, format: Format) -> anyhow::Result<String> {
     let document = block_on(client.fleet())?;
     match format {
@@ -21,7 +21,7 @@ pub fn show(client: &Client, format: Format) -> anyhow::Result<String> {
     }
 }
 
-/// Document to apply, and its differences from the one in force.
+/// Fleet document to apply, and its differences from the one in force.
 pub struct ProposedFleet {
     client: Client,
     document: NewFleet,
@@ -51,7 +51,7 @@ impl ProposedFleet {
         &self.preview.changes
     }
 
-    /// Returns the changes as text or JSON. Fails when they cannot be written as JSON.
+    /// Returns the changes of the document as text or JSON. Fails when they cannot be written as JSON.
     pub fn format_changes(&self, format: Format) -> anyhow::Result<String> {
         if format == Format::Json {
             return json(&self.preview);

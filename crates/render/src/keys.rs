@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use coreward_api::types::{KeyPhase, Keys};
 
-/// Returns the text. `now`: time since 1970.
+/// Returns the text output about the cookie keys. `now`: time since 1970.
 pub fn format_key_status(keys: &Keys, now: Duration) -> String {
     let age = now.saturating_sub(Duration::from_secs(keys.current_since_unix_s));
     let mut text = format!("key {} stamps, for {} now\n", keys.current, format_duration(age));

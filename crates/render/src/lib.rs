@@ -17,7 +17,7 @@ use coreward_fleet::clock::wall_clock;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Format {
     Text,
-    /// One object, for programs.
+    /// One JSON object, for programs.
     Json,
 }
 

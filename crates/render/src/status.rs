@@ -13,7 +13,7 @@ use coreward_model::statistics::mean;
 
 use super::keys;
 
-/// Returns the text. `now`: time since 1970.
+/// Returns the text output about the status. `now`: time since 1970.
 pub fn format_status(reply: &Status, now: Duration) -> String {
     let mut text = format!(
         "configuration {}, a report every {} ms: {} taken, {} refused\n",
@@ -54,7 +54,7 @@ fn rack_text(rack: &Rack, servers: usize) -> String {
     )
 }
 
-/// Returns counts above 0, the largest first, such as "3 (out_of_order 2, no_cores 1)".
+/// Returns the sum of the counts and those above 0, the largest first, such as "3 (out_of_order 2, no_cores 1)".
 fn format_counts(counts: &BTreeMap<String, u64>) -> String {
     let listed = format_list(counts);
     let sum = counts.values().fold(0, |sum: u64, count| sum.saturating_add(*count));
@@ -198,7 +198,7 @@ fn address_text(server: &Server) -> String {
     server.vlan.map_or_else(|| server.address.to_string(), |vlan| format!("{} VLAN {vlan}", server.address))
 }
 
-/// Returns a text with the number of SYNs at the predicted queue.
+/// Returns the number of SYNs at the predicted queue and of all SYNs, such as "97 of 100".
 fn prediction_text(matched: u64, mismatched: u64) -> String {
     match matched + mismatched {
         0 => "-".to_owned(),
@@ -206,7 +206,7 @@ fn prediction_text(matched: u64, mismatched: u64) -> String {
     }
 }
 
-/// Returns a character for a core's load, in steps of an eighth of its capacity.
+/// Returns a bar character for a core's load, in steps of an eighth of its capacity.
 fn load_bar(load: f64) -> char {
     const BARS: [char; 8] = ['▁', '▂', '▃', '▄', '▅', '▆', '▇', '█'];
     BARS[((load * 8.0) as usize).min(BARS.len() - 1)]
@@ -279,7 +279,7 @@ fn load_balancer_text(balancer: &LoadBalancer, services: &[Service]) -> String {
     text
 }
 
-/// Returns the part of the configuration that is not in force. A load balancer without a configuration has no
+/// Describes the part of the configuration that is not in force, if any. A load balancer without a configuration has no
 /// unresolved servers.
 fn missing_configuration(state: &LoadBalancerState, services: &[Service]) -> Option<String> {
     if state.configuration_generation == 0 {

@@ -228,7 +228,7 @@ cookie keys: key 1 stamps, for 1 h 0 min now
     assert_eq!(status::format_status(&reply(), Duration::from_secs(1_003_600)), expected);
 }
 
-/// Returns the lines of `lb1` in the status.
+/// Returns the lines of the text output about `lb1` in this state.
 fn load_balancer_lines(state: LoadBalancerState) -> String {
     let mut reply = reply();
     reply.load_balancers[0].state = Some(state);

@@ -3,12 +3,12 @@
 use coreward_wire::WireError;
 use tonic::Status;
 
-/// Returns the status for a message that is not valid.
+/// Returns the gRPC status with which an invalid message is answered.
 pub fn invalid_argument(error: WireError) -> Status {
     Status::invalid_argument(error.to_string())
 }
 
-/// Services of version 1.
+/// Messages and services of protocol version 1.
 #[allow(missing_docs, clippy::all)]
 pub mod v1 {
     tonic::include_proto!("coreward.v1");

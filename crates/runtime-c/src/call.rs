@@ -14,13 +14,13 @@ pub extern "C" fn coreward_last_error() -> *const c_char {
     LAST_ERROR.with_borrow(|text| text.as_ptr())
 }
 
-/// Stores the error's text for [`coreward_last_error`].
+/// Stores the text of the error, which [`coreward_last_error`] returns.
 pub(crate) fn set_error(error: impl Display) {
     let text = error.to_string().replace('\0', " ");
     LAST_ERROR.set(CString::new(text).unwrap_or_default());
 }
 
-/// Returns 0, or -1 and stores the error.
+/// Returns 0 for success; on an error, stores its text and returns -1.
 pub(crate) fn to_status_code(result: Result<(), impl Display>) -> c_int {
     match result {
         Ok(()) => 0,
@@ -31,11 +31,11 @@ pub(crate) fn to_status_code(result: Result<(), impl Display>) -> c_int {
     }
 }
 
-/// Returns the object of a caller's pointer; `None`, and an error, if it is null.
+/// Returns the object to which a caller's pointer points; if it is null, stores an error and returns `None`.
 ///
 /// # Safety
 ///
-/// `pointer` is null or of an object without other users during `'a`.
+/// `pointer` is null, or points to an object without other users during `'a`.
 pub(crate) unsafe fn exclusive_ref<'a, T>(pointer: *mut T) -> Option<&'a mut T> {
     // SAFETY: by this function's contract.
     let object = unsafe { pointer.as_mut() };
@@ -45,11 +45,11 @@ pub(crate) unsafe fn exclusive_ref<'a, T>(pointer: *mut T) -> Option<&'a mut T> 
     object
 }
 
-/// Returns a reference to an object that threads share; `None` for null.
+/// Returns an object that threads share; if the pointer is null, stores an error and returns `None`.
 ///
 /// # Safety
 ///
-/// `pointer` is null or of an object that does not change during `'a`.
+/// `pointer` is null, or points to an object that does not change during `'a`.
 pub(crate) unsafe fn shared_ref<'a, T>(pointer: *const T) -> Option<&'a T> {
     // SAFETY: by this function's contract.
     let object = unsafe { pointer.as_ref() };
@@ -59,7 +59,7 @@ pub(crate) unsafe fn shared_ref<'a, T>(pointer: *const T) -> Option<&'a T> {
     object
 }
 
-/// Drops the object of a caller's pointer, which may be null.
+/// Drops the object to which a caller's pointer points; the pointer may be null.
 ///
 /// # Safety
 ///

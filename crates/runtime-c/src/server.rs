@@ -112,7 +112,7 @@ pub unsafe extern "C" fn coreward_allocator_free(allocator: *mut Allocator) {
     unsafe { free(allocator) }
 }
 
-/// Argument of the handler.
+/// Argument `user` of `coreward_serve`, which every call of the handler gets.
 struct UserData(*mut c_void);
 
 // SAFETY: only the handler uses it, on the threads that the interface's contract names.

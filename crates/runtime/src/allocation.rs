@@ -8,18 +8,18 @@ use crate::error::RuntimeError;
 use crate::message::HintMessage;
 use crate::worker::Worker;
 
-/// Services of an allocation, of which 0 has priority.
+/// Number of services among which cores are allocated; service 0 has priority.
 pub const ALLOCATED_SERVICES: u8 = 2;
 
-/// The allocator, which the workers of a process share (RingLeader, NSDI'23, Sect. 4.4). It runs on the core that
-/// receives a hint. Decisions are those of [`CoreAllocation`].
+/// Allocator of cores to services, shared by the workers of a process (RingLeader, NSDI'23, Sect. 4.4). It runs on the
+/// core that receives a hint. Its decisions are those of [`CoreAllocation`].
 #[derive(Debug)]
 pub struct CoreAllocator {
     allocation: Mutex<CoreAllocation>,
 }
 
 impl CoreAllocator {
-    /// Returns the allocator with the initial assignment of `cores` cores.
+    /// Returns an allocator with the initial assignment of `cores` cores.
     pub fn new(assignment: CoreAssignment, cores: u16, reserved: ReservedCores) -> Self {
         Self { allocation: Mutex::new(CoreAllocation::new(assignment, cores, reserved)) }
     }
@@ -28,7 +28,7 @@ impl CoreAllocator {
         self.allocation.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Enables the services that a new worker's core runs now.
+    /// Enables the services that are currently assigned to the core of a new worker.
     pub fn attach(&self, worker: &mut Worker<'_>) -> Result<(), RuntimeError> {
         let allocation = self.allocation();
         let core = worker.core();
@@ -36,7 +36,7 @@ impl CoreAllocator {
         (0..ALLOCATED_SERVICES).filter(runs).try_for_each(|service| worker.enable_service(service, core))
     }
 
-    /// Acts on a hint that the worker received: opens or closes a core to a service, then rearms the monitor.
+    /// Acts on a hint to the worker: enables or disables services on a core, then rearms the load monitor.
     pub fn apply_hint(&self, hint: HintMessage, worker: &mut Worker<'_>) -> Result<(), RuntimeError> {
         if hint.service < ALLOCATED_SERVICES {
             let other_waits = hint.waiting_services >> (1 - hint.service) & 1 == 1;

@@ -16,7 +16,7 @@ pub struct RequestHeader {
     /// Address and port of the client.
     pub client: SocketAddrV4,
     pub service: u8,
-    /// Arrival in nanoseconds of the orchestrator's clock.
+    /// Time of arrival in nanoseconds of the orchestrator's clock.
     pub arrived_ns: u64,
 }
 
@@ -25,7 +25,7 @@ pub struct ResponseHeader {
     /// Address and port of the client.
     pub client: SocketAddrV4,
     pub service: u8,
-    /// Requests of the service that it completes.
+    /// Number of requests of the service that the response completes.
     pub completed_count: u32,
 }
 
@@ -33,7 +33,7 @@ pub(crate) fn client_address(slot: &SlotHeader) -> SocketAddrV4 {
     SocketAddrV4::new(Ipv4Addr::from(slot.address), slot.port)
 }
 
-/// Returns the free slot of a core's ring, or the error of a ring that has none.
+/// Returns the free slot of a core's ring, or an error if the ring is full or damaged.
 #[inline]
 pub(crate) fn slot_or_error(
     slot: Result<Option<u32>, DamagedCursor>,
@@ -51,7 +51,7 @@ pub struct CoreQueues {
 
 #[derive(Debug)]
 struct Rings {
-    /// Number of the last accepted worker; 0: none yet.
+    /// Number of the worker that was accepted last, or 0 if there was none.
     worker_number: u32,
     requests: Vec<Producer>,
     hints: Producer,
@@ -74,12 +74,12 @@ impl CoreQueues {
         Ok(Self { rings: rings.collect(), segment })
     }
 
-    /// Returns the sizes of the memory.
+    /// Returns the sizes of the parts of the shared memory.
     pub fn geometry(&self) -> &Geometry {
         &self.segment.geometry
     }
 
-    /// Returns whether a worker has the core. A system call.
+    /// Returns whether the core has a living worker. Makes a system call.
     pub fn has_worker(&self, core: u16) -> bool {
         // If the lock cannot be read the worker stays: its requests are not lost without proof.
         self.segment.is_locked(LockByte::Core(core)).unwrap_or(true)
@@ -91,8 +91,8 @@ impl CoreQueues {
             != self.rings[usize::from(core)].worker_number
     }
 
-    /// Accepts the new worker of the core. The requests of the previous one that were not answered are discarded, and
-    /// so are its messages.
+    /// Accepts the new worker of a core. Discards the messages of the previous worker, and the requests that it has not
+    /// answered.
     pub fn accept_worker(&mut self, core: u16) {
         let lines = self.segment.core_cursors(core);
         let rings = &mut self.rings[usize::from(core)];
@@ -117,13 +117,13 @@ impl CoreQueues {
         tails.worker_number.store(rings.worker_number, Release);
     }
 
-    /// Releases the core. A living worker notices that at its next check.
+    /// Releases the core. A living worker notices this at its next check.
     pub fn release(&mut self, core: u16) {
         self.segment.core_cursors(core).orchestrator_tails.worker_number.store(0, Release);
     }
 
-    /// Puts a request into a queue of the core. Fails when the payload is too long, the priority has no queue, or the
-    /// queue is full or damaged. The request is not sent then.
+    /// Puts a request into a queue of the core. Fails, without sending it, when the payload is too long, the priority
+    /// has no queue, or the queue is full or damaged.
     #[inline]
     pub fn send(
         &mut self,
@@ -158,7 +158,7 @@ impl CoreQueues {
         Ok(())
     }
 
-    /// Sends a hint to the core's worker. Fails when the ring is full or damaged.
+    /// Sends a hint to the worker of the core. Fails when the ring is full or damaged.
     pub fn send_hint(&mut self, core: u16, hint: HintMessage) -> Result<(), RuntimeError> {
         let lines = self.segment.core_cursors(core);
         let producer = &mut self.rings[usize::from(core)].hints;
@@ -169,8 +169,8 @@ impl CoreQueues {
         Ok(())
     }
 
-    /// Receives up to `limit` responses of the core, and returns the number of responses. A response whose length is
-    /// out of range has `None` as its payload.
+    /// Receives up to `limit` responses of the core, and returns their number. The payload of a response is `None` if
+    /// its length is out of range.
     #[inline]
     pub fn receive_responses(
         &mut self,
@@ -198,8 +198,8 @@ impl CoreQueues {
         received
     }
 
-    /// Receives up to `limit` messages of the core, and returns the number of messages. `None`: a message of unknown
-    /// kind.
+    /// Receives up to `limit` messages of the core, and returns their number. A message of unknown kind is passed as
+    /// `None`.
     #[inline]
     pub fn receive_messages(&mut self, core: u16, limit: usize, mut receive: impl FnMut(Option<Message>)) -> usize {
         let Self { segment, rings } = self;
@@ -221,7 +221,7 @@ impl CoreQueues {
 }
 
 impl Segment {
-    /// Writes a slot that belongs to this side. The payload must fit.
+    /// Writes a slot, which must belong to this side. The payload must fit the slot.
     #[inline]
     pub(crate) fn write_slot(&self, offset: usize, header: SlotHeader, payload: &[u8]) {
         let start: *mut SlotHeader = self.slot(offset + SEQUENCE_BYTES, size_of::<SlotHeader>() + payload.len());
@@ -232,8 +232,8 @@ impl Segment {
         }
     }
 
-    /// Reads a slot that belongs to this side. `None` for a payload whose length is out of range. The payload must not
-    /// be used after the slot was returned.
+    /// Reads a slot, which must belong to this side. Returns `None` as the payload if its length is out of range. The
+    /// payload must not be used after the slot was returned.
     #[inline]
     pub(crate) fn read_slot<'a>(&self, offset: usize) -> (SlotHeader, Option<&'a [u8]>) {
         let bytes = self.geometry.slot_bytes as usize - SEQUENCE_BYTES;

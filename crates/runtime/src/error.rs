@@ -7,79 +7,79 @@ use std::{io, path::PathBuf};
 use crate::layout::GeometryError;
 use crate::ring::DamagedCursor;
 
-/// Reason for which the memory or a call is rejected.
+/// Reason why the shared memory cannot be used, or a call fails.
 #[derive(Debug, thiserror::Error)]
 pub enum RuntimeError {
-    /// The file system or the kernel refuses an operation.
+    /// The file system or the kernel rejected an operation.
     #[error("{path}: cannot {action}: {error}")]
     Io {
-        /// Operation that failed.
+        /// Name of the operation that failed.
         action: &'static str,
-        /// File of the memory.
+        /// Path of the shared memory's file.
         path: PathBuf,
         error: io::Error,
     },
     #[error("not the memory of an orchestrator")]
     ForeignContents,
-    /// The orchestrator has another version of this library.
+    /// The orchestrator uses another version of this library.
     #[error("layout version {found}: expected {expected}; run both sides from one release")]
     LayoutVersionMismatch {
-        /// Version of the memory.
+        /// Layout version of the shared memory.
         found: u32,
-        /// Version of this library.
+        /// Layout version of this library.
         expected: u32,
     },
-    /// The orchestrator runs as another user.
+    /// The orchestrator runs as another user than this process.
     #[error("the memory belongs to user {owner}: expected user {user}, as which this process runs")]
     OtherUser {
-        /// User of the memory.
+        /// User id of the owner of the shared memory.
         owner: u32,
-        /// Effective user of this process.
+        /// Effective user id of this process.
         user: u32,
     },
     /// The file is shorter or longer than its header requires.
     #[error("{found} bytes of memory: expected {expected}")]
     SizeMismatch {
-        /// Bytes of the file.
+        /// Size of the file in bytes.
         found: u64,
-        /// Bytes by the header.
+        /// Size that the header requires, in bytes.
         expected: u64,
     },
-    /// A size that no memory can have.
+    /// A size is out of the range that the shared memory allows.
     #[error(transparent)]
     Geometry(#[from] GeometryError),
     #[error("another orchestrator is running with this memory")]
     OrchestratorRunning,
     #[error("the orchestrator is not running")]
     OrchestratorGone,
-    /// The orchestrator runs and does not answer.
+    /// The orchestrator is running but has not accepted the worker.
     #[error("core {core}: the orchestrator did not accept the worker within {timeout:?}")]
     WorkerNotAccepted {
         core: u16,
-        /// Time that the worker waited.
+        /// Time for which the worker waited.
         timeout: Duration,
     },
-    /// The orchestrator found damaged queues and released the core. Connect again.
+    /// The orchestrator found damaged queues and released the core. The worker must connect again.
     #[error("core {0}: the orchestrator released the worker")]
     WorkerReleased(u16),
     #[error("core {core}: expected 0 to {last}")]
     CoreOutOfRange { core: u16, last: u16 },
     #[error("core {0} has a worker already")]
     CoreTaken(u16),
-    /// No such service in the orchestrator's configuration.
+    /// The orchestrator's configuration has no such service.
     #[error("service {service}: the orchestrator has {services} services")]
     UnknownService { service: u8, services: u32 },
-    /// A process has registered the service.
+    /// Another process has already registered the service.
     #[error("service {0} is registered already")]
     RegisteredTwice(u8),
-    /// A core is enabled for a service that no process has registered.
+    /// A service was enabled on a core, but no process has registered it.
     #[error("core {core}: service {service} is not registered")]
     NotRegistered { service: u8, core: u16 },
-    /// A priority that has no queue.
+    /// No queue exists for this priority.
     #[error("priority {priority}: expected 0 to {last}")]
     PriorityOutOfRange {
         priority: u8,
-        /// Lowest priority.
+        /// Number of the lowest priority, which is the largest number.
         last: u8,
     },
     #[error("service {service} at {address} with priority {priority}: the orchestrator has {expected}")]
@@ -87,20 +87,20 @@ pub enum RuntimeError {
         service: u8,
         address: SocketAddrV4,
         priority: u8,
-        /// Address and priority in the configuration.
+        /// Address and priority of the service in the orchestrator's configuration.
         expected: String,
     },
-    /// A payload that fits no slot.
+    /// The payload does not fit a slot.
     #[error("{length} bytes: a slot holds {limit}")]
     TooLong {
         length: usize,
-        /// Maximum payload in bytes.
+        /// Maximum length of a payload in bytes.
         limit: usize,
     },
-    /// The other side does not empty a ring.
+    /// A ring is full, because the other side does not empty it.
     #[error("core {core}: the ring of {ring} is full")]
     RingFull { core: u16, ring: &'static str },
-    /// The other side stored a cursor that is impossible.
+    /// The other side has stored an impossible cursor.
     #[error("core {core}: {cursors}")]
     DamagedQueue { core: u16, cursors: DamagedCursor },
 }

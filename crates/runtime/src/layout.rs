@@ -14,32 +14,32 @@ use std::sync::atomic::{AtomicU32, AtomicU64};
 
 use coreward_model::dispatch::MAX_SERVICES;
 
-/// Value of the memory's first bytes.
+/// Magic number in the first bytes of the shared memory, by which its file is recognised.
 pub(crate) const MAGIC: u64 = u64::from_le_bytes(*b"coreward");
-/// Version of this layout. Another version is rejected.
+/// Version of this memory layout. Memory with another version is rejected.
 pub const LAYOUT_VERSION: u32 = 2;
-/// Bytes of a cache line, to which everything is aligned.
+/// Size of a cache line in bytes, to which all parts are aligned.
 pub(crate) const CACHE_LINE_BYTES: usize = 64;
-/// Limit of priorities (RingLeader, NSDI'23, Sect. 6).
+/// Maximum number of priorities (RingLeader, NSDI'23, Sect. 6).
 pub const MAX_PRIORITIES: u8 = 8;
 pub const MAX_CORES: u16 = 256;
-/// Limit of requests in a queue of one core and priority.
+/// Maximum number of requests in the queue of one core and priority.
 pub const MAX_SLOTS: u32 = 1024;
-/// Limit of a slot's bytes: the largest UDP payload fits.
+/// Maximum size of a slot in bytes, which the largest UDP payload fits.
 pub const MAX_SLOT_BYTES: u32 = 1 << 16;
-/// Bytes of the sequence of a slot or a message, which keep what follows aligned.
+/// Size of the sequence number of a slot or message in bytes, which keeps the following data aligned.
 pub(crate) const SEQUENCE_BYTES: usize = 8;
 pub(crate) const MESSAGE_BYTES: usize = SEQUENCE_BYTES + size_of::<RawMessage>();
-/// Slots of a ring of messages: one ring in each direction between a core's worker and the orchestrator.
+/// Number of slots of a message ring. One ring in each direction connects a core's worker and the orchestrator.
 pub(crate) const MESSAGE_RING_SLOTS: u32 = 256;
 
-/// First cache line of the memory, which the orchestrator stores before the file gets its name.
+/// Header in the first cache line of the shared memory. The orchestrator writes it before the file gets its name.
 #[derive(Debug)]
 #[repr(C, align(64))]
 pub(crate) struct SegmentHeader {
     pub magic: AtomicU64,
     pub layout_version: AtomicU32,
-    /// User of the orchestrator and of all workers.
+    /// Id of the user of the orchestrator and of all workers.
     pub owner: AtomicU32,
     pub segment_bytes: AtomicU64,
     pub cores: AtomicU32,
@@ -57,19 +57,19 @@ pub(crate) struct ServiceRecord {
     pub priority: AtomicU32,
 }
 
-/// Cursors of the rings that one side fills.
+/// Tail cursors of the rings that one side fills.
 #[derive(Debug)]
 #[repr(C, align(64))]
 pub(crate) struct RingTails {
-    /// Tails of the request rings by priority; in the worker's line, the first one is the tail of the responses.
+    /// Tails of the request rings by priority; in the worker's line, the first is the tail of the response ring.
     pub data: [AtomicU32; MAX_PRIORITIES as usize],
     pub messages: AtomicU32,
-    /// In the worker's line, its number at this core, from 1; in the orchestrator's, the last accepted worker. The
-    /// cursors of a worker continue from the previous one's.
+    /// In the worker's cache line, the number of the worker at this core, from 1; in the orchestrator's, that of the
+    /// last accepted worker. The cursors of a worker continue from those of the previous one.
     pub worker_number: AtomicU32,
 }
 
-/// Cursors of the rings that one side empties.
+/// Head cursors of the rings that one side empties.
 #[derive(Debug)]
 #[repr(C, align(64))]
 pub(crate) struct RingHeads {
@@ -86,7 +86,7 @@ pub(crate) struct CoreCursors {
     pub worker_heads: RingHeads,
 }
 
-/// Start of a slot of requests or responses behind its sequence; the payload follows.
+/// Header of a request or response in a slot. It follows the slot's sequence number and precedes the payload.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 #[repr(C)]
 pub(crate) struct SlotHeader {
@@ -95,9 +95,9 @@ pub(crate) struct SlotHeader {
     pub port: u16,
     pub service: u16,
     pub length: u32,
-    /// Requests of the service that a response completes.
+    /// Number of requests of the service that a response completes.
     pub completed_count: u32,
-    /// Arrival of a request in nanoseconds of the orchestrator's clock.
+    /// Time of a request's arrival in nanoseconds of the orchestrator's clock.
     pub arrived_ns: u64,
 }
 
@@ -112,20 +112,20 @@ pub(crate) struct RawMessage {
     pub threshold: u64,
 }
 
-/// The variable sizes of the memory.
+/// Sizes of the parts of the shared memory that depend on the configuration.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Geometry {
-    /// Workers, one per core; 1 to [`MAX_CORES`].
+    /// Number of cores, each with one worker; 1 to [`MAX_CORES`].
     pub core_count: u16,
-    /// Priorities; 1 to [`MAX_PRIORITIES`].
+    /// Number of priorities; 1 to [`MAX_PRIORITIES`].
     pub priority_count: u8,
-    /// Requests in a queue of one core and priority: a power of two up to [`MAX_SLOTS`].
+    /// Number of requests in the queue of one core and priority: a power of two up to [`MAX_QUEUE_SLOTS`].
     pub slots: u32,
-    /// Bytes of a slot: a multiple of 64 from 64 to [`MAX_SLOT_BYTES`].
+    /// Size of a slot in bytes: a multiple of 64 from 64 to [`MAX_SLOT_BYTES`].
     pub slot_bytes: u32,
 }
 
-/// Sizes out of range.
+/// Error of a size that is out of range.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{name} {value}: expected {expected}")]
 pub struct GeometryError {
@@ -135,7 +135,7 @@ pub struct GeometryError {
 }
 
 impl Geometry {
-    /// Fails when a size is out of range.
+    /// Checks the sizes. Fails when one is out of range.
     pub fn check(&self) -> Result<(), GeometryError> {
         let error = |name, value, expected| Err(GeometryError { name, value, expected });
         if !(1..=MAX_CORES).contains(&self.core_count) {
@@ -154,17 +154,17 @@ impl Geometry {
         Ok(())
     }
 
-    /// Returns the bytes of the smallest slot for payloads of up to `payload` bytes.
+    /// Returns the size in bytes of the smallest slot for payloads of up to `payload` bytes.
     pub fn slot_bytes(payload: u16) -> u32 {
         (SEQUENCE_BYTES + size_of::<SlotHeader>() + usize::from(payload)).next_multiple_of(CACHE_LINE_BYTES) as u32
     }
 
-    /// Returns the maximum payload of a slot in bytes.
+    /// Returns the maximum length of a payload in a slot, in bytes.
     pub fn payload_bytes(&self) -> usize {
         self.slot_bytes as usize - SEQUENCE_BYTES - size_of::<SlotHeader>()
     }
 
-    /// Returns the number of slots of a core's ring of responses: one for each request that the core can have.
+    /// Returns the number of slots of a core's response ring: one for each request that the core can have.
     pub(crate) fn response_slots(&self) -> u32 {
         (self.slots * u32::from(self.priority_count)).next_power_of_two()
     }
@@ -186,7 +186,7 @@ impl Geometry {
         size_of::<SegmentHeader>() + usize::from(service) * size_of::<ServiceRecord>()
     }
 
-    /// Returns the offset of a core's section, which begins with its [`CoreCursors`].
+    /// Returns the offset of a core's part of the memory, which begins with its [`CoreCursors`].
     pub(crate) fn core_offset(&self, core: u16) -> usize {
         Self::service_offset(MAX_SERVICES as u8) + usize::from(core) * self.core_bytes()
     }

@@ -6,45 +6,45 @@ use coreward_model::dispatch::{Epoch, LoadHint, ScaleDownCondition, ScaleUpCondi
 
 use crate::layout::RawMessage;
 
-/// Condition of a load hint.
+/// Condition under which a load monitor sends hints.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum HintTrigger {
-    /// A service needs more cores.
+    /// The service needs more cores.
     ScaleUp(ScaleUpCondition),
-    /// A service needs fewer cores.
+    /// The service needs fewer cores.
     ScaleDown(ScaleDownCondition),
 }
 
-/// A message from a worker to the orchestrator.
+/// Message from a worker to the orchestrator.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Message {
-    /// The core runs the service from now on.
+    /// The service runs on the core from now on.
     EnableService { service: u8, core: u16 },
-    /// The core takes no new requests of the service.
+    /// The core takes no further requests of the service.
     DisableService { service: u8, core: u16 },
-    /// The core has completed requests of the service without a response.
+    /// The core has completed requests of the service without sending responses.
     LoadFeedback {
         service: u8,
         core: u16,
-        /// Completed requests.
+        /// Number of completed requests.
         count: u32,
     },
-    /// The load monitor of the service sends hints by this condition.
+    /// The load monitor of the service sends hints under this condition.
     EnableLoadMonitor {
         service: u8,
-        /// Condition; times in nanoseconds.
+        /// Condition of the hints, with times in nanoseconds.
         trigger: HintTrigger,
     },
-    /// The cores have acted on the last hint of the service.
+    /// The cores have acted on the last hint about the service.
     RearmLoadMonitor { service: u8 },
 }
 
-/// A message from the orchestrator to the worker of the least loaded core of a service.
+/// Message from the orchestrator to the worker of the core that is least loaded with a service.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct HintMessage {
     pub service: u8,
     pub hint: LoadHint,
-    /// Services with requests that no core takes: bit s is service s.
+    /// Bit mask of the services with requests that no core takes: bit `s` is service `s`.
     pub waiting_services: u64,
 }
 
@@ -77,7 +77,7 @@ impl From<Message> for RawMessage {
 }
 
 impl RawMessage {
-    /// Returns the message from a worker. `None`: no worker of this version sends it.
+    /// Decodes a message from a worker. Returns `None` if no worker of this version sends it.
     #[inline]
     pub fn message(self) -> Option<Message> {
         let Self { kind, service, core, count, threshold, .. } = self;
@@ -99,7 +99,7 @@ impl RawMessage {
         })
     }
 
-    /// Returns the message from the orchestrator. `None`: no orchestrator of this version sends it.
+    /// Decodes a hint from the orchestrator. Returns `None` if no orchestrator of this version sends it.
     pub fn hint(self) -> Option<HintMessage> {
         let hint = match self.kind {
             KIND_MONITOR_UP => LoadHint::ScaleUp,

@@ -8,11 +8,11 @@
 
 use std::sync::atomic::{AtomicU32, Ordering};
 
-/// A counter in memory that both sides share; one side stores it.
+/// Cursor of a ring in memory that both sides share; only one side stores it.
 pub trait Cursor {
-    /// Returns the value, and makes all earlier accesses of the side that stored it visible (acquire).
+    /// Returns the cursor's value. Makes all accesses visible that the storing side made before the store (acquire).
     fn load(&self) -> u32;
-    /// Stores a value after all earlier accesses of this side (release).
+    /// Stores a value, after all earlier memory accesses of this side (release).
     fn store(&self, value: u32);
 }
 
@@ -28,12 +28,12 @@ impl Cursor for AtomicU32 {
     }
 }
 
-/// A cursor that the other side cannot have stored by these rules.
+/// Error of a cursor whose value the other side cannot have stored according to the protocol.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("a ring of {slots} slots with {used} in use: the other side's cursor is damaged")]
 pub struct DamagedCursor {
     pub slots: u32,
-    /// Number of used slots according to the two cursors.
+    /// Number of used slots that results from the two cursors.
     pub used: u32,
 }
 
@@ -41,19 +41,19 @@ pub struct DamagedCursor {
 pub struct Producer {
     slots: u32,
     tail: u32,
-    /// The consumer's cursor when it was last read.
+    /// Value of the consumer's cursor when it was last read.
     head: u32,
 }
 
 impl Producer {
-    /// Returns the producer of an empty ring whose cursors both have the value `start`. `slots` is a power of two.
+    /// Returns the producer of an empty ring with both cursors at `start`. `slot_count` must be a power of two.
     pub fn new(slots: u32, start: u32) -> Self {
         assert!(slots.is_power_of_two(), "{slots} slots: expected a power of two");
         Self { slots, tail: start, head: start }
     }
 
-    /// Returns the index of the next free slot, which this side may write. `None`: the ring is full. Fails when the
-    /// consumer's cursor is ahead of this side's.
+    /// Returns the index of the next free slot, which this side may write, or `None` if the ring is full. Fails when
+    /// the consumer's cursor is ahead of the producer's.
     #[inline]
     pub fn free_slot(&mut self, head: &impl Cursor) -> Result<Option<u32>, DamagedCursor> {
         if self.tail.wrapping_sub(self.head) == self.slots {
@@ -70,12 +70,12 @@ impl Producer {
         Ok(Some(self.tail & (self.slots - 1)))
     }
 
-    /// Returns whether the consumer has returned all slots.
+    /// Returns whether the consumer has returned all slots to the producer.
     pub fn is_empty(&self, head: &impl Cursor) -> bool {
         head.load() == self.tail
     }
 
-    /// Makes the slot of [`free_slot`](Self::free_slot) visible to the consumer.
+    /// Publishes the slot of [`free_slot`](Self::free_slot) to the consumer.
     #[inline]
     pub fn publish(&mut self, sequence: &impl Cursor, tail: &impl Cursor) {
         self.tail = self.tail.wrapping_add(1);
@@ -84,7 +84,7 @@ impl Producer {
         sequence.store(self.tail);
     }
 
-    /// Hides all slots, which a predecessor may have published, from the consumer: at the start of this side.
+    /// Hides all slots that a predecessor may have published from the consumer. Must be called when this side starts.
     pub fn clear<'a, C: Cursor + 'a>(&self, sequence: impl Fn(u32) -> &'a C) {
         for position in (0..self.slots).map(|offset| self.tail.wrapping_add(offset)) {
             sequence(position & (self.slots - 1)).store(position);
@@ -99,27 +99,27 @@ pub struct Consumer {
 }
 
 impl Consumer {
-    /// Returns the consumer of an empty ring whose cursors both have the value `start`. `slots` is a power of two.
+    /// Returns the consumer of an empty ring with both cursors at `start`. `slot_count` must be a power of two.
     pub fn new(slots: u32, start: u32) -> Self {
         assert!(slots.is_power_of_two(), "{slots} slots: expected a power of two");
         Self { slots, head: start }
     }
 
-    /// Returns the index of the oldest readable slot, by the slots' sequences. `None`: the ring is empty.
+    /// Returns the index of the oldest published slot, by sequence number, or `None` if the ring is empty.
     #[inline]
     pub fn oldest_slot<'a, C: Cursor + 'a>(&self, sequence: impl FnOnce(u32) -> &'a C) -> Option<u32> {
         let slot = self.head & (self.slots - 1);
         (sequence(slot).load() == self.head.wrapping_add(1)).then_some(slot)
     }
 
-    /// Completes the slot of [`oldest_slot`](Self::oldest_slot). The producer may reuse it after
+    /// Marks the slot of [`oldest_slot`](Self::oldest_slot) as read. The producer may reuse it after
     /// [`publish`](Self::publish).
     #[inline]
     pub fn advance(&mut self) {
         self.head = self.head.wrapping_add(1);
     }
 
-    /// Returns all completed slots to the producer.
+    /// Returns all slots that were read to the producer.
     #[inline]
     pub fn publish(&self, head: &impl Cursor) {
         head.store(self.head);
@@ -135,7 +135,7 @@ mod tests {
     use super::*;
 
     proptest! {
-        /// The ring is a bounded FIFO, also when its cursors wrap.
+        /// Checks that the ring behaves like a bounded FIFO, even when its cursors wrap.
         #[test]
         fn ring_agrees_with_a_bounded_queue(
             (order, start) in (0u32..4, prop_oneof![Just(0), u32::MAX - 9..u32::MAX]),

@@ -29,7 +29,7 @@ pub struct ServiceEntry {
     pub priority: u8,
 }
 
-/// Byte of the file whose lock shows that its owner is alive.
+/// Byte of the shared file whose lock proves that its owner is alive.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum LockByte {
     Orchestrator,
@@ -85,8 +85,8 @@ fn map(file: &File, bytes: usize, path: &Path) -> Result<(NonNull<u8>, NonZeroUs
 }
 
 impl Segment {
-    /// Creates the complete memory, then its name. The file of a killed orchestrator is replaced; its workers notice
-    /// that the orchestrator's lock is gone.
+    /// Creates the complete memory in a file, and then renames the file to `path`. Replaces the file of a killed
+    /// orchestrator, whose workers notice that its lock is gone.
     pub fn create(path: &Path, geometry: Geometry, services: &[ServiceEntry]) -> Result<Self, RuntimeError> {
         geometry.check()?;
         if let Some(entry) = services.iter().find(|entry| entry.priority >= geometry.priority_count) {
@@ -137,7 +137,7 @@ impl Segment {
         header.magic.store(MAGIC, Release);
     }
 
-    /// Opens the memory of a running orchestrator and checks all of its header.
+    /// Opens the memory of a running orchestrator, and checks its complete header.
     pub fn open(path: &Path) -> Result<Self, RuntimeError> {
         let mut options = OpenOptions::new();
         options.read(true).write(true).custom_flags(libc::O_NOFOLLOW);
@@ -187,7 +187,7 @@ impl Segment {
         Ok(geometry)
     }
 
-    /// Locks a byte for this open file. Returns false if another open file has the lock.
+    /// Locks a byte on behalf of this open file. Returns false if another open file has locked it.
     pub fn lock(&self, byte: LockByte) -> nix::Result<bool> {
         match fcntl(self.file.as_fd(), FcntlArg::F_OFD_SETLK(&byte.flock(libc::F_WRLCK))) {
             Ok(_) => Ok(true),
@@ -201,7 +201,7 @@ impl Segment {
         is_locked(&self.file, byte)
     }
 
-    /// Returns whether the orchestrator that created the memory is alive. To be called by workers.
+    /// Returns whether the orchestrator that created the memory is alive. Only workers may call this.
     pub fn is_orchestrator_running(&self) -> bool {
         self.is_locked(LockByte::Orchestrator).unwrap_or(false)
     }
@@ -229,19 +229,19 @@ impl Segment {
         self.ref_at(Geometry::service_offset(service))
     }
 
-    /// Returns the cursors of a core. `core` must be in range.
+    /// Returns the cursors of a core, whose number must be in range.
     #[inline]
     pub fn core_cursors(&self, core: u16) -> &CoreCursors {
         self.ref_at(self.geometry.core_offset(core))
     }
 
-    /// Returns the sequence of the slot or message at `offset`.
+    /// Returns the sequence number of the slot or message at `offset`.
     #[inline]
     pub fn sequence(&self, offset: usize) -> &AtomicU32 {
         self.ref_at(offset)
     }
 
-    /// Returns the `T` at `offset`, which must have only atomic fields.
+    /// Returns a reference to the `T` at `offset`. The type `T` must have only atomic fields.
     #[inline]
     fn ref_at<T>(&self, offset: usize) -> &T {
         assert!(offset.is_multiple_of(align_of::<T>()) && offset + size_of::<T>() <= self.bytes.get());
@@ -250,7 +250,7 @@ impl Segment {
         unsafe { self.address.byte_add(offset).cast().as_ref() }
     }
 
-    /// Returns a pointer to `offset`. The caller may access `bytes` bytes while the slot belongs to the caller.
+    /// Returns a pointer to the memory at `offset`. The caller may access `bytes` bytes of it while it owns the slot.
     #[inline]
     pub fn slot<T>(&self, offset: usize, bytes: usize) -> *mut T {
         assert!(offset.is_multiple_of(align_of::<T>()) && offset + bytes <= self.bytes.get());

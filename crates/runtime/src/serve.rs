@@ -19,7 +19,7 @@ use crate::layout::SlotHeader;
 use crate::message::{HintMessage, Message};
 use crate::worker::Worker;
 
-/// Time that a request runs before it yields (RingLeader, NSDI'23, Sect. 4.2).
+/// Default time for which a request runs before it yields (RingLeader, NSDI'23, Sect. 4.2).
 pub const DEFAULT_QUANTUM: Duration = Duration::from_micros(5);
 
 #[derive(Debug, Clone, Copy)]
@@ -31,19 +31,20 @@ pub struct Request<'a> {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Reply {
-    /// The response is sent to the client.
+    /// Send the response to the client.
     Send,
-    /// No response is sent. The orchestrator gets the completions by LoadFeedback, in batches.
+    /// Send no response. The orchestrator learns of the completions by LoadFeedback, in batches.
     Nothing,
 }
 
-/// Functions that serve requests and act on hints.
+/// Handler that serves requests and acts on load hints.
 pub trait Handler {
-    /// Serves a request. `response` is empty.
+    /// Serves a request. The response is written to `response`, which is empty at first.
     fn handle(&self, request: &Request<'_>, response: &mut Vec<u8>, context: &mut Context<'_>) -> Reply;
 
-    /// Acts on a hint: enables or disables services on cores, then rearms the monitor. Called between two requests, and
-    /// at a yield point of [`handle`](Self::handle). Errors, as those of the calls of [`Worker`], end the worker.
+    /// Acts on a hint: enables or disables services on cores, then rearms the load monitor. Called between two
+    /// requests, and at a yield point of [`handle`](Self::handle). An error, such as one of [`Worker`], ends the
+    /// worker.
     fn load_hint(&self, hint: HintMessage, worker: &mut Worker<'_>) -> Result<(), RuntimeError> {
         worker.rearm_load_monitor(hint.service)
     }
@@ -51,13 +52,13 @@ pub trait Handler {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ServeOptions {
-    /// Time that a request runs before it yields to one of higher priority.
+    /// Time for which a request runs before it yields to one of higher priority.
     pub quantum: Duration,
-    /// Time that an idle worker polls before it sleeps.
+    /// Time for which an idle worker polls before it sleeps.
     pub spin: Duration,
-    /// Time that an idle worker sleeps between two polls; 0: it always polls.
+    /// Time for which an idle worker sleeps between two polls; 0: it always polls.
     pub sleep: Duration,
-    /// Requests without a response in one LoadFeedback, at most. It is sent earlier when none waits.
+    /// Maximum number of requests without a response in one LoadFeedback. It is sent earlier when no request waits.
     pub feedback_batch: u32,
 }
 
@@ -70,11 +71,11 @@ impl Default for ServeOptions {
 
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct ServeCounters {
-    /// Requests that ended.
+    /// Number of requests that were served completely.
     pub served: u64,
-    /// Requests that were served before another one of lower priority ended.
+    /// Number of requests that were served while a request of lower priority was preempted.
     pub preempting: u64,
-    /// Responses that fit no slot and were not sent.
+    /// Number of responses that fit no slot and were not sent.
     pub too_long: u64,
 }
 
@@ -85,24 +86,24 @@ struct Server<'w, 'r, H: ?Sized> {
     handler: &'w H,
     options: ServeOptions,
     slice: Slice,
-    /// Response buffer of each priority: at most one request of each priority runs at a time.
+    /// Response buffers by priority: at most one request of each priority runs at a time.
     response_buffers: Vec<Vec<u8>>,
-    /// Number of each service's completed requests without a response that were not reported.
+    /// Number of completed requests without a response, by service, that were not reported yet.
     unreported_counts: [u32; MAX_SERVICES],
-    /// Bit mask of the services with unreported requests.
+    /// Bit mask of the services with unreported completions.
     unreported_services: u64,
     counters: ServeCounters,
 }
 
-/// Time in which a handler runs without yielding.
+/// Time slice in which a handler runs without yielding.
 #[derive(Debug, Clone, Copy)]
 struct Slice {
-    /// Priority of the handler, which those below preempt; 0: no handler runs, or none can be preempted.
+    /// Priority of the running handler, which smaller numbers preempt; 0: none runs, or it cannot be preempted.
     priority: u8,
     started: Instant,
 }
 
-/// A handler's view of its core.
+/// View of its core that a handler gets.
 pub struct Context<'c> {
     server: &'c mut (dyn Preempt + 'c),
     core: u16,
@@ -130,7 +131,7 @@ impl<'w, 'r: 'w, H: Handler + ?Sized> Access<'w, 'r> for Server<'w, 'r, H> {
 }
 
 impl Context<'_> {
-    /// Acts on a hint and serves waiting requests of higher priority if the handler's quantum is used up.
+    /// Acts on a waiting hint, and serves waiting requests of higher priority, if the handler's quantum is used up.
     pub fn yield_point(&mut self) {
         if self.error.is_none()
             && let Err(error) = self.server.try_yield()
@@ -146,8 +147,8 @@ impl Context<'_> {
 }
 
 impl Worker<'_> {
-    /// Serves requests until `stop` is set. Then it disables all services at this core and serves the rest. Fails when
-    /// the orchestrator ended, or the memory is damaged. Connect again then.
+    /// Serves requests until `stop` is set. Then disables all services on this core and serves the remaining requests.
+    /// Fails when the orchestrator has ended or the memory is damaged; the worker must then connect again.
     pub fn serve(
         &mut self,
         handler: &dyn Handler,
@@ -175,7 +176,7 @@ fn try_yield<'w, 'r: 'w>(server: &mut impl Access<'w, 'r>) -> Result<(), Runtime
     Ok(())
 }
 
-/// Serves requests until `stop` is set.
+/// Serves requests in a loop until `stop` is set.
 fn run<'w, 'r: 'w>(
     server: &mut impl Access<'w, 'r>,
     options: ServeOptions,
@@ -202,7 +203,7 @@ fn run<'w, 'r: 'w>(
     Ok(())
 }
 
-/// Acts on a waiting hint, and serves a waiting request. Returns whether a request was served.
+/// Acts on a hint and serves a request, if such are waiting. Returns whether a request was served.
 #[inline]
 fn serve_one<'w, 'r: 'w>(server: &mut impl Access<'w, 'r>) -> Result<bool, RuntimeError> {
     let Some((priority, slot)) = server.with(|server| server.next_request(u8::MAX))? else { return Ok(false) };
@@ -230,7 +231,7 @@ fn serve_request<'w, 'r: 'w>(server: &mut impl Access<'w, 'r>, priority: u8, slo
     server.with(|server| server.end_request(priority, header, reply, response, interrupted))
 }
 
-/// A request that a handler is to serve.
+/// Request that a handler is about to serve.
 struct Started<'w, H: ?Sized> {
     header: SlotHeader,
     payload: &'w [u8],
@@ -255,8 +256,8 @@ impl<'w, 'r: 'w, H: Handler + ?Sized> Server<'w, 'r, H> {
         }
     }
 
-    /// Returns the running handler's priority if its quantum is used up and a hint, or a request of higher priority,
-    /// waits.
+    /// Returns the priority of the running handler if its quantum is used up, and a hint or a request of higher
+    /// priority is waiting.
     #[inline]
     fn preempted_priority(&self) -> Option<u8> {
         let Slice { priority, started } = self.slice;
@@ -289,7 +290,7 @@ impl<'w, 'r: 'w, H: Handler + ?Sized> Server<'w, 'r, H> {
         if is_sent { Ok(()) } else { self.complete_without_response(header.service as u8) }
     }
 
-    /// Acts on a waiting hint. Returns priority and slot of the next request of a priority above `limit`.
+    /// Acts on a waiting hint. Returns the priority and slot of the next request of a higher priority than `limit`.
     #[inline]
     fn next_request(&mut self, limit: u8) -> Result<Option<(u8, u32)>, RuntimeError> {
         // Before each request: requests of higher priority may not end, and a service has one hint in flight, without
@@ -314,7 +315,7 @@ impl<'w, 'r: 'w, H: Handler + ?Sized> Server<'w, 'r, H> {
         self.worker.wait_until_responses_are_read()
     }
 
-    /// Sends a response, which also completes the unreported requests of its service. Returns whether it fits a slot.
+    /// Sends a response, which also completes the service's unreported requests. Returns whether it fits a slot.
     fn send_response(&mut self, header: SlotHeader, response: &[u8]) -> Result<bool, RuntimeError> {
         if response.len() > self.worker.segment.geometry.payload_bytes() {
             self.counters.too_long += 1;

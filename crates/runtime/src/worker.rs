@@ -14,11 +14,11 @@ use crate::message::{HintMessage, HintTrigger, Message};
 use crate::ring::{Consumer, Producer};
 use crate::segment::{LockByte, Segment, ServiceEntry};
 
-/// Timeout for the orchestrator to accept a worker, or to empty a full ring.
+/// Time limit for the orchestrator to accept a worker, or to empty a full ring.
 pub const ORCHESTRATOR_TIMEOUT: Duration = Duration::from_secs(2);
 const ANSWER_POLL_INTERVAL: Duration = Duration::from_micros(50);
 
-/// A process that serves requests. It holds the registrations of its services until it is dropped.
+/// Process that serves requests. It keeps the registrations of its services until it is dropped.
 #[derive(Debug)]
 pub struct Runtime {
     path: PathBuf,
@@ -27,8 +27,8 @@ pub struct Runtime {
 }
 
 impl Runtime {
-    /// Connects to the orchestrator whose memory is at `path`. Fails when the memory is of another layout version or
-    /// another user, or no orchestrator runs.
+    /// Connects to the orchestrator whose shared memory is at `path`. Fails when the memory has another layout version
+    /// or belongs to another user, or no orchestrator is running.
     pub fn connect(path: &Path) -> Result<Self, RuntimeError> {
         Ok(Self { path: path.to_owned(), segment: Segment::open(path)?, registered_services: Mutex::default() })
     }
@@ -41,9 +41,9 @@ impl Runtime {
         self.segment.geometry.payload_bytes()
     }
 
-    /// Claims a service for this process (RegisterService). Address and priority must be those of the orchestrator's
-    /// configuration. Fails when the service is unknown or differs, its priority is out of range, or a process has
-    /// registered it.
+    /// Registers this process as the one that serves a service (RegisterService). Address and priority must be those of
+    /// the orchestrator's configuration. Fails when the service is unknown or differs, its priority is out of range, or
+    /// another process has registered it.
     pub fn register_service(&self, service: u8, address: SocketAddrV4, priority: u8) -> Result<(), RuntimeError> {
         let last = self.segment.geometry.priority_count - 1;
         if priority > last {
@@ -66,8 +66,8 @@ impl Runtime {
         lock(&self.segment, &self.path, byte)
     }
 
-    /// Becomes the worker of a core, which at first runs no service. Fails when the core is out of range or has a
-    /// worker, or the orchestrator does not accept this one.
+    /// Attaches a worker to a core, on which no service is enabled at first. Fails when the core is out of range or has
+    /// a worker, or the orchestrator does not accept this one.
     pub fn worker(&self, core: u16) -> Result<Worker<'_>, RuntimeError> {
         self.segment.check_core(core)?;
         let segment = Segment::open(&self.path)?;
@@ -108,7 +108,7 @@ fn lock(segment: &Segment, path: &Path, byte: LockByte) -> Result<bool, RuntimeE
     segment.lock(byte).map_err(io)
 }
 
-/// Waits until a condition holds; `false` after the timeout.
+/// Waits until a condition holds. Returns `false` after the timeout.
 fn wait_until(segment: &Segment, mut condition: impl FnMut() -> bool) -> Result<bool, RuntimeError> {
     let started = Instant::now();
     while !condition() {
@@ -123,7 +123,7 @@ fn wait_until(segment: &Segment, mut condition: impl FnMut() -> bool) -> Result<
     Ok(true)
 }
 
-/// The worker of one core: the calls of RingLeader's interface (NSDI'23, Table 1), and the core's queues.
+/// Worker of one core, with the calls of RingLeader's interface (NSDI'23, Table 1) and the queues of the core.
 #[derive(Debug)]
 pub struct Worker<'a> {
     pub(crate) runtime: &'a Runtime,
@@ -141,7 +141,7 @@ pub(crate) struct Rings {
     pub messages: Producer,
 }
 
-/// A request that a server took out of its core's queues.
+/// Request that a server has taken out of its core's queues.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TakenRequest {
     header: SlotHeader,
@@ -171,8 +171,8 @@ impl Worker<'_> {
         self.send(Message::EnableService { service, core })
     }
 
-    /// Stops new requests of a service at `core` (DisableService). Its present requests remain. Fails when the service
-    /// or the core is out of range.
+    /// Disables a service on `core` for new requests (DisableService). Its present requests remain. Fails when the
+    /// service or the core is out of range.
     pub fn disable_service(&mut self, service: u8, core: u16) -> Result<(), RuntimeError> {
         self.check(service, core)?;
         self.send(Message::DisableService { service, core })
@@ -185,21 +185,21 @@ impl Worker<'_> {
         self.send(Message::LoadFeedback { service, core, count })
     }
 
-    /// Enables a load monitor of the service, or changes its condition (EnableLoadMonitor). Fails when the service is
+    /// Enables the load monitor of a service, or changes its condition (EnableLoadMonitor). Fails when the service is
     /// out of range.
     pub fn enable_load_monitor(&mut self, service: u8, trigger: HintTrigger) -> Result<(), RuntimeError> {
         self.check(service, self.core)?;
         self.send(Message::EnableLoadMonitor { service, trigger })
     }
 
-    /// Rearms the load monitor after the cores acted on the service's last hint (RearmLoadMonitor). Fails when the
-    /// service is out of range.
+    /// Rearms the load monitor of a service, after the cores have acted on its last hint (RearmLoadMonitor). Fails when
+    /// the service is out of range.
     pub fn rearm_load_monitor(&mut self, service: u8) -> Result<(), RuntimeError> {
         self.check(service, self.core)?;
         self.send(Message::RearmLoadMonitor { service })
     }
 
-    /// Returns the next waiting hint for this core (LoadHint), if any. Hints of unknown kind are skipped.
+    /// Returns the next waiting hint for this core (LoadHint), if there is any. Skips hints of unknown kind.
     pub fn next_hint(&mut self) -> Option<HintMessage> {
         let slot = self.hint_slot()?;
         let Self { segment, core, rings, .. } = self;
@@ -219,9 +219,9 @@ impl Worker<'_> {
         self.rings.hints.oldest_slot(sequence)
     }
 
-    /// Takes the oldest request of the highest priority out of the queues, for servers with a scheduler of their own.
-    /// It must be completed by [`respond`](Self::respond) or [`load_feedback`](Self::load_feedback). Fails when the
-    /// request's length is out of range.
+    /// Takes the oldest request of the highest priority out of the queues, for servers with their own scheduler. It
+    /// must be completed by [`respond`](Self::respond) or [`load_feedback`](Self::load_feedback). Fails when the length
+    /// of the request is out of range.
     pub fn take_request(&mut self) -> Result<Option<TakenRequest>, RuntimeError> {
         let Some((priority, slot)) = self.highest_priority_request(u8::MAX) else { return Ok(None) };
         let (header, payload) = self.read_request(priority, slot)?;
@@ -230,7 +230,7 @@ impl Worker<'_> {
         Ok(Some(taken))
     }
 
-    /// Sends the response, which completes the request. Fails when it fits no slot, or the ring is full or damaged.
+    /// Sends a response, which completes its request. Fails when it fits no slot, or the ring is full or damaged.
     pub fn respond(&mut self, request: &TakenRequest, response: &[u8]) -> Result<(), RuntimeError> {
         let (length, limit) = (response.len(), self.segment.geometry.payload_bytes());
         if length > limit {
@@ -250,7 +250,7 @@ impl Worker<'_> {
         })
     }
 
-    /// Reads the request in a slot of [`Self::highest_priority_request`], valid until the slot is returned.
+    /// Reads the request in a slot of [`Self::highest_priority_request`]; valid until the slot is returned.
     pub(crate) fn read_request<'p>(&self, priority: u8, slot: u32) -> Result<(SlotHeader, &'p [u8]), RuntimeError> {
         let geometry = &self.segment.geometry;
         let (header, payload) = self.segment.read_slot(geometry.request_offset(self.core, priority, slot));
@@ -266,8 +266,8 @@ impl Worker<'_> {
         consumer.publish(head);
     }
 
-    /// Returns the number of requests at a core, waiting or served, in the queue of a service's priority; 0 for a
-    /// service that is out of range. Panics for such a core.
+    /// Returns the number of requests at a core, waiting or being served, in the queue of a service's priority; 0 if
+    /// the service is out of range. Panics if the core is out of range.
     pub fn load(&self, service: u8, core: u16) -> u32 {
         let lines = self.segment.core_cursors(core);
         let Ok(ServiceEntry { priority, .. }) = self.segment.service(service) else { return 0 };
@@ -281,7 +281,7 @@ impl Worker<'_> {
         self.segment.service(service).map(drop)
     }
 
-    /// Checks that the orchestrator lives and has this worker. A system call.
+    /// Checks that the orchestrator is alive and this worker is the one it accepted. Makes a system call.
     pub(crate) fn check_orchestrator(&self) -> Result<(), RuntimeError> {
         if !self.segment.is_orchestrator_running() {
             return Err(RuntimeError::OrchestratorGone);

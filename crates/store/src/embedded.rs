@@ -24,23 +24,23 @@ const FLEET: TableDefinition<'_, &str, &[u8]> = TableDefinition::new("fleet");
 const SERVICES: TableDefinition<'_, &str, &[u8]> = TableDefinition::new("services");
 const SERVERS: TableDefinition<'_, u16, &[u8]> = TableDefinition::new("servers");
 const LOAD_BALANCERS: TableDefinition<'_, &str, &[u8]> = TableDefinition::new("load_balancers");
-/// The fleet's document by generation; one row.
+/// Table of the fleet document by its generation, with one row.
 const DOCUMENT: TableDefinition<'_, u64, &str> = TableDefinition::new("document");
 
-/// Audit entries by id.
+/// Table of the audit log's entries by id.
 const AUDIT: TableDefinition<'_, u64, &[u8]> = TableDefinition::new("audit");
 const FLEET_ROW: &str = "fleet";
 
 pub struct EmbeddedStore {
     path: PathBuf,
-    /// Handle of the open file; `None` after a failed open or write, until the next write opens the file again.
+    /// Open database; `None` after opening or writing has failed, until the next write opens the file again.
     database: Option<Database>,
-    /// Content of a file that could not be opened for writing, in memory.
+    /// Copy in memory of a file that could not be opened for writing.
     read_only_copy: Option<Database>,
 }
 
 impl EmbeddedStore {
-    /// Opens or creates the file. If the disk permits no writes, the content is read, and changes fail until writes
+    /// Opens the file, or creates it. If the disk permits no writes, the content is read, and changes fail until writes
     /// succeed.
     pub fn open(path: &Path) -> Result<Self, StoreError> {
         let (database, copy) = match open(path) {
@@ -60,12 +60,12 @@ impl EmbeddedStore {
         Ok(Self { path: path.to_owned(), database, read_only_copy: copy })
     }
 
-    /// Returns the records; `None` in a new file.
+    /// Returns the records; `None`: the file is new.
     pub fn load(&self) -> Result<Option<Records>, StoreError> {
         self.try_load().map_err(|problem| self.content_error(problem))
     }
 
-    /// Replaces the records in one transaction; on an error the previous ones stay.
+    /// Replaces the records in one transaction. If that fails, the file keeps the previous ones.
     pub fn save(&mut self, records: &Records) -> Result<(), StoreError> {
         let Err(problem) = self.try_save(&records.into()) else { return Ok(()) };
         // After a failed write redb rejects everything until the file is opened again (`StorageError::PreviousIo`).
@@ -147,7 +147,7 @@ impl EmbeddedStore {
     }
 }
 
-/// Stores immutable rows: inserts new ones, removes missing ones.
+/// Stores rows that never change: inserts new ones, and removes those that are missing in `rows`.
 fn sync_rows<'a, Row: Serialize + 'a>(
     transaction: &WriteTransaction,
     definition: TableDefinition<'_, u64, &'static [u8]>,
@@ -170,7 +170,7 @@ fn encode(row: &impl Serialize) -> serde_json::Result<Vec<u8>> {
     serde_json::to_vec(row)
 }
 
-/// Returns the table; `None` if an older version created the file without this table.
+/// Opens a table for reading; `None`: an older version created the file without this table.
 fn table<K: Key + 'static, V: Value + 'static>(
     transaction: &ReadTransaction,
     definition: TableDefinition<'_, K, V>,
@@ -203,7 +203,7 @@ fn open(path: &Path) -> Result<Database, StoreError> {
     })
 }
 
-/// Reads the file into memory: opening a file after a crash repairs it, which writes.
+/// Reads the file into a database in memory. Opening a file after a crash repairs it, which needs writes.
 fn open_copy(path: &Path) -> anyhow::Result<Database> {
     let bytes = std::fs::read(path)?;
     anyhow::ensure!(!bytes.is_empty(), "nothing in it");
@@ -213,7 +213,7 @@ fn open_copy(path: &Path) -> anyhow::Result<Database> {
     Ok(Database::builder().create_with_backend(memory)?)
 }
 
-/// Opens or creates a file that only its owner can read.
+/// Opens or creates a file that only its owner can read and write.
 fn open_private(path: &Path) -> std::io::Result<File> {
     if let Some(parent) = path.parent().filter(|parent| !parent.as_os_str().is_empty()) {
         std::fs::create_dir_all(parent)?;

@@ -27,19 +27,19 @@ const SERVERS: &str = "servers/";
 const DOCUMENT: &str = "document/";
 const DOCUMENT_GENERATION: &str = "document_generation";
 
-/// Audit entries, grouped by id.
+/// Prefix of the parts with audit entries, which are grouped by id.
 const AUDIT: &str = "audit/";
 
 const AUDIT_ENTRIES_PER_PART: u64 = 50;
-/// Number of servers in a part. A part of servers that are in 1,000 services each fits a transaction.
+/// Number of servers whose rows are in one part. A part of servers that are in 1,000 services each fits a transaction.
 const SERVERS_PER_PART: u16 = 16;
-/// Largest piece of the document, bytes.
+/// Maximum size of a piece of the document, in bytes.
 const MAX_PIECE_BYTES: usize = 256 << 10;
-/// Largest value, bytes: etcd takes requests of 1.5 MiB. Further pieces of a longer row are stored under the row's
-/// name, a blank (which no name contains) and a number.
+/// Maximum size of a value in bytes, as etcd takes requests of 1.5 MiB. Further pieces of a longer row are stored under
+/// the row's name, a blank (which no name contains) and a number.
 const MAX_VALUE_BYTES: usize = 512 << 10;
 
-/// State of the leading controller. Calls block, so asynchronous code must not make them.
+/// Store of the leading controller's records in etcd. Its functions block, so asynchronous code must not call them.
 pub struct EtcdStore {
     cluster: Arc<Cluster>,
     parts: ChunkedStore,
@@ -51,7 +51,7 @@ impl EtcdStore {
         Ok(Self { cluster, parts })
     }
 
-    /// Returns the records; `None` if etcd has no records.
+    /// Returns the records; `None`: etcd contains none.
     pub fn load(&self) -> Result<Option<Records>, StoreError> {
         let parts = self.parts.parts();
         if parts.is_empty() {
@@ -64,7 +64,7 @@ impl EtcdStore {
         })
     }
 
-    /// Replaces all rows that differ, atomically; fails if this controller no longer leads.
+    /// Replaces all rows that differ, atomically. Fails if this controller no longer leads.
     pub fn save(&mut self, records: &Records) -> Result<(), StoreError> {
         let parts = encode(&records.into())
             .map_err(|problem| StoreError::Content { store: "etcd".to_owned(), problem: format!("{problem:#}") })?;
@@ -104,7 +104,7 @@ fn add(parts: &mut Chunks, name: String, row: &impl Serialize) -> anyhow::Result
     Ok(())
 }
 
-/// Returns the rows, joined from their pieces, by name.
+/// Returns the content of each row by its name, joined from the pieces.
 fn join_rows(parts: &Chunks) -> BTreeMap<&str, Cow<'_, [u8]>> {
     let mut rows: BTreeMap<&str, Cow<'_, [u8]>> = BTreeMap::new();
     for (name, piece) in parts {
@@ -150,7 +150,7 @@ fn decode_part<Row: DeserializeOwned>(parts: &BTreeMap<&str, Cow<'_, [u8]>>, nam
     serde_json::from_slice(value).with_context(|| format!("part {name}"))
 }
 
-/// Splits the text at character boundaries.
+/// Splits the text into pieces of at most [`MAX_DOCUMENT_PIECE_BYTES`], at character boundaries.
 fn pieces(mut text: &str) -> impl Iterator<Item = &str> {
     std::iter::from_fn(move || {
         let end = (0..=MAX_PIECE_BYTES.min(text.len())).rev().find(|end| text.is_char_boundary(*end)).unwrap_or(0);
@@ -181,14 +181,14 @@ mod tests {
         assert_eq!(decode(&parts).and_then(Rows::parse).unwrap(), records);
     }
 
-    /// etcd's limit of a request.
+    /// Maximum size of a request to etcd, in bytes.
     const REQUEST_LIMIT: usize = 3 << 19;
 
     fn largest(parts: &Chunks) -> usize {
         parts.values().map(Vec::len).max().unwrap_or_default()
     }
 
-    /// A fleet whose services list 1,000 servers but `without`.
+    /// Returns a fleet whose services list 1,000 servers, except the one with the number `missing_server`.
     fn fleet_without(without: usize) -> Source {
         let names: Vec<String> = (0..1000).filter(|n| *n != without).map(|n| format!("server-{n:04}")).collect();
         let service = |port: u16| format!("[[service]]\nname = \"s{port}\"\nservers = {names:?}\n");

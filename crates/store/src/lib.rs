@@ -19,7 +19,7 @@ pub enum Store {
 }
 
 impl Store {
-    /// Returns the records; `None` if the store is empty.
+    /// Returns the records; `None`: the store is empty.
     pub fn load(&self) -> Result<Option<Records>, StoreError> {
         match self {
             Self::Embedded(store) => store.load(),
@@ -27,7 +27,7 @@ impl Store {
         }
     }
 
-    /// Replaces the records in one transaction; on an error the previous records stay.
+    /// Replaces the records in one transaction. If that fails, the store keeps the previous ones.
     pub fn save(&mut self, records: &Records) -> Result<(), StoreError> {
         match self {
             Self::Embedded(store) => store.save(records),
@@ -38,15 +38,15 @@ impl Store {
 
 #[derive(Debug, thiserror::Error)]
 pub enum StoreError {
-    /// The file cannot be opened or created.
+    /// The store's file cannot be opened or created.
     #[error("store {}: {source}: expected a file that can be written, or a directory to make it in", path.display())]
     File { path: PathBuf, source: std::io::Error },
     #[error("store {} is in use: expected one controller per store", path.display())]
     InUse { path: PathBuf },
-    /// The store's content is damaged or of another kind, or the disk fails.
+    /// The content of the store is damaged or has another format, or the disk fails.
     #[error("store {store}: {problem}")]
     Content {
-        /// Path of the file, or endpoints of etcd.
+        /// Path of the store's file, or endpoints of etcd.
         store: String,
         problem: String,
     },
@@ -69,7 +69,7 @@ mod tests {
     use coreward_fleet::records::DrainRecord;
     use coreward_fleet::records::{Document, Membership, Records, ServerRecord, ServiceRecord};
 
-    /// Records with content in every row.
+    /// Returns records in which every row of the store has content.
     pub fn records() -> Records {
         let mut records = Records::generate(Duration::from_secs(5), &mut seeded_rng(3, 0));
         records.generation = 17;

@@ -19,7 +19,7 @@ use coreward_fleet::key_ring::{KeyPhase, KeyRing};
 use coreward_fleet::records::DrainRecord;
 use coreward_fleet::records::{Document, LoadBalancerRecord, Membership, Records, ServerRecord, ServiceRecord};
 
-/// Version of the layout; other versions are rejected.
+/// Version of the format of the rows. Rows with another version are rejected.
 const FORMAT: u32 = 5;
 
 #[derive(Debug)]
@@ -49,7 +49,7 @@ impl From<&Records> for Rows {
 }
 
 impl Rows {
-    /// Returns the records; fails on invalid values and on another version of the layout.
+    /// Converts the rows to records. Fails on invalid values, and on another version of the format.
     pub fn parse(self) -> anyhow::Result<Records> {
         let mut records = self.fleet.parse()?;
         for (name, row) in self.services {
@@ -71,16 +71,16 @@ impl Rows {
 pub struct FleetRow {
     format: u32,
     generation: u64,
-    /// Halves k0 and k1 of both keys.
+    /// Halves k0 and k1 of both cookie keys.
     cookie_keys: [[u64; 2]; 2],
     current_key: u8,
     keys_generation: u64,
-    /// Seconds since 1970.
+    /// Time since which the current key has been used, in seconds since 1970.
     current_key_since: u64,
-    /// Whether the rotation was forced; absent: no rotation is in progress.
+    /// Whether the announced rotation is forced; absent: no rotation is in progress.
     announced: Option<bool>,
     rss_key: String,
-    /// Time of the records' clock in seconds since 1970; absent: the clock starts from the wall clock.
+    /// Time of the records' clock at the last write (s since 1970); absent: the clock begins with the wall clock.
     clock: Option<u64>,
 }
 
@@ -88,7 +88,7 @@ pub struct FleetRow {
 pub struct LoadBalancerRow {
     owner: Option<u8>,
     address: Option<IpAddr>,
-    /// Time of the disconnection in seconds since 1970.
+    /// Time at which the load balancer disconnected, in seconds since 1970; absent: it is connected.
     left_at: Option<u64>,
 }
 
@@ -96,7 +96,7 @@ pub struct LoadBalancerRow {
 pub struct ServiceRow {
     index: u16,
     seed: u64,
-    /// Current and previous server of each bucket.
+    /// Current and previous server of each bucket, as ids.
     buckets: Vec<(u16, Option<u16>)>,
 }
 
@@ -105,24 +105,24 @@ pub struct ServerRow {
     name: String,
     address: IpAddr,
     in_file: bool,
-    /// Services of the server; a number is the time at which the server left the pool, in seconds since 1970.
+    /// Services of the server. The number is the time at which it left the pool (s since 1970); absent: it is present.
     services: BTreeMap<String, Option<u64>>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     drain: Option<DrainRow>,
-    /// Racks that may report for the server; absent: all racks of the fleet.
+    /// Names of the racks that may report for the server; absent: those of the fleet.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     racks: Option<BTreeSet<String>>,
-    /// VLAN of frames to the server; absent: untagged.
+    /// VLAN of the frames to the server; absent: frames are untagged.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     vlan: Option<u16>,
 }
 
 #[derive(Debug, Serialize, Deserialize)]
 struct DrainRow {
-    /// Time of the last change, in seconds since 1970.
+    /// Time of the last change of the drain, in seconds since 1970.
     since: u64,
     generation: u64,
-    /// Drained services; absent: all.
+    /// Names of the services in which the server is drained; absent: all services.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     services: Option<BTreeSet<String>>,
 }

@@ -32,20 +32,20 @@ use crate::tls::Tls;
 use crate::verify::ClientCertificates;
 use crate::verify::{ClientVerifier, RevocationList};
 
-/// Interval of checks of open connections' certificates.
+/// Interval between checks of open connections' certificates.
 const POLL_INTERVAL: Duration = Duration::from_secs(1);
 const ACCEPT_QUEUE_LENGTH: usize = 64;
 /// Pause after an error of the listening socket, such as too many open files.
 const RETRY_DELAY: Duration = Duration::from_millis(10);
 
-/// Limits of handshakes and connections.
+/// Limits of an acceptor's handshakes and connections.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct AcceptorLimits {
-    /// Time from the connection to the end of the handshake.
+    /// Maximum time from the connection to the end of the handshake.
     pub handshake_timeout: Duration,
     pub max_handshakes: usize,
     pub max_handshakes_per_address: usize,
-    /// Limit of concurrent connections with one identity.
+    /// Maximum number of concurrent connections with one identity.
     pub max_connections_per_identity: usize,
 }
 
@@ -75,7 +75,7 @@ struct Protection {
     client_certificates: ClientCertificates,
     protocols: &'static [&'static str],
     revocation_list: RevocationList,
-    /// Credentials at the last check of open connections.
+    /// Credentials against which open connections were checked last.
     checked_credentials: Mutex<Arc<Credentials>>,
     config: Mutex<Option<(Arc<Credentials>, Arc<ServerConfig>)>>,
 }
@@ -133,7 +133,7 @@ impl ConnectionAcceptor {
         Arc::new(Self { protection: None, limits, failures, connections: Mutex::default() })
     }
 
-    /// Returns an acceptor of connections with a valid certificate of one of these roles. `protocols`: for ALPN.
+    /// Returns an acceptor of connections with a valid certificate of one of these roles. `protocols`: names for ALPN.
     pub fn with_tls(
         tls: Arc<Tls>,
         accepted_roles: &[Role],
@@ -288,7 +288,7 @@ impl ConnectionAcceptor {
         Ok(ConnectionGuard { acceptor: self.clone(), number, connection })
     }
 
-    /// Ends connections with expired or revoked certificates, for users of [`Self::admit_connection`].
+    /// Ends connections with expired or revoked certificates, forever, for users of [`Self::admit_connection`].
     pub async fn maintenance_loop(&self) -> std::convert::Infallible {
         let mut look = tokio::time::interval(POLL_INTERVAL);
         look.set_missed_tick_behavior(MissedTickBehavior::Delay);
@@ -329,7 +329,7 @@ impl ConnectionAcceptor {
 }
 
 impl Protection {
-    /// Returns a verifier if an authority was removed since the last call.
+    /// Returns a verifier of open connections if an authority was removed since the last call.
     fn verifier_if_authority_removed(&self) -> Option<ClientVerifier> {
         let credentials = self.tls.credentials();
         let mut believed = self.checked_credentials.lock();
@@ -438,12 +438,12 @@ impl AcceptedConnection {
         &self.caller
     }
 
-    /// Returns fingerprint and end (since 1970) of the peer's certificate, if it has one.
+    /// Returns the fingerprint and the expiry time (since 1970) of the peer's certificate, if it has one.
     pub fn certificate(&self) -> Option<(Fingerprint, Duration)> {
         self.guard.as_ref().map(|guard| (guard.connection.fingerprint, guard.connection.not_after))
     }
 
-    /// Moves the connection to another runtime. Fails without a free file descriptor.
+    /// Moves the connection to another runtime. Fails if no file descriptor is free.
     pub fn move_to_runtime(mut self, runtime: &Handle) -> io::Result<Self> {
         self.io.move_to(runtime)?;
         Ok(self)

@@ -29,7 +29,7 @@ use crate::identity::{Identity, Name, Role};
 
 /// Tolerated difference between clocks: the validity of a certificate begins this much before it is issued.
 pub const CLOCK_TOLERANCE: Duration = Duration::from_secs(300);
-/// Unit of validity.
+/// One day, the unit of validities.
 pub const DAY: Duration = Duration::from_secs(86_400);
 
 /// Certificate authority in a directory.
@@ -47,18 +47,18 @@ pub struct Validity {
 }
 
 impl Validity {
-    /// Returns the validity from now on, with [`CLOCK_TOLERANCE`].
+    /// Returns the validity of this length from now on, which begins earlier by [`CLOCK_TOLERANCE`].
     pub fn from_now(length: Duration) -> Self {
         let now = unix_now();
         Self { not_before: now.saturating_sub(CLOCK_TOLERANCE), not_after: now + length }
     }
 }
 
-/// Certificate and key (PEM).
+/// Certificate and its private key (PEM).
 pub struct IssuedCertificate {
-    /// The certificate.
+    /// The certificate (PEM).
     pub certificate_pem: String,
-    /// Key of the certificate.
+    /// Private key of the certificate.
     pub key_pem: String,
 }
 
@@ -99,7 +99,7 @@ impl Authority {
         self.directory.join(file)
     }
 
-    /// Returns the path of the trusted certificates.
+    /// Returns the path of the file with the trusted certificates.
     pub fn ca_path(&self) -> PathBuf {
         self.path("ca.crt")
     }
@@ -109,7 +109,7 @@ impl Authority {
         fs::read_to_string(&path).with_context(|| path.display().to_string())
     }
 
-    /// Creates an authority, and writes the certificates of `published` to ca.crt.
+    /// Creates key and certificate of an authority, and writes the certificates named in `published` to ca.crt.
     fn generate(&self, name: &str, fleet: &Name, validity: Validity, published: &[&str]) -> anyhow::Result<()> {
         let key = KeyPair::generate()?;
         let mut params = CertificateParams::default();
@@ -176,7 +176,7 @@ impl Authority {
         Ok(IssuedCertificate { certificate_pem: certificate.pem(), key_pem: key.serialize_pem() })
     }
 
-    /// Executes one step to the next authority. Fails if another step is due.
+    /// Executes one step of the authority's replacement. Fails if another step is due.
     pub fn roll_over(&self, step: RolloverStep, length: Duration) -> anyhow::Result<()> {
         let is_there = |file: &str| self.path(file).exists();
         match step {

@@ -7,7 +7,7 @@ use tonic::{Request, Status};
 
 use crate::identity::{Identity, Role};
 
-/// Peer of a connection.
+/// Peer of a connection, with the identity in its certificate.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Caller {
     pub address: SocketAddr,
@@ -26,7 +26,7 @@ impl fmt::Display for Caller {
 }
 
 impl Caller {
-    /// Returns the peer of a request. Fails (INTERNAL) without [`ConnectionAcceptor`](crate::ConnectionAcceptor).
+    /// Returns the peer of a request; INTERNAL if no [`ConnectionAcceptor`](crate::ConnectionAcceptor) accepted it.
     pub fn of<T>(request: &Request<T>) -> Result<Self, Status> {
         request.extensions().get::<Self>().cloned().ok_or_else(|| Status::internal("a request from nowhere"))
     }
@@ -45,7 +45,7 @@ impl Caller {
         }
     }
 
-    /// Requires `role` and `name`, or fails with PERMISSION_DENIED.
+    /// Requires a certificate of `role` with `name`, or fails with PERMISSION_DENIED.
     pub fn require_name(&self, role: Role, name: &str) -> Result<(), Status> {
         self.require(&[role])?;
         match &self.identity {

@@ -11,22 +11,22 @@ use crate::identity::{Identity, URI_SCHEME};
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Certificate {
-    /// Subject, such as `CN=coreward CA`.
+    /// Subject of the certificate, such as `CN=coreward CA`.
     pub subject: String,
-    /// Identity; `None`: the certificate of an authority, or not issued for coreward.
+    /// Identity of the owner; `None`: the certificate of an authority, or not issued for coreward.
     pub identity: Option<Identity>,
-    /// Other names and addresses.
+    /// Host names and IP addresses among the subject alternative names.
     pub addresses: Vec<String>,
     pub is_authority: bool,
-    /// Begin of validity (since 1970).
+    /// Begin of the validity (time since 1970).
     pub not_before: Duration,
-    /// End of validity (since 1970).
+    /// End of the validity (time since 1970).
     pub not_after: Duration,
     pub fingerprint: Fingerprint,
 }
 
 impl Certificate {
-    /// Parses DER. Fails on a certificate with several identities, too.
+    /// Parses a certificate in DER. Fails also if it has several identities.
     pub fn read(der: &CertificateDer<'_>) -> Result<Self, String> {
         let (_, parsed) =
             X509Certificate::from_der(der).map_err(|error| format!("not an X.509 certificate: {error}"))?;
@@ -121,7 +121,7 @@ impl std::str::FromStr for Fingerprint {
     }
 }
 
-/// Returns the wall clock's time since 1970.
+/// Returns the time since 1970 by the wall clock.
 pub fn unix_now() -> Duration {
     SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default()
 }

@@ -93,7 +93,7 @@ fn days(days: u32) -> Duration {
     DAY * days
 }
 
-/// Returns the output. Fails when files cannot be read or written, or are invalid.
+/// Runs `coreward certs` and returns its output. Fails when files cannot be read or written, or are invalid.
 pub fn run(args: &CertsArgs) -> anyhow::Result<String> {
     match &args.command {
         Command::Init { fleet, days: length, folder } => {
@@ -141,13 +141,13 @@ pub fn run(args: &CertsArgs) -> anyhow::Result<String> {
     }
 }
 
-/// As certificates name hosts: a name of the DNS, or an address.
+/// Parses a host as certificates name it: a DNS name or an IP address.
 fn host(text: &str) -> Result<String, String> {
     let expected = || format!("{text:?}: expected a host name or an IP address, as \"c1.example\" or \"10.1.0.1\"");
     ServerName::try_from(text).map(|_| text.to_owned()).map_err(|_| expected())
 }
 
-/// Checks that files of a certificate are only replaced by those of the same owner.
+/// Checks that the files of a certificate are replaced only by files for the same owner.
 fn ensure_same_owner(bundle: &Path, identity: &Identity) -> anyhow::Result<()> {
     let path = bundle.join("own.crt");
     let Ok(certificates) = read_certificates(&path) else { return Ok(()) };

@@ -23,7 +23,7 @@ use crate::verify::ExpectedHost;
 
 const HTTP_1_1_ALPN: &str = "http/1.1";
 
-/// Connector to one address, for tonic.
+/// Connector of tonic to one address, with or without TLS.
 #[derive(Debug, Clone)]
 pub struct Connector {
     address: SocketAddr,
@@ -36,7 +36,7 @@ impl Connector {
         Self { address, tls }
     }
 
-    /// Connects and verifies the peer.
+    /// Connects to the address and verifies the peer.
     pub async fn connect(&self) -> io::Result<Io> {
         let stream = TcpStream::connect(self.address).await?;
         stream.set_nodelay(true)?;
@@ -53,7 +53,7 @@ async fn complete_handshake(config: Arc<ClientConfig>, host: ServerName<'static>
     Ok(Io::Tls(Box::new(stream.into())))
 }
 
-/// TLS of a command for a controller's HTTP API.
+/// TLS connector of a command to a controller's HTTP API.
 #[derive(Debug, Clone)]
 pub struct HttpsConnector(Arc<ClientConfig>);
 
@@ -71,7 +71,7 @@ impl HttpsConnector {
         Ok(Self(Arc::new(client_without_certificate(ca, &[Role::Controller], host, HTTP_1_1_ALPN)?)))
     }
 
-    /// Connects to `address` of `host`, as given by the user, and verifies the controller.
+    /// Connects to `address`, one of the addresses of `host`, which the user gave, and verifies the controller.
     pub async fn connect(&self, host: &str, address: SocketAddr) -> io::Result<Io> {
         let wrong = |_| io::Error::other(format!("{host:?}: expected a host name or an address"));
         let host = ServerName::try_from(host.to_owned()).map_err(wrong)?;

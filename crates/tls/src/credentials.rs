@@ -17,11 +17,11 @@ use crate::verify::{ClientCertificates, ClientVerifier, ExpectedHost, Revocation
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct CredentialFiles {
-    /// Certificates of trusted authorities (PEM).
+    /// Path of the trusted authorities' certificates (PEM).
     pub ca: PathBuf,
-    /// Own certificate with its chain (PEM).
+    /// Path of the own certificate with its chain (PEM).
     pub certificate: PathBuf,
-    /// Key (PEM), readable by its owner only.
+    /// Path of the private key (PEM), readable by its owner only.
     pub key: PathBuf,
 }
 
@@ -29,7 +29,7 @@ pub struct CredentialFiles {
 #[error("{message}")]
 pub struct CredentialError {
     pub config_key: &'static str,
-    /// File, problem and expectation.
+    /// Text with the file, the problem and the expected content.
     pub message: String,
 }
 
@@ -37,7 +37,7 @@ fn credential_error(config_key: &'static str, path: &Path, problem: impl std::fm
     CredentialError { config_key, message: format!("{}: {problem}", path.display()) }
 }
 
-/// Content of the files.
+/// Certificates and key that were read from the files.
 #[derive(Debug)]
 pub struct Credentials {
     pub identity: Identity,
@@ -82,7 +82,7 @@ impl Credentials {
         Ok(credentials)
     }
 
-    /// Returns the configuration for connections to one of these roles. `protocol`: for ALPN.
+    /// Returns the TLS configuration for connections to peers of one of these roles. `protocol`: name for ALPN.
     pub fn client_config(
         &self,
         expected: &[Role],
@@ -105,7 +105,7 @@ impl Credentials {
         ClientVerifier::new(self.roots.clone(), &provider(), fleet, accepted, certificates, revoked)
     }
 
-    /// Returns the configuration for connections from these roles.
+    /// Returns the TLS configuration for connections from peers of one of these roles.
     pub fn server_config(
         &self,
         accepted: &[Role],
@@ -130,7 +130,7 @@ fn read_private_key(path: &Path) -> Result<PrivateKeyDer<'static>, CredentialErr
         .map_err(|error| credential_error("key", path, format!("{error}: expected a private key in PEM")))
 }
 
-/// Returns the configuration for connections to these roles of any fleet, without an own certificate.
+/// Returns the TLS configuration for connections to these roles of any fleet, without an own certificate.
 pub fn client_without_certificate(
     ca: &Path,
     expected: &[Role],

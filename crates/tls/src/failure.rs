@@ -10,7 +10,7 @@ use rustls::{AlertDescription, CertificateError, Error};
 
 use crate::identity::{Identity, Name, Role};
 
-/// Log interval per reason, so a flood does not fill the disk.
+/// Minimum interval between log lines for one reason, so that a flood does not fill the disk.
 const LOG_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Reason for rejecting a connection.
@@ -20,24 +20,24 @@ pub enum FailureReason {
     /// The peer does not use TLS 1.3.
     NotTls,
     NoCertificate,
-    /// Certificate of an authority that is not in `ca`.
+    /// The certificate is from an authority that is not in `ca`.
     UnknownAuthority,
     Expired,
     NotYetValid,
-    /// Certificate without an identity.
+    /// The certificate has no identity.
     NoIdentity,
-    /// Certificate of another fleet.
+    /// The certificate is for another fleet.
     OtherFleet,
-    /// Role that this listener does not accept.
+    /// The listener does not accept the role of the certificate.
     WrongRole,
-    /// Name or host that the certificate does not have.
+    /// The certificate does not have the required name or host.
     WrongName,
     Revoked,
     /// The peer rejects our certificate.
     RefusedByPeer,
     /// Too many connections from the address, or with the certificate.
     TooMany,
-    /// Other failure, such as a broken connection.
+    /// Another failure, such as a broken connection.
     Broken,
 }
 
@@ -59,7 +59,7 @@ impl FailureReason {
         Self::Broken,
     ];
 
-    /// Returns the label of the metric.
+    /// Returns the reason's label in the metric.
     pub fn name(self) -> &'static str {
         match self {
             Self::Timeout => "timeout",
@@ -80,7 +80,7 @@ impl FailureReason {
     }
 }
 
-/// Valid certificate that is not accepted here.
+/// Error for a valid certificate that is not accepted here.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum AcceptError {
     #[error("its certificate has no identity of a fleet ({0}): expected one URI coreward://FLEET/ROLE/NAME")]
@@ -115,11 +115,11 @@ impl AcceptError {
     }
 }
 
-/// Failed connection.
+/// Failure of a connection.
 #[derive(Debug, Clone)]
 pub struct Failure {
     pub reason: FailureReason,
-    /// Text for the operator.
+    /// Description of the failure for the operator.
     pub message: String,
 }
 
@@ -183,7 +183,7 @@ fn describe_clocks(word: &str, bound: UnixTime, now: UnixTime) -> String {
     format!("valid {word} {}, and this machine's clock is at {} (timedatectl)", date(bound), date(now))
 }
 
-/// Returns the meaning of a TLS alert from the peer.
+/// Describes a TLS alert from the peer for the operator.
 fn describe_alert(alert: AlertDescription) -> String {
     let why = match alert {
         // RFC 8446: peers send this alert for certificates that are not valid yet, too.
@@ -201,7 +201,7 @@ fn describe_alert(alert: AlertDescription) -> String {
     format!("the peer refuses our certificate: {why} ({alert:?})")
 }
 
-/// Counters of failures, with the times of the last log lines.
+/// Counters of failures by reason, with the times of their last log lines.
 #[derive(Debug, Default)]
 pub struct FailureCounters(Mutex<BTreeMap<FailureReason, FailureCount>>);
 

@@ -26,8 +26,8 @@ impl FileWatcher {
         *self.known_mtimes() = self.read_modification_times();
     }
 
-    /// Waits for a changed, new or removed file, for at least one interval, because related files are written one after
-    /// the other.
+    /// Waits for a changed, new or removed file. Waits at least one interval, because related files are written one
+    /// after the other.
     pub async fn wait_for_change(&self) {
         loop {
             tokio::time::sleep(POLL_INTERVAL).await;

@@ -6,21 +6,21 @@ use std::str::FromStr;
 
 use percent_encoding::{AsciiSet, NON_ALPHANUMERIC, percent_decode_str, utf8_percent_encode};
 
-/// Unreserved characters of RFC 3986 stay as they are.
+/// Characters that are escaped in names: all except the unreserved characters of RFC 3986.
 const ESCAPED: &AsciiSet = &NON_ALPHANUMERIC.remove(b'-').remove(b'.').remove(b'_').remove(b'~');
-/// Scheme of the URI.
+/// Scheme of the URI in a certificate that contains an identity.
 pub const URI_SCHEME: &str = "coreward://";
 const MAX_NAME_BYTES: usize = 64;
 
 /// Role of a certificate's owner.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Role {
-    /// Controller, trusted by all other roles.
+    /// Controller, which all other roles trust.
     Controller,
     Agent,
-    /// Load balancer: gets the cookie keys and tables.
+    /// Load balancer, which gets the cookie keys and tables.
     Lb,
-    /// Rack controller: reports for the servers of a rack.
+    /// Rack controller, which reports for the servers of a rack.
     Rack,
     Operator,
     Viewer,
@@ -63,7 +63,7 @@ impl FromStr for Role {
 pub struct Name(String);
 
 impl Name {
-    /// Returns the text.
+    /// Returns the name as text.
     pub fn as_str(&self) -> &str {
         &self.0
     }

@@ -12,7 +12,7 @@ use tokio_rustls::TlsStream;
 
 use crate::failure::Failure;
 
-/// Byte stream of a connection.
+/// Byte stream of a connection, with or without TLS.
 #[derive(Debug)]
 pub enum Io {
     Plain(TcpStream),
@@ -33,7 +33,7 @@ impl Io {
     }
 }
 
-/// Replaces the text of a TLS alert.
+/// Replaces the text of a TLS error by a description for the operator.
 fn with_alert_text(error: io::Error) -> io::Error {
     match error.get_ref().is_some_and(|inner| inner.is::<rustls::Error>()) {
         true => io::Error::new(error.kind(), Failure::of(&error)),

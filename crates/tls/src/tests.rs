@@ -23,7 +23,7 @@ use crate::{AcceptorLimits, Caller, ClientCertificates, ConnectionAcceptor, Cred
 const TIMEOUT: Duration = Duration::from_secs(30);
 const PARTS: &[Role] = &[Role::Agent, Role::Lb];
 
-/// An authority, and certificates that it signs.
+/// A fleet with its authority, and the certificates that the authority signs.
 struct Fleet {
     directory: tempfile::TempDir,
     name: Name,
@@ -62,7 +62,7 @@ impl Fleet {
     }
 }
 
-/// An acceptor that answers each line with the caller.
+/// A listener that answers each request with the caller's identity.
 struct TestListener {
     address: SocketAddr,
     acceptor: Arc<ConnectionAcceptor>,
@@ -91,7 +91,7 @@ impl TestListener {
         Self { address, acceptor, failures, revoked }
     }
 
-    /// Returns the peer's answer to `tls`, or the error.
+    /// Connects with `tls`, and returns the listener's answer or the error.
     async fn connect(&self, tls: &Arc<Tls>) -> Result<String, String> {
         let connector = Connector::new(self.address, Some((tls.clone(), &[Role::Controller])));
         let mut stream = connector.connect().await.map_err(|error| error.to_string())?;
@@ -113,7 +113,7 @@ impl TestListener {
     }
 }
 
-/// Returns the caller's identity for each request.
+/// Answers each request with the caller's identity.
 async fn answer(mut connection: AcceptedConnection) {
     let caller: Caller = connection.caller().clone();
     let who = caller.identity.map_or_else(|| "somebody".to_owned(), |identity| identity.to_string());
@@ -311,7 +311,7 @@ async fn connections_per_certificate_are_limited() {
     tokio::time::timeout(TIMEOUT, back).await.expect("places are free again");
 }
 
-/// A key is lost: revocation ends its connection, and rejects new ones.
+/// After the loss of a key, revocation ends its connection and rejects new ones.
 #[tokio::test]
 async fn revocation_ends_open_connections() {
     let fleet = Fleet::new("prod");
@@ -423,8 +423,8 @@ fn keys_are_private_and_expiry_is_reported() {
     );
 }
 
-/// Each command is interrupted after every change of a file. Certificates issued then are valid, or the error has the
-/// remedy; no other step is possible; and the same command continues.
+/// Each command is interrupted after every change of a file. Certificates that are issued then are valid, or the error
+/// names the remedy; no other step is possible; and the same command continues.
 #[tokio::test]
 async fn interrupted_step_is_completed_by_the_same_command() {
     const STEPS: [RolloverStep; 3] = [RolloverStep::Begin, RolloverStep::Switch, RolloverStep::Finish];
@@ -487,7 +487,7 @@ impl RollOverTest {
         Self { fleet, controller, agent, listening }
     }
 
-    /// Makes a step, and distributes the files that it wrote.
+    /// Executes a step of the replacement, and distributes the files that it wrote.
     async fn step(&self, step: RolloverStep) {
         self.fleet.authority.roll_over(step, 30 * DAY).unwrap_or_else(|error| panic!("{step:?}: {error:#}"));
         self.fleet.write(Role::Agent, "s1", Validity::from_now(DAY));

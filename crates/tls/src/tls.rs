@@ -11,10 +11,10 @@ use crate::credentials::{CredentialError, CredentialFiles, Credentials};
 use crate::file_watcher::FileWatcher;
 use crate::identity::Identity;
 
-/// Interval of log lines about a certificate that expires soon.
+/// Interval between log lines about a certificate that expires soon.
 const REMINDER_INTERVAL: Duration = Duration::from_secs(24 * 3600);
 
-/// Credentials of a process.
+/// Credentials of a process, which are reloaded when their files change.
 #[derive(Debug)]
 pub struct Tls {
     files: CredentialFiles,
@@ -44,14 +44,14 @@ impl Tls {
         self.credentials().identity.clone()
     }
 
-    /// Returns own and authorities' certificates, each with its label in metrics.
+    /// Returns the own certificate and those of the authorities, each with its label in metrics.
     pub fn certificates(&self) -> Vec<(&'static str, Certificate)> {
         let credentials = self.credentials();
         let authorities = credentials.authorities.iter().map(|authority| ("ca", authority.clone()));
         std::iter::once(("own", credentials.own_certificate.clone())).chain(authorities).collect()
     }
 
-    /// Returns warnings for the operator: certificates that expire soon.
+    /// Returns warnings for the operator about certificates that expire soon.
     pub fn warnings(&self) -> Vec<String> {
         let now = unix_now();
         let old = self.certificates().into_iter().filter(|(_, certificate)| certificate.is_renewal_due(now));
@@ -94,7 +94,7 @@ impl Tls {
         Ok(())
     }
 
-    /// Reloads changed files, all on SIGHUP, and logs certificates that expire soon.
+    /// Reloads the credentials after changes of their files and on SIGHUP, and logs certificates that expire soon.
     pub async fn maintenance_loop(self: Arc<Self>) -> std::convert::Infallible {
         let mut hangup = signal(SignalKind::hangup()).ok();
         let mut reminder = tokio::time::interval(REMINDER_INTERVAL);

@@ -20,7 +20,7 @@ use crate::certificate::{Certificate, Fingerprint};
 use crate::failure::AcceptError;
 use crate::identity::{Identity, Name, Role};
 
-/// Revoked certificates; clones share the list.
+/// Fingerprints of revoked certificates; clones share the list.
 #[derive(Debug, Clone, Default)]
 pub struct RevocationList(Arc<RwLock<BTreeSet<Fingerprint>>>);
 
@@ -34,13 +34,13 @@ impl RevocationList {
     }
 }
 
-/// Expected host of a controller.
+/// Host for which a controller's certificate must be valid.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum ExpectedHost {
     Any,
-    /// The host of the request, if the certificate names hosts.
+    /// The host of the request's URL, if the certificate names any hosts.
     Requested,
-    /// One of these names, as a host or as the name of the identity.
+    /// One of these names, as a host or as the name of the certificate's identity.
     OneOf(Vec<String>),
 }
 
@@ -71,7 +71,7 @@ impl ExpectedHost {
     }
 }
 
-/// Accepted fleet and roles.
+/// Fleet and roles of the peers that are accepted.
 #[derive(Debug)]
 struct AcceptedPeers {
     /// Fleet of the peer; `None`: any.
@@ -106,7 +106,7 @@ pub struct ServerVerifier {
 }
 
 impl ServerVerifier {
-    /// Creates a verifier that accepts `roles` of `fleet`, or of any fleet if `None`.
+    /// Creates a verifier that accepts certificates of `roles` in `fleet`, or in any fleet if `None`.
     pub fn new(
         roots: Arc<RootCertStore>,
         provider: &CryptoProvider,
@@ -119,7 +119,7 @@ impl ServerVerifier {
     }
 }
 
-/// Defines the signature methods of both verifiers: TLS 1.3, by `self.algorithms`.
+/// Defines the signature methods of both verifiers: only TLS 1.3, with `self.algorithms`.
 macro_rules! signatures_of_tls13 {
     () => {
         fn verify_tls12_signature(
@@ -182,7 +182,7 @@ pub struct ClientVerifier {
 }
 
 impl ClientVerifier {
-    /// Creates a verifier that accepts `roles` of `fleet` unless revoked. Fails without an authority.
+    /// Creates a verifier that accepts certificates of `roles` in `fleet` unless revoked. Fails without an authority.
     pub fn new(
         roots: Arc<RootCertStore>,
         provider: &Arc<CryptoProvider>,

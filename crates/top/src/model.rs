@@ -7,27 +7,27 @@ use coreward_api::types::{Loads, ServerLoads, Status};
 /// Number of samples that a rate spans: load balancers report only once a second.
 const SAMPLE_COUNT: usize = 6;
 
-/// Newest answers of the controller.
+/// The controller's newest answers, from which the page is drawn.
 #[derive(Debug, Default)]
 pub struct Model {
-    /// Everything except loads.
+    /// The newest status: everything except loads.
     pub status: Option<Status>,
-    /// Loads from the oldest to the newest, all from one process of the controller.
+    /// Samples of the loads from the oldest to the newest, all from one process of the controller.
     loads: VecDeque<Loads>,
     pub problem: Option<String>,
 }
 
-/// Answer of the controller.
+/// An answer of the controller, or the error of a request.
 #[derive(Debug)]
 pub enum ClientEvent {
-    /// Everything except loads.
+    /// Status: everything except loads.
     Status(Box<Status>),
     Loads(Loads),
     Problem(String),
 }
 
 impl Model {
-    /// Adds an answer.
+    /// Adds an answer to the model.
     pub fn update(&mut self, event: ClientEvent) {
         match event {
             ClientEvent::Problem(problem) => self.problem = Some(problem),
@@ -57,7 +57,7 @@ impl Model {
         self.loads().into_iter().flat_map(|loads| &loads.servers).map(|server| (server.name.as_str(), server)).collect()
     }
 
-    /// Returns new connections per second by server.
+    /// Returns the number of new connections per second by server name.
     pub fn new_connection_rates(&self) -> BTreeMap<&str, f64> {
         let of = |loads: &'_ ServerLoads| loads.new_connections;
         let Some((oldest, newest, seconds)) = self.oldest_and_newest() else { return BTreeMap::new() };
@@ -66,7 +66,7 @@ impl Model {
         newest.servers.iter().filter_map(|server| Some((&*server.name, rate(server)?))).collect()
     }
 
-    /// Returns a load balancer's packets per second by counter.
+    /// Returns a load balancer's number of packets per second by counter name.
     pub fn packet_rates(&self, load_balancer: &str) -> BTreeMap<&str, f64> {
         let Some((oldest, newest, seconds)) = self.oldest_and_newest() else { return BTreeMap::new() };
         let find = |loads: &'_ Loads| loads.load_balancers.iter().position(|counts| counts.name == load_balancer);
@@ -78,7 +78,7 @@ impl Model {
         newest.load_balancers[now].counters.iter().map(|(name, count)| (name.as_str(), rate(name, count))).collect()
     }
 
-    /// Returns the oldest counts, the newest, and the time between them (s).
+    /// Returns the oldest loads, the newest loads, and the time between them (s).
     fn oldest_and_newest(&self) -> Option<(&Loads, &Loads, f64)> {
         let (oldest, newest) = (self.loads.front()?, self.loads.back()?);
         let seconds = newest.uptime_ms.saturating_sub(oldest.uptime_ms) as f64 / 1000.0;

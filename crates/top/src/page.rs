@@ -11,9 +11,9 @@ use ratatui::widgets::{Cell, Paragraph, Row, Table};
 use crate::model::Model;
 use crate::view::{SortOrder, View};
 
-/// Limit of lines each for services, load balancers and warnings, if servers need the room.
+/// Maximum number of lines for services, for load balancers and for warnings, if servers need the room.
 const MAX_MINOR_LINES: usize = 4;
-/// Width of a server's line before its cores, in columns.
+/// Width of a server's line before the bars of its cores, in columns.
 const COLUMNS_BEFORE_CORES: u16 = 64;
 
 /// Draws the page; stores the number of visible servers in `view`.
@@ -55,8 +55,8 @@ pub fn full_height(status: &Status) -> u16 {
     u16::try_from(lines).unwrap_or(u16::MAX)
 }
 
-/// Returns the height of each section: all lines, or else [`MAX_MINOR_LINES`], or fewer on a small page. Three lines
-/// are head and foot.
+/// Returns the heights of services, load balancers and warnings: all lines, or else [`MAX_MINOR_LINES`], or fewer on a
+/// small page. Three lines are head and foot.
 fn section_heights(needed: [usize; 3], servers: usize, area: Rect) -> [u16; 3] {
     let mut room = usize::from(area.height).saturating_sub(3);
     let all = needed.iter().sum::<usize>() + servers + 1;
@@ -109,7 +109,7 @@ fn header<'a>(names: &[&'a str]) -> Row<'a> {
         .style(Style::new().add_modifier(Modifier::UNDERLINED))
 }
 
-/// Returns the rows that fit `height` - 1 lines; if rows are left out, the last line has their number.
+/// Returns the rows that fit into `height` - 1 lines; if rows are left out, the last line has their number.
 fn rows_that_fit<'a>(rows: Vec<Row<'a>>, height: u16) -> Vec<Row<'a>> {
     let (room, all) = (usize::from(height.saturating_sub(1)), rows.len());
     if all <= room || room == 0 {
@@ -230,7 +230,7 @@ fn server_row<'a>(server: &'a Server, loads: Option<&ServerLoads>, rate: Option<
     ])
 }
 
-/// Returns a character per core, or per group of cores with the load of the busiest.
+/// Returns one bar per core, or one per group of cores for the busiest core of the group.
 fn bars<'a>(cores: &[f64], room: usize) -> Line<'a> {
     if cores.is_empty() || room == 0 {
         return Line::default();

@@ -17,9 +17,9 @@ use crate::page::{draw, full_height};
 use crate::view::View;
 
 const POLL_INTERVAL: Duration = Duration::from_secs(1);
-/// Pause after a slow answer, as a multiple of its time: a large fleet's status has several MB.
+/// Pause after a slow answer, as a multiple of the answer's time: a large fleet's status has several MB.
 const PAUSE_FACTOR: u32 = 4;
-/// Width of the page without a terminal.
+/// Width of the page without a terminal, in columns.
 const COLUMNS: u16 = 120;
 const MAX_LINES: u16 = 400;
 
@@ -112,7 +112,7 @@ fn event_loop(
     Ok(())
 }
 
-/// Returns one page as text, in full height.
+/// Returns one page as text, as high as its content.
 fn render_text(seen: &Model) -> anyhow::Result<String> {
     let lines = seen.status.as_ref().map_or(1, full_height).min(MAX_LINES);
     let mut terminal = Terminal::new(TestBackend::new(COLUMNS, lines))?;

@@ -23,9 +23,9 @@ impl SortOrder {
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct View {
     pub order: SortOrder,
-    /// Number of servers above the page.
+    /// Number of servers that are scrolled off above the page.
     pub first_row: usize,
-    /// Number of servers that fit the page.
+    /// Number of servers that fit on the page.
     pub page_size: usize,
 }
 

@@ -6,7 +6,7 @@ use coreward_model::tuple::{Protocol, ServiceAddress};
 
 use crate::{WireError, v1};
 
-/// Returns the address as bytes.
+/// Returns the address as bytes in network byte order.
 pub fn address_bytes(address: IpAddr) -> Vec<u8> {
     match address {
         IpAddr::V4(v4) => v4.octets().to_vec(),

@@ -11,13 +11,13 @@ use crate::{Context as _, RefusedService, WireError, v1};
 /// Difference between two successive configurations of a stream.
 #[derive(Debug, Clone, PartialEq)]
 pub struct FleetChange {
-    /// Number of the previous configuration.
+    /// Number of the previous configuration in the stream.
     pub base_number: u64,
-    /// Number of the next configuration.
+    /// Number of the next configuration in the stream.
     pub number: u64,
     /// The next configuration, with only the new and changed services.
     pub configuration: FleetConfiguration,
-    /// Removed services.
+    /// Indexes of the removed services.
     pub removed_services: Vec<ServiceIndex>,
 }
 
@@ -41,7 +41,7 @@ impl FleetChange {
         Self { base_number: base, number, configuration, removed_services: gone }
     }
 
-    /// Returns the message in the form that every load balancer's stream shares.
+    /// Returns the encoded message, which the streams of all load balancers share.
     pub fn encode(&self) -> Bytes {
         let configuration = v1::FleetConfiguration { number: self.number, ..(&self.configuration).into() };
         let removed_service_index = self.removed_services.iter().map(|index| index.get().into()).collect();
@@ -50,7 +50,7 @@ impl FleetChange {
         message.encode_to_vec().into()
     }
 
-    /// Parses a change. Returns unusable services separately. Fails if `bytes` are not a consistent change.
+    /// Parses a change. Returns the change and its unusable services. Fails if `bytes` are not a consistent change.
     pub fn decode(bytes: Bytes) -> Result<(Self, Vec<RefusedService>), WireError> {
         let message = v1::FleetChange::decode(bytes).map_err(|error| WireError::new("change", error))?;
         let configuration = message.configuration.ok_or_else(|| WireError::missing("configuration"))?;
@@ -61,7 +61,7 @@ impl FleetChange {
         Ok((Self { base_number: base, number, configuration, removed_services: gone }, refused))
     }
 
-    /// Returns the next configuration. `before`: the configuration with the number `base_number`.
+    /// Applies the change to `before`, which has the number `base_number`, and returns the next configuration.
     pub fn apply_to(self, before: FleetConfiguration) -> FleetConfiguration {
         let mut services = before.services;
         services.retain(|service| !self.removed_services.contains(&service.index));

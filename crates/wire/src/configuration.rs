@@ -37,12 +37,12 @@ impl ServiceIndex {
         ((index as usize) < Self::COUNT).then_some(Self(index as u16))
     }
 
-    /// Returns the number.
+    /// Returns the index as a number.
     pub fn get(self) -> u16 {
         self.0
     }
 
-    /// Parses an index. Fails when it is out of range.
+    /// Parses the index of a service. Fails when it is out of range.
     pub fn parse(field: &str, index: u32) -> Result<Self, WireError> {
         let expected = || format!("service index {index}: expected 0 to {}", Self::COUNT - 1);
         Self::new(index).ok_or_else(|| WireError::new(field, expected()))
@@ -53,7 +53,7 @@ impl ServiceIndex {
 /// messages.
 #[derive(Debug, Clone, PartialEq)]
 pub struct FleetConfiguration {
-    /// Grows with every change of anything but [`Peer::is_alive`].
+    /// Generation, which grows with every change of anything but [`Peer::is_alive`].
     pub generation: u64,
     /// The cookie keys.
     pub keys: FleetKeys,
@@ -61,20 +61,20 @@ pub struct FleetConfiguration {
     pub services: Vec<Service>,
     /// All load balancers of the fleet, each with a unique name and number.
     pub load_balancers: Vec<Peer>,
-    /// Time between two messages of traffic.
+    /// Time between two traffic messages of a load balancer.
     pub report_interval: Duration,
-    /// Time for which a table that depends on loads is in force without a controller.
+    /// Time for which a table that depends on loads stays in force without a controller.
     pub table_lifetime: Duration,
 }
 
 /// A load balancer, as all load balancers of the fleet know it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Peer {
-    /// Name in the load balancer's file.
+    /// Name of the load balancer in its file.
     pub name: String,
-    /// Number of the load balancer's connection table in cookies; `None`: it has no table.
+    /// Number that identifies the load balancer's connection table in cookies; `None`: it has no table.
     pub owner: Option<OwnerNumber>,
-    /// Address in the servers' network; `None`: unknown.
+    /// Address of the load balancer in the servers' network; `None`: unknown.
     pub address: Option<IpAddr>,
     /// Whether the controller has received a message from the load balancer within [`LOAD_BALANCER_TIMEOUT`].
     pub is_alive: bool,
@@ -84,21 +84,21 @@ pub struct Peer {
 /// 0.6, 1.4 and 3.0 s: by the last time, packets should have another path.
 pub const LOAD_BALANCER_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// Interval of a load balancer's state messages: a quarter of [`LOAD_BALANCER_TIMEOUT`].
+/// Interval between a load balancer's state messages: a quarter of [`LOAD_BALANCER_TIMEOUT`].
 pub const STATE_INTERVAL: Duration = Duration::from_millis(500);
 
 /// A service and its pool.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Service {
-    /// Name in the fleet's document.
+    /// Name of the service in the fleet document.
     pub name: String,
     /// VIP, port and protocol.
     pub address: ServiceAddress,
     /// Index of the service in tables.
     pub index: ServiceIndex,
-    /// Consistency mode.
+    /// Consistency mode of the service.
     pub mode: ServiceMode,
-    /// Name of the policy.
+    /// Name of the service's policy.
     pub policy: String,
     /// Telemetry that the policy needs from each server.
     pub telemetry_level: TelemetryLevel,
@@ -115,9 +115,9 @@ pub struct Service {
 /// A server of a service.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Server {
-    /// Name in the fleet's document.
+    /// Name of the server in the fleet document.
     pub name: String,
-    /// Id in cookies.
+    /// Id of the server in cookies.
     pub id: ServerId,
     /// Address in the load balancer's own network.
     pub address: IpAddr,
@@ -133,20 +133,20 @@ pub struct Server {
     pub vlan: Vlan,
 }
 
-/// Configuration of an agent.
+/// Configuration of a server's agent.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct AgentConfiguration {
-    /// Grows with every change of anything but [`AgentConfiguration::previous_servers`].
+    /// Generation, which grows with every change of anything but [`AgentConfiguration::previous_servers`].
     pub generation: u64,
     /// The services of this server.
     pub services: Vec<StampedService>,
     /// The cookie keys.
     pub keys: FleetKeys,
-    /// Time between two reports.
+    /// Time between two reports of the agent.
     pub report_interval: Duration,
-    /// Key to set with `manage_rss = true`.
+    /// RSS key to set with `manage_rss = true`.
     pub fleet_rss_key: RssKey,
-    /// Seed of this server's indirection table.
+    /// Id of this server, the seed of its indirection table.
     pub server_id: ServerId,
     /// Previous servers of this server's buckets, for daisy chaining. This list may change without a new generation.
     pub previous_servers: Vec<PreviousServer>,
@@ -159,22 +159,22 @@ pub struct AgentConfiguration {
 /// A server to which packets may be forwarded.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PreviousServer {
-    /// Id in the packets.
+    /// Id of the server in the packets.
     pub id: ServerId,
-    /// Address in the servers' network.
+    /// Address of the server in the servers' network.
     pub address: IpAddr,
 }
 
 /// A service in the configuration of a server's agent.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct StampedService {
-    /// Name in the fleet's document.
+    /// Name of the service in the fleet document.
     pub name: String,
     /// VIP, port and protocol.
     pub address: ServiceAddress,
     /// This server's id in cookies.
     pub server_id: ServerId,
-    /// Consistency mode.
+    /// Consistency mode of the service.
     pub mode: ServiceMode,
 }
 
@@ -277,7 +277,7 @@ fn parse_mode(mode: Option<&v1::ServiceMode>) -> Result<ServiceMode, WireError> 
     mode.ok_or_else(|| WireError::missing("mode"))?.try_into().within("mode")
 }
 
-/// Requires a key with LB-side stamping, so that all load balancers stamp alike.
+/// Parses the time key. LB-side stamping requires it, so that all load balancers stamp alike.
 fn parse_time_key(mode: ServiceMode, key: Option<v1::CookieKey>) -> Result<Option<CookieKey>, WireError> {
     match (mode.timestamps == Timestamps::LoadBalancer, key) {
         (true, None) => Err(WireError::missing("time_key")),
@@ -286,7 +286,7 @@ fn parse_time_key(mode: ServiceMode, key: Option<v1::CookieKey>) -> Result<Optio
     }
 }
 
-/// Parses the name of one of `all`.
+/// Parses a text that must be the name of one of the values in `all`.
 fn parse_named<T: Copy, const N: usize>(
     field: &str,
     text: &str,
@@ -312,7 +312,7 @@ fn parse_when_all_down(name: &str) -> Result<WhenAllDown, WireError> {
     parse_named("when_all_down", name, WhenAllDown::ALL, WhenAllDown::name)
 }
 
-/// Controllers of versions without this field send 0.
+/// Parses the lifetime of tables, which is 0 from controllers of versions without this field.
 fn parse_lifetime(milliseconds: u32) -> Duration {
     if milliseconds == 0 { DEFAULT_TABLE_LIFETIME } else { Duration::from_millis(milliseconds.into()) }
 }
@@ -326,7 +326,7 @@ fn parse_capacity(capacity: f64) -> Result<Option<Capacity>, WireError> {
     configured.map_err(|error| WireError::new("capacity", error))
 }
 
-/// Parses every element; an error names the position.
+/// Parses every element of a list; an error names the element's position.
 pub(crate) fn parse_each<'a, T, U: TryFrom<&'a T, Error = WireError>>(
     field: &str,
     list: &'a [T],
@@ -352,14 +352,14 @@ fn check_unique<T: std::hash::Hash + Eq + std::fmt::Display>(
 }
 
 impl FleetConfiguration {
-    /// Returns the message in the form that every load balancer's stream shares; `number`:
+    /// Returns the encoded message, which the streams of all load balancers share; `number`:
     /// [`crate::FleetChange::base_number`] of the next change.
     pub fn encode(&self, number: u64) -> Bytes {
         v1::FleetConfiguration { number, ..self.into() }.encode_to_vec().into()
     }
 
-    /// Parses a message. Returns number, configuration and unusable services. Fails if another part of `bytes` is
-    /// invalid.
+    /// Parses a message. Returns the number, the configuration and its unusable services. Fails if another part of
+    /// `bytes` is invalid.
     pub fn decode(bytes: Bytes) -> Result<(u64, Self, Vec<RefusedService>), WireError> {
         let message = v1::FleetConfiguration::decode(bytes).map_err(|error| WireError::new("configuration", error))?;
         let number = message.number;
@@ -481,7 +481,7 @@ impl TryFrom<&v1::PreviousServer> for PreviousServer {
 }
 
 impl AgentConfiguration {
-    /// Parses a message. Returns the configuration and unusable services. Fails if another part is invalid.
+    /// Parses a message. Returns the configuration and its unusable services. Fails if another part is invalid.
     pub fn read(mut message: v1::AgentConfiguration) -> Result<(Self, Vec<RefusedService>), WireError> {
         let refused = remove_unusable_stamped(&mut message);
         Ok(((&message).try_into()?, refused))
@@ -507,14 +507,14 @@ impl TryFrom<&v1::AgentConfiguration> for AgentConfiguration {
     }
 }
 
-/// Service that this version cannot use.
+/// A service that this version cannot use.
 #[derive(Debug, Clone, PartialEq)]
 pub struct RefusedService {
     /// Name of the service.
     pub name: String,
     /// Index of the service in the message, if it has one.
     pub index: u32,
-    /// Reason.
+    /// Reason for which the service is unusable.
     pub reason: WireError,
     /// Usable servers of the service.
     pub servers: Option<Vec<Server>>,
@@ -526,13 +526,13 @@ impl RefusedService {
         Service { servers: self.servers.clone().unwrap_or_else(|| before.servers.clone()), ..before.clone() }
     }
 
-    /// Returns the message for the controller; `generation`: generation of the configuration.
+    /// Returns the message to the controller about this service; `generation`: generation of the configuration.
     pub fn to_refused_update(&self, generation: u64) -> v1::RefusedUpdate {
         v1::RefusedUpdate { service: self.name.clone(), generation, reason: self.reason.to_string(), table: false }
     }
 }
 
-/// Removes unusable services from a configuration.
+/// Removes unusable services from a configuration, and returns them.
 fn remove_unusable(message: &mut v1::FleetConfiguration) -> Vec<RefusedService> {
     let mut refused = Vec::new();
     message.services.retain(|service| {
@@ -544,7 +544,7 @@ fn remove_unusable(message: &mut v1::FleetConfiguration) -> Vec<RefusedService> 
     refused
 }
 
-/// Removes unusable services from an agent's configuration.
+/// Removes unusable services from an agent's configuration, and returns them.
 fn remove_unusable_stamped(message: &mut v1::AgentConfiguration) -> Vec<RefusedService> {
     let mut refused = Vec::new();
     message.services.retain(|service| {

@@ -2,23 +2,23 @@
 
 use std::fmt;
 
-/// An invalid field of a message.
+/// Error about an invalid field of a message.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{field}: {problem}")]
 pub struct WireError {
-    /// Path in the message, such as `services[2].address.port`.
+    /// Path of the field in the message, such as `services[2].address.port`.
     pub field: String,
-    /// Value that was found, and what was expected.
+    /// The value found and the value expected.
     pub problem: String,
 }
 
 impl WireError {
-    /// Returns an error. `problem` contains the value and the expectation.
+    /// Returns an error. `problem` contains the value found and the value expected.
     pub fn new(field: impl Into<String>, problem: impl fmt::Display) -> Self {
         Self { field: field.into(), problem: problem.to_string() }
     }
 
-    /// Returns the error for a missing part.
+    /// Returns the error for a missing field.
     pub fn missing(field: impl Into<String>) -> Self {
         Self::new(field, "missing")
     }

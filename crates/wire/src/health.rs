@@ -24,7 +24,7 @@ pub struct HealthMessage {
 pub struct CheckedServer {
     /// Verdict on the server; `None`: not enough checks so far.
     pub verdict: Option<HealthVerdict>,
-    /// Duration of the verdict.
+    /// Time since the verdict became the present one.
     pub verdict_duration: Duration,
     /// Error of the newest check; empty: the check passed, or no check has ended.
     pub error: String,
@@ -36,7 +36,7 @@ pub struct CheckedServer {
     pub failures: u64,
 }
 
-/// Limit of an error's length.
+/// Maximum length of an error in characters.
 const MAX_ERROR: usize = 200;
 
 impl From<&HealthMessage> for v1::LoadBalancerHealth {

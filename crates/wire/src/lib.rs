@@ -49,11 +49,11 @@ pub use rss::ReportedRss;
 pub use sockets::{SocketAnswer, SocketQuery};
 pub use traffic::{ServerTraffic, TrafficMessage};
 
-/// Metadata of an UNAVAILABLE: address and port of the leading controller, as in daemons' files.
+/// Metadata key of an UNAVAILABLE: address and port of the leading controller, as in daemons' files.
 pub const LEADER_HEADER: &str = "coreward-leader";
 
-/// Metadata of a stream's beginning: the term of the answering controller, in decimal. Grows with every leader; absent
-/// if the controller has a store of its own.
+/// Metadata key at a stream's beginning: the term of the answering controller, in decimal. The term grows with every
+/// leader; it is absent if the controller has a store of its own.
 pub const TERM_HEADER: &str = "coreward-term";
 
 /// Types generated from `proto/coreward.proto`; the comments there are the documentation.

@@ -6,24 +6,24 @@ use prost::encoding::{decode_varint, encode_varint};
 
 use crate::WireError;
 
-/// Writes numbers as `repeated uint64` (and `uint32`).
+/// Encodes integers as a packed `repeated uint64` (or `uint32`) field.
 pub fn write(numbers: impl Iterator<Item = u64>) -> Bytes {
     let mut bytes = BytesMut::with_capacity(numbers.size_hint().0);
     numbers.for_each(|number| encode_varint(number, &mut bytes));
     bytes.freeze()
 }
 
-/// Writes numbers as `repeated double`.
+/// Encodes numbers as a packed `repeated double` field.
 pub fn write_doubles(numbers: impl Iterator<Item = f64>) -> Bytes {
     numbers.flat_map(f64::to_le_bytes).collect::<Vec<u8>>().into()
 }
 
-/// Returns the number of elements: each has one byte without the continuation bit.
+/// Returns the number of integers in a list: each has one byte without the continuation bit.
 pub fn count(bytes: &[u8]) -> usize {
     bytes.iter().filter(|byte| **byte < 0x80).count()
 }
 
-/// Returns the numbers; `None` for an incomplete or too large number, after which the list ends.
+/// Returns the integers of a list; `None` for an incomplete or too large one, after which the list ends.
 pub fn read(bytes: &[u8]) -> impl Iterator<Item = Option<u64>> + '_ {
     let mut rest = bytes;
     std::iter::from_fn(move || match rest.split_first()? {
@@ -46,13 +46,13 @@ pub fn unreadable_number_error(field: &str) -> WireError {
     WireError::new(field, "a number that is not whole: expected one of 64 bits in at most 10 bytes")
 }
 
-/// Returns the number of elements. Fails if the last one is incomplete.
+/// Returns the number of doubles in a list. Fails if the last one is incomplete.
 pub fn count_doubles(field: &str, bytes: &[u8]) -> Result<usize, WireError> {
     let expected = || WireError::new(field, format!("{} bytes: expected 8 for each number", bytes.len()));
     bytes.len().is_multiple_of(size_of::<f64>()).then_some(bytes.len() / size_of::<f64>()).ok_or_else(expected)
 }
 
-/// Returns the numbers.
+/// Returns the doubles of a list.
 pub fn read_doubles(bytes: &[u8]) -> impl Iterator<Item = f64> + '_ {
     bytes.as_chunks().0.iter().map(|number| f64::from_le_bytes(*number))
 }
@@ -63,7 +63,7 @@ mod tests {
 
     use super::*;
 
-    /// The message of a version with `repeated` fields.
+    /// Message of a version that has `repeated` fields.
     #[derive(Clone, PartialEq, prost::Message)]
     struct RepeatedNumbers {
         #[prost(uint64, repeated, tag = "3")]

@@ -17,28 +17,28 @@ use crate::report::MAX_CORES;
 use crate::rss::parse_key;
 use crate::{Context as _, ServiceIndex, WireError, packed, v1};
 
-/// Limit above the number of cores of any rack. With it, and no load above 16 (`MAX_LOAD` of the model), sums over a
-/// thousand racks stay below 2^64, and can be subtracted again.
+/// Maximum number of cores in a bin, more than any rack has. With it, and no load above 16 (`MAX_LOAD` of the model),
+/// sums over a thousand racks stay below 2^64, and can be subtracted again.
 const MAX_CORES_OF_BIN: u64 = 1 << 18;
-/// Largest load in 2^-32 of a core, the unit of sums.
+/// Maximum load of a core, in 2^-32 of a core, the unit of sums.
 const MAX_RACK_LOAD: u64 = (MAX_LOAD as u64) << 32;
 
-/// Limit of a message in bytes, half of a controller's limit. One summary is smaller: 200 kB with 2,048 buckets, 8
-/// candidates each and one RSS key.
+/// Maximum size of a message in bytes, half of a controller's limit. One summary is smaller: 200 kB with 2,048 buckets,
+/// 8 candidates each and one RSS key.
 const MAX_MESSAGE_BYTES: usize = 2 << 20;
 
 /// Configuration of a rack: its servers and their services.
 #[derive(Debug, Clone, PartialEq)]
 pub struct RackConfiguration {
-    /// Time between two summaries.
+    /// Time between two summaries of the rack.
     pub report_interval: Duration,
-    /// Shortest interval of an agent's full reports, unless its server drains or something changed.
+    /// Minimum interval between an agent's full reports, unless its server drains or something changed.
     pub detail_interval: Duration,
-    /// Weight of the newest report in a core's load.
+    /// Weight of the newest report in a core's smoothed load.
     pub alpha: Alpha,
     /// Servers whose agents are connected through the rack.
     pub servers: Vec<RackServer>,
-    /// Services with one of these servers.
+    /// Services that have at least one of these servers.
     pub services: Vec<RackService>,
 }
 
@@ -64,13 +64,13 @@ pub struct RackService {
     pub policy: String,
     /// Number of buckets.
     pub bucket_count: BucketCount,
-    /// Whether each datagram is placed on its own.
+    /// Whether each datagram to the service is placed on its own.
     pub places_requests: bool,
-    /// Servers of the service in the rack.
+    /// Servers of the rack that belong to the service.
     pub members: Vec<RackMember>,
 }
 
-/// A server of a service.
+/// A server of the rack as a member of a service.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RackMember {
     /// Id of the server.
@@ -125,7 +125,7 @@ impl TryFrom<&v1::RackConfiguration> for RackConfiguration {
     }
 }
 
-/// Returns the summaries of a rack, in as many messages as needed. Returns at least one message, as a sign of life.
+/// Packs the summaries of a rack into as many messages as needed, but at least one, as a sign of life.
 pub fn rack_messages(agents: Vec<v1::FromAgent>, summaries: Vec<v1::RackSummary>) -> Vec<v1::RackMessage> {
     let mut packed = PackedMessages { bytes: 0, messages: vec![v1::RackMessage::default()] };
     for agent in agents {
@@ -188,7 +188,7 @@ fn parse_service(message: &v1::RackService) -> Result<RackService, WireError> {
     })
 }
 
-/// Returns a service's summary as a message.
+/// Converts the summary of a service to a message.
 pub fn summary_message(service: ServiceIndex, summary: &RackSummary) -> v1::RackSummary {
     let mut message = v1::RackSummary { service_index: service.get().into(), ..Default::default() };
     let position =
@@ -222,7 +222,7 @@ pub fn summary_message(service: ServiceIndex, summary: &RackSummary) -> v1::Rack
     message
 }
 
-/// Parses a summary and its service. The error names the invalid field and the expectation.
+/// Parses a summary and the index of its service. The error names the invalid field and the expected values.
 pub fn parse_summary(message: &v1::RackSummary) -> Result<(ServiceIndex, RackSummary), WireError> {
     let service = ServiceIndex::parse("service_index", message.service_index)?;
     let mut servers = parse_servers(message)?;
@@ -295,7 +295,7 @@ fn parse_spread(message: &v1::LoadSpread) -> Result<(ServerClass, HistogramBins)
     Ok((class, bins))
 }
 
-/// Parses a list. This is the hot path: each message has thousands of candidates. `ids`: ids of the summary's servers.
+/// Parses a candidate list. This is the hot path: each message has thousands of candidates. `ids`: ids of its servers.
 fn parse_candidate_list(message: &v1::CandidateList, ids: &[ServerId]) -> Result<CandidateList, WireError> {
     let count = packed::count(&message.server);
     check_length("core", packed::count(&message.core), count)?;

@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 use crate::v1;
 
 impl v1::RefusedUpdate {
-    /// Returns the reason in one line: a kernel's log of a program may be long.
+    /// Returns the first line of the reason, because a kernel's log of a program may be long.
     pub fn short_reason(&self) -> &str {
         self.reason.lines().next().unwrap_or_default()
     }

@@ -14,32 +14,32 @@ use crate::{Context as _, ReportedRss, WireError, v1};
 /// Report of an agent. Counters are totals, not differences.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Report {
-    /// Time of sending by the server's wall clock (since 1970).
+    /// Time at which the report was sent, by the server's wall clock (since 1970).
     pub sent_at: Duration,
-    /// Time without a newer report after which the server counts as neutral.
+    /// Time after which the server counts as neutral unless a newer report arrives.
     pub time_to_live: Duration,
-    /// Sequence, time and busy time of the cores.
+    /// Sequence number, time of measurement and busy times of the cores.
     pub readings: CoreReadings,
-    /// Open TCP connections.
+    /// Number of open TCP connections.
     pub open_connections: u32,
-    /// Number that grows when the RSS changes.
+    /// Generation of the RSS configuration, which grows when it changes.
     pub rss_generation: u64,
-    /// RSS of the NIC; `None`: unchanged since an earlier report.
+    /// RSS configuration of the NIC; `None`: unchanged since an earlier report.
     pub rss: Option<ReportedRss>,
-    /// SYNs that arrived on the predicted receive queue.
+    /// Number of SYNs that arrived on the predicted receive queue.
     pub rss_matched: u64,
-    /// SYNs that arrived on another receive queue.
+    /// Number of SYNs that arrived on another receive queue than predicted.
     pub rss_mismatched: u64,
     /// Generation of the newest configuration from this stream that is in force; 0: none yet.
     pub configuration_generation: u64,
-    /// Details; `None`: unchanged since the stream's previous report.
+    /// Details of the server; `None`: unchanged since the stream's previous report.
     pub details: Option<ReportDetails>,
 }
 
 const AGENT_COUNTER_NAMES: [&[&str]; 3] =
     [&intf::SERVER_COUNTER_NAMES, &intf::STEER_COUNTER_NAMES, &intf::DECAP_COUNTER_NAMES];
 
-/// Returns whether the service has an address, which is a label of metrics.
+/// Returns whether `listen` of the service is an address, because it becomes a label of metrics.
 fn has_address(service: &v1::DispatchedService) -> bool {
     service.listen.parse::<SocketAddr>().is_ok()
 }
@@ -55,18 +55,18 @@ pub struct ReportDetails {
     pub dispatch: Vec<v1::DispatchedService>,
     /// The newest count of connections; `None`: none yet, or the agent does not count.
     pub connections: Option<CountedConnections>,
-    /// Unusable parts of the newest configuration.
+    /// Parts of the newest configuration that the agent cannot use.
     pub refused: Vec<v1::RefusedUpdate>,
 }
 
-/// TCP connections that have a socket at a server: from half-open to the last FIN; neither listening nor in TIME-WAIT.
+/// Counts of a server's TCP connections, from half-open to the last FIN, without listening and TIME-WAIT sockets.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct CountedConnections {
     /// Time since the start of the count, when the report was sent (whole ms, up to 49 days).
     pub elapsed: Duration,
     /// Generation of the agent's configuration that was in force when the count began.
     pub configuration_generation: u64,
-    /// Connections by service name, for all TCP services of that configuration, including those without connections.
+    /// Number of connections by service name, for all TCP services of that configuration, including those without any.
     pub services: BTreeMap<String, u32>,
 }
 
@@ -90,7 +90,7 @@ impl From<CountedConnections> for v1::CountedConnections {
     }
 }
 
-/// An unusable report.
+/// Error for a report that is unusable.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum ReportError {
     /// The RSS is invalid. Other parts may be valid, but the announced generation is unusable.
@@ -107,24 +107,24 @@ pub enum ReportError {
         field: &'static str,
         /// Number of elements in the report.
         count: usize,
-        /// Limit.
+        /// Maximum number of elements.
         limit: usize,
     },
 }
 
-/// Limit of the time to live. Agents report at least every second, and send full reports through a rack at least once a
+/// Maximum time to live (ms). Agents report at least every second, and send full reports through a rack at least once a
 /// minute.
 pub const MAX_TIME_TO_LIVE_MS: u32 = 180_000;
-/// The largest message that a controller or a rack reads from an agent.
+/// Maximum size in bytes of a message that a controller or a rack reads from an agent.
 pub const MAX_AGENT_MESSAGE_BYTES: usize = 256 << 10;
-/// Limit of a report's cores.
+/// Maximum number of cores in a report.
 pub(crate) const MAX_CORES: usize = 4096;
 const MAX_COUNTERS: usize = 256;
 const MAX_WARNINGS: usize = 64;
 const MAX_DISPATCHED_SERVICES: usize = 1024;
 /// Maximum number of services with counters in a report: one per service index.
 const MAX_COUNTED_SERVICES: usize = 1024;
-/// Limit of workers of all UDP services: each worker has a core, or shares one.
+/// Maximum number of workers of all UDP services in a report: each worker has a core, or shares one.
 const MAX_WORKERS: usize = 4096;
 
 impl TryFrom<v1::Report> for Report {
@@ -223,7 +223,7 @@ impl From<Report> for v1::Report {
 mod tests {
     use super::*;
 
-    /// They are labels of metrics.
+    /// Counter names are labels of metrics, so a sender must not invent them.
     #[test]
     fn invented_counter_names_are_dropped() {
         let invented = (0..255).map(|n| (format!("mine{n}"), n)).chain([("stamped".to_owned(), 12)]);

@@ -5,10 +5,10 @@ use coreward_model::rss::{IndirectionTable, InputTransform, RssConfig, RssKey};
 use crate::sanitize::sanitize_str;
 use crate::{WireError, v1};
 
-/// RSS of an agent's NIC.
+/// RSS configuration of an agent's NIC, as reported.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ReportedRss {
-    /// Source: "ethtool" or "testbed emulation".
+    /// Source of the RSS configuration: "ethtool" or "testbed emulation".
     pub source: String,
     /// RSS key and indirection table; `None`: the NIC does not show them.
     pub rss: Option<RssConfig>,
@@ -44,7 +44,7 @@ impl TryFrom<&v1::Rss> for ReportedRss {
     }
 }
 
-/// Parses a key and the transformation of its input. Fails on a wrong length or an unknown transform.
+/// Parses an RSS key and the transform of its input. Fails on a wrong length or an unknown transform.
 pub(crate) fn parse_key(bytes: &[u8], input_transform: u32) -> Result<RssKey, WireError> {
     let key = RssKey::new(bytes).map_err(|error| WireError::new("key", error))?;
     let input = InputTransform::try_from(input_transform).map_err(|error| WireError::new("input_transform", error))?;

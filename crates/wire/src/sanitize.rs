@@ -8,17 +8,17 @@ use coreward_intf as intf;
 use crate::v1;
 
 const MAX_CHARACTERS: usize = 512;
-/// Limit of counters of one kind, and of services: the number of service indexes.
+/// Maximum number of counters of one kind, and of services: the number of service indexes.
 const MAX_COUNTS: usize = 1024;
-/// Limit of servers: the number of ids.
+/// Maximum number of servers: the number of server ids.
 const MAX_SERVERS: usize = 16_384;
 
-/// Returns the text in displayable form.
+/// Returns the text in displayable form: without control characters, and cut to 512 characters.
 pub fn sanitize_str(text: &str) -> String {
     text.chars().take(MAX_CHARACTERS).map(|c| if c.is_control() { '\u{fffd}' } else { c }).collect()
 }
 
-/// Returns the text in displayable form, without a copy if nothing changes.
+/// Returns the text in displayable form like [`sanitize_str`], without a copy if nothing changes.
 pub fn sanitize(text: String) -> String {
     let is_readable = text.len() <= MAX_CHARACTERS && !text.chars().any(char::is_control);
     if is_readable { text } else { sanitize_str(&text) }
@@ -28,12 +28,12 @@ fn sanitize_all(texts: Vec<String>) -> Vec<String> {
     texts.into_iter().take(MAX_SERVERS).map(sanitize).collect()
 }
 
-/// Returns counts with displayable names.
+/// Returns the counts with displayable names.
 pub fn sanitize_counts(counts: HashMap<String, u64>) -> HashMap<String, u64> {
     counts.into_iter().take(MAX_COUNTS).map(|(name, count)| (sanitize(name), count)).collect()
 }
 
-/// Returns the known counters: their names are labels of metrics, and invented names would create series without end.
+/// Returns the counters with known names. Names are labels of metrics: invented ones would create series without end.
 pub fn retain_known_counters(counts: HashMap<String, u64>, known: &[&[&str]]) -> HashMap<String, u64> {
     let is_known = |name: &String| known.iter().any(|names| names.contains(&name.as_str()));
     counts.into_iter().filter(|(name, _)| is_known(name)).collect()

@@ -7,7 +7,7 @@ use coreward_model::{ServerId, ServiceAddress};
 use crate::address::{address_bytes, parse_address, parse_port, parse_server_id};
 use crate::{Context as _, WireError, v1};
 
-/// Limit of connections in a query.
+/// Maximum number of connections in a query.
 pub const MAX_CLIENTS_PER_QUERY: usize = 256;
 
 /// Query of a load balancer: which of these clients' connections to a service still have a socket at the server.
@@ -17,20 +17,20 @@ pub struct SocketQuery {
     pub number: u64,
     /// Session of the load balancer at the controller.
     pub load_balancer_session: u64,
-    /// Server of the sockets.
+    /// Id of the server at which the sockets are.
     pub server: ServerId,
-    /// Service of the connections.
+    /// VIP, port and protocol of the connections' service.
     pub service: ServiceAddress,
-    /// Clients; at most [`MAX_CLIENTS_PER_QUERY`].
+    /// Addresses and ports of the clients; at most [`MAX_CLIENTS_PER_QUERY`].
     pub clients: Vec<SocketAddr>,
 }
 
 /// The answer to a [`SocketQuery`].
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SocketAnswer {
-    /// Number of the query.
+    /// Number of the query that is answered.
     pub number: u64,
-    /// Session of the query.
+    /// Session of the load balancer that sent the query.
     pub load_balancer_session: u64,
     /// Whether a socket exists, for each client of the query; at most [`MAX_CLIENTS_PER_QUERY`]. Empty: no agent is
     /// connected.
@@ -38,7 +38,7 @@ pub struct SocketAnswer {
 }
 
 impl SocketQuery {
-    /// Returns the answer for an absent agent.
+    /// Returns the answer for a server without a connected agent.
     pub fn absent_answer(&self) -> SocketAnswer {
         self.answer(Vec::new())
     }
@@ -50,7 +50,7 @@ impl SocketQuery {
 }
 
 impl SocketAnswer {
-    /// Returns whether the agent was absent.
+    /// Returns whether no agent was connected.
     pub fn is_absent(&self) -> bool {
         self.is_open.is_empty()
     }

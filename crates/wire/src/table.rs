@@ -12,7 +12,7 @@ use crate::configuration::ServiceIndex;
 use crate::rss::parse_key;
 use crate::{Context as _, WireError, v1};
 
-/// Returns the message in the form that every load balancer's stream shares.
+/// Returns the encoded message, which the streams of all load balancers share.
 pub fn encode(service: ServiceIndex, table: &PlacementTable) -> Bytes {
     message(service, table).encode_to_vec().into()
 }

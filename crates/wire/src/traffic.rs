@@ -9,10 +9,10 @@ use crate::address::parse_server_id;
 use crate::configuration::ServiceIndex;
 use crate::{Context as _, WireError, v1};
 
-/// A message of traffic.
+/// Traffic counts in a message of a load balancer.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct TrafficMessage {
-    /// Number of first packets by service.
+    /// Number of opened connections (first packets) by service.
     pub opened_connections: BTreeMap<ServiceIndex, u64>,
     /// Traffic to each server, of all services together.
     pub servers: BTreeMap<ServerId, ServerTraffic>,
@@ -96,7 +96,7 @@ mod tests {
         );
     }
 
-    /// A load balancer with false counts crashes no controller.
+    /// False counts of a load balancer do not crash the controller.
     #[test]
     fn invented_counts_saturate() {
         let most = v1::ServerTraffic { server_id: 7, opened: u64::MAX, packets: u64::MAX, ..Default::default() };

@@ -42,8 +42,8 @@ impl Default for Args {
     }
 }
 
-/// Measures in a new thread, because a network namespace belongs to a thread. Fails without root, or when agent or
-/// controller do not start.
+/// Measures the cost of the agent in a new thread, because a network namespace belongs to a thread. Fails without root,
+/// or when the agent or the controller does not start.
 pub fn run(args: &Args) -> anyhow::Result<Report> {
     namespace::measure_in_thread("agent", args, measure)
 }
@@ -94,7 +94,7 @@ fn configuration(args: &Args, controller: &Controller, scratch: &Path, pins: &Pa
     })
 }
 
-/// Directory on bpffs; removed when dropped.
+/// Directory of BPF pins on bpffs, which is removed when this value is dropped.
 pub(crate) struct PinDirectory(pub(crate) PathBuf);
 
 impl PinDirectory {
@@ -111,7 +111,7 @@ impl Drop for PinDirectory {
     }
 }
 
-/// Results of one window.
+/// CPU use of the agent and rate of its reports in one measured window.
 struct WindowResult {
     cpu_pct: f64,
     cpu_per_report_us: f64,

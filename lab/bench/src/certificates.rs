@@ -6,7 +6,7 @@ use anyhow::Context as _;
 use coreward_tls::authority::{Authority, DAY, Validity};
 use coreward_tls::{CredentialFiles, Identity, Name, Role};
 
-/// Certificate authority in a directory.
+/// Temporary certificate authority, which stores itself and all issued certificates in one directory.
 pub struct Certificates {
     directory: PathBuf,
     authority: Authority,
@@ -14,7 +14,7 @@ pub struct Certificates {
 }
 
 impl Certificates {
-    /// Creates the authority. Fails when the directory cannot be written.
+    /// Creates the authority in `directory`. Fails when the directory cannot be written.
     pub fn new(directory: &Path) -> anyhow::Result<Self> {
         std::fs::create_dir_all(directory).with_context(|| directory.display().to_string())?;
         let fleet: Name = "bench".parse().map_err(anyhow::Error::msg)?;
@@ -22,7 +22,7 @@ impl Certificates {
         Ok(Self { directory: directory.to_owned(), authority, fleet })
     }
 
-    /// Issues a certificate. Fails when it cannot be written.
+    /// Issues a certificate for a daemon of this role and name. Fails when it cannot be written.
     pub fn issue(&self, role: Role, name: &str) -> anyhow::Result<CredentialFiles> {
         let identity = Identity { fleet: self.fleet.clone(), role, name: name.parse().map_err(anyhow::Error::msg)? };
         let bundle = self.directory.join(format!("{role}-{name}"));
@@ -31,7 +31,7 @@ impl Certificates {
         Ok(CredentialFiles { ca: file("ca.crt"), certificate: file("own.crt"), key: file("own.key") })
     }
 
-    /// Returns the table `[tls]` of a daemon's file, with a new certificate. Fails when it cannot be written.
+    /// Issues a certificate, and returns the `[tls]` table of a daemon's file for it. Fails when it cannot be written.
     pub fn tls_table(&self, role: Role, name: &str) -> anyhow::Result<String> {
         let CredentialFiles { ca, certificate, key } = self.issue(role, name)?;
         Ok(format!("[tls]\nca = {ca:?}\ncertificate = {certificate:?}\nkey = {key:?}\n"))

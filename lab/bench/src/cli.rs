@@ -69,7 +69,7 @@ enum Command {
     },
 }
 
-/// Measures, and prints or writes reports. Fails when the machine cannot be measured or a file cannot be written.
+/// Runs a bench, and prints or writes its report. Fails when the bench cannot measure here or a file cannot be written.
 pub fn run(arguments: &BenchArgs) -> anyhow::Result<()> {
     match &arguments.command {
         Command::Placement(args) => {
@@ -99,7 +99,7 @@ pub fn run(arguments: &BenchArgs) -> anyhow::Result<()> {
 
 type Bench = fn() -> anyhow::Result<Report>;
 
-/// Benches of docs/cost.md in its order, by the names of their reports.
+/// Names and functions of the benches of docs/cost.md, in the order of that page.
 const BENCHES: [(&str, Bench); 12] = [
     ("xdp", || xdp::run(&xdp::Args::default())),
     ("server", || server::run(&xdp::MeasurementLength::default())),
@@ -126,8 +126,8 @@ impl BenchArgs {
         Ok(())
     }
 
-    /// Runs all benches. Writes the page only at the end, so that it never mixes two runs. A failed bench writes its
-    /// error.
+    /// Runs all benches of docs/cost.md. Writes the page only at the end, so that it never mixes two runs. For a failed
+    /// bench, the page shows its error.
     fn run_all(&self, page: Option<&Path>) -> anyhow::Result<()> {
         let (environment, load) = (environment::describe(), BackgroundLoad::start()?);
         let (mut parts, mut failed) = (Vec::new(), Vec::new());

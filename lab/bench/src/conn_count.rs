@@ -29,15 +29,15 @@ impl Default for Args {
     }
 }
 
-/// Connections per client address, limited by the number of ports.
+/// Number of connections per client address, which the number of ports limits.
 const CONNECTIONS_PER_CLIENT: u32 = 20_000;
 const FIRST_PORT: u16 = 10_000;
 
-/// Accept backlog: connections are never accepted, because a process has too few descriptors for all of them.
+/// Length of the accept queue. Connections are never accepted, because a process has too few descriptors for them.
 const BACKLOG: i32 = 1 << 20;
 
-/// Measures in a new thread, because a network namespace belongs to a thread. Fails without root, or when sockets are
-/// not available.
+/// Measures the count of connections in a new thread, because a network namespace belongs to a thread. Fails without
+/// root, or when sockets are not available.
 pub fn run(args: &Args) -> anyhow::Result<Report> {
     namespace::measure_in_thread("counting", args, measure)
 }
@@ -74,9 +74,9 @@ fn measure(args: &Args) -> anyhow::Result<Report> {
     })
 }
 
-/// Service with its connections.
+/// Listening server, with the connections that clients have opened to it.
 struct Server {
-    /// Open as long as the server.
+    /// Listening socket, kept open as long as the server exists.
     _listener: socket2::Socket,
     address: SocketAddr,
     open_count: u32,
@@ -91,7 +91,7 @@ impl Server {
         Ok(Self { _listener: listener, address, open_count: 0 })
     }
 
-    /// Opens connections up to the number `connections`; the clients close theirs.
+    /// Opens connections until the server has `connections` of them; the clients close their ends at once.
     fn open(&mut self, connections: u32) -> anyhow::Result<()> {
         for number in self.open_count..connections {
             let client = tcp_socket()?;
@@ -105,7 +105,7 @@ impl Server {
         Ok(())
     }
 
-    /// Returns elapsed time and CPU time per count (ms).
+    /// Counts connections `rounds` times and returns the medians of elapsed time and CPU time per count (ms).
     fn rounds(&self, rounds: u32, services: &[SocketAddr]) -> anyhow::Result<(f64, f64)> {
         let (mut times, mut cpu_times) = (Vec::new(), Vec::new());
         for _ in 0..rounds {

@@ -47,7 +47,7 @@ impl Default for Args {
     }
 }
 
-/// Runs the bench. Fails when the controller does not start, or an agent cannot connect.
+/// Runs the bench of the controller. Fails when the controller does not start, or an agent cannot connect.
 pub fn run(args: &Args) -> anyhow::Result<Report> {
     coreward_control_server::server::raise_file_limit();
     let directory = ScratchDirectory::new()?;
@@ -57,7 +57,7 @@ pub fn run(args: &Args) -> anyhow::Result<Report> {
     Ok(report(args, &measured))
 }
 
-/// Returns the fleet document: services with one VIP and an equal share of the servers each.
+/// Returns the fleet document (TOML) of the bench, whose services have one VIP and an equal share of the servers each.
 pub(crate) fn fleet(args: &Args) -> String {
     let mut text = format!("report_interval = \"{}ms\"\n", args.report_interval_ms);
     for agent in 0..args.agents {
@@ -81,7 +81,7 @@ pub(crate) fn vip(service: u32) -> std::net::SocketAddrV4 {
     std::net::SocketAddrV4::new([10, 200, octets[2], octets[3]].into(), 80)
 }
 
-/// Results of one window.
+/// CPU use of the controller and rate of its accepted reports in one measured window.
 pub(crate) struct WindowResult {
     pub(crate) user_pct: f64,
     pub(crate) system_pct: f64,
@@ -92,7 +92,7 @@ pub(crate) struct WindowResult {
 struct ControllerResults {
     windows: Vec<WindowResult>,
     resident_mib: u64,
-    /// Deviation of each table from one interval after its predecessor.
+    /// Absolute difference of the time between two tables from the report interval, for each table.
     table_jitter_ms: Vec<f64>,
     table_bytes: usize,
 }

@@ -23,19 +23,19 @@ use tonic::transport::{Channel, Endpoint};
 
 use crate::certificates::Certificates;
 
-/// Options of the measured process.
+/// Options of the process of the measured controller.
 #[derive(Debug, Clone, clap::Args)]
 pub struct ProcessArgs {
     #[arg(long)]
     config: std::path::PathBuf,
 }
 
-/// Runs the measured process: the controller as `coreward controller` runs it. Fails as the controller does.
+/// Runs the controller in this process, as `coreward controller` does. Fails as the controller does.
 pub fn run_process(args: &ProcessArgs) -> anyhow::Result<()> {
     coreward_control_server::server::run(&args.config)
 }
 
-/// Temporary directory; removed when dropped.
+/// Temporary directory, which is removed when this value is dropped.
 pub(crate) struct ScratchDirectory(pub(crate) std::path::PathBuf);
 
 impl ScratchDirectory {
@@ -52,17 +52,17 @@ impl Drop for ScratchDirectory {
     }
 }
 
-/// Process of the measured controller; killed when dropped.
+/// Process of the measured controller, which is killed when this value is dropped.
 pub(crate) struct Controller {
     pub(crate) process: Child,
     pub(crate) address: SocketAddr,
     /// Address of the controller's HTTP API.
     api_address: SocketAddr,
-    /// Token of an operator.
+    /// Path of the file with an operator's API token.
     token_file: PathBuf,
-    /// Address of the controller's metrics.
+    /// Address of the controller's metrics page.
     pub(crate) metrics_address: SocketAddr,
-    /// Certificates of all parts; `None`: connections without TLS.
+    /// Certificate authority of all daemons; `None` if they connect without TLS.
     certificates: Option<Certificates>,
 }
 
@@ -104,7 +104,7 @@ impl Controller {
         Ok(Self { process, address, api_address, token_file, metrics_address, certificates })
     }
 
-    /// Waits until the controller accepts connections.
+    /// Waits until the controller accepts connections. Fails when it ends, or after 5 s.
     pub(crate) async fn wait_until_listening(&mut self) -> anyhow::Result<()> {
         for _ in 0..100 {
             if TcpStream::connect(self.address).await.is_ok() {
@@ -117,12 +117,12 @@ impl Controller {
         anyhow::bail!("no connection to the controller at {}", self.address)
     }
 
-    /// Returns the table `[tls]` for the file of another part; empty without TLS.
+    /// Returns the `[tls]` table for the configuration file of another daemon; empty without TLS.
     pub(crate) fn tls_table(&self, role: Role, name: &str) -> anyhow::Result<String> {
         Ok(self.certificates.as_ref().map(|all| all.tls_table(role, name)).transpose()?.unwrap_or_default())
     }
 
-    /// Connects with this role and name, once the controller listens.
+    /// Waits until the controller listens, and connects to it with this role and name.
     pub(crate) async fn connect_as(&mut self, role: Role, name: &str) -> anyhow::Result<ControlClient<Channel>> {
         self.wait_until_listening().await?;
         let files = self.certificates.as_ref().map(|all| all.issue(role, name)).transpose()?;
@@ -132,18 +132,18 @@ impl Controller {
         Ok(ControlClient::new(endpoint.connect_with_connector(connector).await?))
     }
 
-    /// Returns a client with an operator's token, once the API answers.
+    /// Waits until the controller listens, and returns an API client with an operator's token.
     pub(crate) async fn operator_client(&mut self) -> anyhow::Result<Client> {
         self.wait_until_listening().await?;
         Client::new(self.api_address.into(), &self.token_file)
     }
 
-    /// Returns the controller's status of everything.
+    /// Returns the status of the whole fleet, as the controller's API reports it.
     pub(crate) async fn status(&mut self) -> anyhow::Result<Status> {
         self.operator_client().await?.status(false).await
     }
 
-    /// CPU time of the controller's process so far (s), in user and in kernel mode: fields 14 and 15 of proc(5).
+    /// Returns the user and kernel CPU time (s) of the controller's process: fields 14 and 15 of proc(5)'s stat file.
     pub(crate) fn cpu_seconds(&self) -> anyhow::Result<(f64, f64)> {
         let text = std::fs::read_to_string(format!("/proc/{}/stat", self.process.id()))?;
         let (_, fields) = text.rsplit_once(") ").context("a stat file without a name in brackets")?;
@@ -158,7 +158,7 @@ impl Controller {
         self.memory_mib("VmRSS:")
     }
 
-    /// Returns the value of a line of proc(5)'s status file (MiB).
+    /// Returns the value (MiB) of the line with this prefix in the controller's /proc/PID/status, see proc(5).
     pub(crate) fn memory_mib(&self, name: &str) -> anyhow::Result<u64> {
         let text = std::fs::read_to_string(format!("/proc/{}/status", self.process.id()))?;
         let line = text.lines().find_map(|line| line.strip_prefix(name)).with_context(|| format!("no {name}"))?;
@@ -192,7 +192,7 @@ pub(crate) async fn subscribe(
     Ok(updates)
 }
 
-/// Returns the arrival times of the tables, and the size of the last one, once the controller ends.
+/// Receives tables until the controller ends. Returns all arrival times, and the size of the last table in bytes.
 pub(crate) async fn take_tables(mut updates: Streaming<v1::DataplaneUpdate>) -> (Vec<Instant>, usize) {
     let (mut arrivals, mut size) = (Vec::new(), 0);
     while let Ok(Some(update)) = updates.message().await {

@@ -45,11 +45,11 @@ const SENDER_CPU: usize = 0;
 const RECEIVER_CPU: usize = 1;
 const FLOOD_DESTINATION: Ipv4Addr = Ipv4Addr::new(10, 9, 0, 2);
 
-/// Way in which packets reach their CPU, and their rate.
+/// Way in which packets reach the receiving CPU, and their rate.
 struct Case {
     name: &'static str,
     threaded: bool,
-    /// Number of datagrams in a burst, and the pause after it.
+    /// Number of datagrams in a burst, and pause after each burst.
     burst: (usize, Duration),
 }
 
@@ -61,7 +61,7 @@ const CASES: [Case; 5] = [
     Case { name: "threaded NAPI, bursts of 128", threaded: true, burst: (128, Duration::from_micros(50)) },
 ];
 
-/// Measures in a new thread, because a network namespace belongs to a thread. Fails without root, or on one CPU.
+/// Measures loads in a new thread, because a network namespace belongs to a thread. Fails without root, or on one CPU.
 pub fn run(args: &Args) -> anyhow::Result<Report> {
     let cpus = std::thread::available_parallelism()?.get();
     ensure!(
@@ -125,7 +125,7 @@ fn measure(args: &Args) -> anyhow::Result<Report> {
     })
 }
 
-/// Measurements of one window. Loads in % of one CPU.
+/// Measured load and cost of its measurement in one window. Loads are in % of one CPU.
 struct WindowResult {
     load: f64,
     kernel: KernelLoad,
@@ -135,7 +135,7 @@ struct WindowResult {
 }
 
 impl WindowResult {
-    /// Returns the distance from the nearest load that the kernel's accounting allows, in percentage points.
+    /// Returns how far the measured load is outside the range of the kernel's accounting, in percentage points.
     fn difference(&self) -> f64 {
         let KernelLoad { not_idle, stolen, .. } = self.kernel;
         self.load - self.load.clamp(not_idle - stolen, not_idle)
@@ -192,8 +192,8 @@ struct RunTime {
     time_ns: u64,
 }
 
-/// Returns run times of the measured programs by id. Includes an agent's programs on this machine, which have the same
-/// names.
+/// Returns the run times of the measured BPF programs by program ID. These include programs of an agent on this
+/// machine, which have the same names.
 fn run_times() -> HashMap<u32, RunTime> {
     const PROGRAMS: [&str; 6] =
         ["task_switch", "interrupt_begin", "interrupt_ends", "softirq_begins", "softirq_ends", "empty_softirq"];
@@ -207,7 +207,7 @@ fn run_times() -> HashMap<u32, RunTime> {
     ProgInfoIter::default().filter_map(program).collect()
 }
 
-/// Makes `cpu` receive packets to [`FLOOD_DESTINATION`]: by a NAPI thread, or by RPS.
+/// Makes `cpu` process the packets to [`FLOOD_DESTINATION`], either in a NAPI thread or by RPS.
 fn receive_on(wire: &VethPair, cpu: usize, threaded: bool) -> anyhow::Result<Option<NapiThread>> {
     let VethPair { generator_end, tested_end } = wire;
     ip(&format!("address add 10.9.0.1/24 dev {generator_end}"))?;
@@ -237,7 +237,7 @@ fn flood((burst, pause): (usize, Duration), done: &AtomicBool) -> anyhow::Result
     Ok(())
 }
 
-/// Ticks of 10 ms of [`RECEIVER_CPU`] (proc(5)): user, nice, system, idle, iowait, irq, softirq, steal.
+/// Ticks (10 ms) of [`RECEIVER_CPU`] by state (proc(5)): user, nice, system, idle, iowait, irq, softirq, steal.
 struct Ticks([u64; 8]);
 
 impl Ticks {
@@ -256,11 +256,11 @@ impl Ticks {
     }
 }
 
-/// Load of the CPU (%).
+/// Load of [`RECEIVER_CPU`] by the kernel's accounting in /proc/stat (%).
 struct KernelLoad {
     not_idle: f64,
     stolen: f64,
-    /// Sum of all columns, including idle.
+    /// Sum of the times in all states, idle included, in % of the elapsed time.
     sum: f64,
 }
 

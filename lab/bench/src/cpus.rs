@@ -7,16 +7,16 @@ use nix::sched::{CpuSet, sched_setaffinity};
 use nix::time::{ClockId, clock_gettime};
 use nix::unistd::Pid;
 
-/// The calling thread, for [`bind_to_cpu`].
+/// Process ID by which [`bind_to_cpu`] means the calling thread.
 pub const THIS_THREAD: Pid = Pid::from_raw(0);
 
-/// Returns the CPU time of this thread.
+/// Returns the CPU time that the calling thread has used so far.
 pub fn thread_cpu_time() -> Duration {
     clock_gettime(ClockId::CLOCK_THREAD_CPUTIME_ID).expect("every Linux has this clock").into()
 }
 
-/// Binds a thread, and the threads that it starts later, to one CPU. Fails when the CPU does not exist or is not
-/// allowed.
+/// Binds a thread, and the threads that it starts later, to one CPU. Fails when the CPU does not exist or this process
+/// may not use it.
 pub fn bind_to_cpu(thread: Pid, cpu: usize) -> anyhow::Result<()> {
     let mut only = CpuSet::new();
     only.set(cpu)?;

@@ -47,15 +47,15 @@ impl Default for Args {
 
 const WORKER_COUNTS: [usize; 2] = [16, 64];
 const CLIENT_COUNT: usize = 61;
-/// Number of requests that are outstanding at once.
+/// Maximum number of requests that are outstanding at once.
 const BURST: u32 = 48;
 
-/// Returns the goal for the fastest round (ns).
+/// Returns the goal (ns) for the fastest rounds of this policy with this number of workers; `None` if it has no goal.
 fn goal_of(policy: &str, workers: usize) -> Option<Goal> {
     (policy == Policy::ShortestQueue.name() && workers == WORKER_COUNTS[0]).then_some(Goal::AtMost(90.0))
 }
 
-/// Measures in a new thread, because a network namespace belongs to a thread. Fails without root.
+/// Measures the dispatch in a new thread, because a network namespace belongs to a thread. Fails without root.
 pub fn run(args: &Args) -> anyhow::Result<Report> {
     namespace::measure_in_thread("dispatch", args, measure)
 }
@@ -113,7 +113,7 @@ fn measure(args: &Args) -> anyhow::Result<Report> {
     })
 }
 
-/// Adds the cost of the egress program for a response of the service, and for any other datagram.
+/// Adds a row with the cost of the egress program for a response of the service, and one for any other datagram.
 fn egress_rows(args: &Args, services: &[Service], table: &mut Table) -> anyhow::Result<()> {
     // The services with `jsq` and `random`; only the first one gets requests.
     let jsq = FLOOR_COUNT + Policy::all().position(|policy| policy == Policy::ShortestQueue).context("no jsq")?;
@@ -142,32 +142,32 @@ fn egress_rows(args: &Args, services: &[Service], table: &mut Table) -> anyhow::
     Ok(())
 }
 
-/// Baseline program for the dispatch.
+/// Baseline program, to which the cost of the dispatch program is compared.
 #[derive(Debug, Clone, Copy)]
 enum Floor {
-    /// Program that leaves the choice to the kernel.
+    /// Program that leaves the choice of the socket to the kernel.
     Empty,
-    /// Program that selects one socket.
+    /// Program that always selects the same socket.
     SelectSocket,
 }
 
-/// Number of baseline services, which precede those of the policies.
+/// Number of services with a baseline program, which precede the services with a policy.
 const FLOOR_COUNT: usize = 2;
 
-/// Service whose workers are sockets of this process.
+/// Service whose workers and clients are sockets of this process.
 struct Service {
     address: SocketAddr,
     workers: Vec<UdpSocket>,
     clients: Vec<UdpSocket>,
     program: OwnedFd,
-    /// Program that processes datagrams sent by the sockets.
+    /// BPF program that runs for each datagram that the sockets send.
     egress: OwnedFd,
     _link: Option<Link>,
-    /// Keeps the dispatch attached.
+    /// Loaded dispatch programs and their pins, kept so that the programs stay attached; `None` for a baseline.
     dispatch: Option<(DispatchPrograms, Pins)>,
 }
 
-/// Directory of pins; removed when dropped.
+/// Directory with the pins of the dispatch programs, which are removed when this value is dropped.
 struct Pins(PathBuf);
 
 impl Drop for Pins {
@@ -236,7 +236,7 @@ impl Service {
         Ok(Self { address, workers: sockets, clients, program, egress, _link: None, dispatch })
     }
 
-    /// Returns the program's run time per request (ns).
+    /// Sends and answers `requests` requests. Returns the mean run time of the selecting program per run (ns).
     fn run_round(&self, requests: u32) -> anyhow::Result<f64> {
         let before = run_time(self.program.as_fd())?;
         for first in (0..requests).step_by(BURST as usize) {
@@ -276,7 +276,7 @@ fn clients(service: SocketAddr) -> anyhow::Result<Vec<UdpSocket>> {
     (0..CLIENT_COUNT).map(client).collect()
 }
 
-/// Returns a socket of the reuseport group.
+/// Binds a nonblocking UDP socket that joins the reuseport group of `address`.
 fn socket(address: SocketAddr) -> anyhow::Result<UdpSocket> {
     let socket = socket2::Socket::new(socket2::Domain::IPV4, socket2::Type::DGRAM, Some(socket2::Protocol::UDP))?;
     socket.set_reuse_port(true)?;

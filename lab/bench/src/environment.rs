@@ -5,10 +5,10 @@ use std::process::Command;
 
 use anyhow::Context as _;
 
-/// The cargo profile that built this program: "dist" for published figures.
+/// Cargo profile that built this program: "dist" for published figures.
 pub const PROFILE: &str = env!("COREWARD_PROFILE");
 
-/// Returns build, commit, machine, kernel and date in one sentence.
+/// Returns a sentence with the date, commit, cargo profile, machine and kernel of a measurement.
 pub fn describe() -> String {
     let cpus = std::thread::available_parallelism().map_or(0, usize::from);
     let cpu_info = fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
@@ -24,22 +24,22 @@ pub fn describe() -> String {
     )
 }
 
-/// Load of the machine by other processes and guests since the start of a run.
+/// Measures the load that other processes and other guests put on the machine during a run.
 pub struct BackgroundLoad {
-    /// Load average of the last minute before the run.
+    /// Load average of the last minute before the run, as in /proc/loadavg.
     load_average: String,
     cpu_times: CpuTimes,
 }
 
 impl BackgroundLoad {
-    /// Starts the measurement. Fails without /proc.
+    /// Starts the measurement of the load. Fails without /proc.
     pub fn start() -> anyhow::Result<Self> {
         let averages = fs::read_to_string("/proc/loadavg").context("/proc/loadavg")?;
         let load_average = averages.split_whitespace().next().context("/proc/loadavg is empty")?.to_owned();
         Ok(Self { load_average, cpu_times: CpuTimes::read()? })
     }
 
-    /// Returns the load in one sentence. Fails without /proc.
+    /// Returns a sentence with the load before and during the run. Fails without /proc.
     pub fn describe(&self) -> anyhow::Result<String> {
         let stolen = CpuTimes::read()?.stolen_since(&self.cpu_times);
         let load_average = &self.load_average;
@@ -49,7 +49,7 @@ impl BackgroundLoad {
     }
 }
 
-/// Times of all CPUs in /proc/stat, in ticks.
+/// Sums of the times of all CPUs in /proc/stat, in ticks.
 struct CpuTimes {
     all: u64,
     stolen: u64,
@@ -68,7 +68,7 @@ impl CpuTimes {
         Some(Self { all: times.iter().sum(), stolen: *times.get(7)? })
     }
 
-    /// Returns the stolen part of the time since `earlier`, in percent.
+    /// Returns the percentage of the time since `earlier` that the hypervisor gave to other guests (steal).
     fn stolen_since(&self, earlier: &Self) -> f64 {
         let all = self.all - earlier.all;
         if all == 0 { 0.0 } else { (self.stolen - earlier.stolen) as f64 / all as f64 * 100.0 }

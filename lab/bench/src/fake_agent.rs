@@ -23,8 +23,8 @@ pub(crate) fn server_name(agent: u32) -> String {
     format!("s{agent}")
 }
 
-/// Connects `agents` agents, whose reports are spread over the interval. Returns the counter of their reports. Fails
-/// when an agent cannot connect.
+/// Connects `agents` emulated agents, whose reports are spread over the interval. Returns the counter of all sent
+/// reports. Fails when an agent cannot connect.
 pub(crate) async fn start_all(
     controller: &mut Controller,
     agents: u32,
@@ -44,7 +44,7 @@ pub(crate) async fn start_all(
     Ok(sent)
 }
 
-/// Runs an agent until the controller ends. `sent`: counter of all agents' reports.
+/// Sends an agent's reports until the controller ends. `sent` counts the reports of all agents.
 async fn fake_agent(
     mut client: ControlClient<Channel>,
     agent: u32,
@@ -76,10 +76,10 @@ async fn fake_agent(
     }
 }
 
-/// BoundedDuration of detailed reports for agents that report ten times a second.
+/// Number of reports of which one is detailed: one per second for agents that report ten times a second.
 const REPORTS_PER_DETAILS: u64 = 10;
 
-/// Agent with random loads. Its cores have been up for weeks, so their busy times need eight bytes.
+/// Emulated agent with random loads. Its cores have been up for weeks, so their busy times need eight bytes.
 pub(crate) struct FakeAgent {
     sequence: u64,
     random: Xoshiro256PlusPlus,
@@ -97,7 +97,7 @@ impl FakeAgent {
         Self { sequence: 0, random: seeded_rng(agent.into(), 0), busy_ns, interval, rss }
     }
 
-    /// Makes the next report the first one of a stream.
+    /// Restarts the sequence numbers, so that the next report is the first one of a stream.
     pub(crate) fn begin_stream(&mut self) {
         self.sequence = 0;
     }
@@ -131,7 +131,7 @@ impl FakeAgent {
         }
     }
 
-    /// Returns the next report, always with details.
+    /// Returns the next report with all details, whatever its sequence number.
     pub(crate) fn detailed_report(&mut self) -> v1::Report {
         let report = self.report();
         v1::Report { counters: self.counters(), without_details: false, ..report }

@@ -5,9 +5,9 @@ use coreward_sim::figure::scenario::Scenario;
 
 use crate::xdp::{self, Args};
 
-/// Measures every case of the bench that is a point of the figure. A run is a round of the bench: the program in all
-/// modes and the empty program, one after the other, on the same connections. Fails without the capabilities to load
-/// BPF programs, or when a program misbehaves.
+/// Measures all points of the figure of connection costs, as the bench `xdp` does. In each run (round), the program in
+/// all modes and the empty program process packets of the same connections, one after the other. Fails without the
+/// capabilities to load BPF programs, or when a program misbehaves.
 pub fn cheetah_5(scenario: &Scenario, progress: Progress<'_>) -> anyhow::Result<Vec<Sample>> {
     let args = Args::for_rounds(*scenario.seeds.get_ref() as u32);
     let panel = scenario.panel[0].title.get_ref();

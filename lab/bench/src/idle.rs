@@ -44,19 +44,19 @@ impl Default for Args {
 const VIP: (Ipv4Addr, u16) = (Ipv4Addr::new(10, 200, 0, 1), 80);
 const LOOPBACK_INDEX: u32 = 1;
 const CONNECTIONS_PER_IDLE: usize = 100;
-/// Longer than MAX_STEP_MS of bpf/include/server.h.
+/// Time without packets after which a connection is idle: longer than MAX_STEP_MS of bpf/include/server.h.
 const IDLE_TIME: Duration = Duration::from_millis(intf::MAX_STEP_MS as u64 + 1_000);
-/// Interval of requests on busy connections.
+/// Time between two requests on a connection that is not idle.
 const BUSY_INTERVAL: Duration = Duration::from_secs(5);
 const TIMEOUT: Duration = Duration::from_secs(10);
-/// Open files besides the connections: maps, programs, the listener.
+/// Number of open files that are not connections: maps, programs and the listener.
 const OTHER_OPEN_FILES: u64 = 100;
 
-/// Both ends of a connection: client, server.
+/// Sockets at both ends of a connection: the client's, then the server's.
 struct Connection(TcpStream, TcpStream);
 
 impl Connection {
-    /// Sends a request of one byte and its response.
+    /// Sends a request of one byte, and then a response of one byte.
     fn exchange(&self) -> anyhow::Result<()> {
         let Self(client, server) = self;
         for (mut from, mut to) in [(client, server), (server, client)] {
@@ -67,7 +67,7 @@ impl Connection {
     }
 }
 
-/// Programs attached to the loopback; detached when dropped.
+/// Server programs on the loopback interface, and the directory of their pins. Dropping this value detaches them.
 struct Programs(Option<ServerPrograms>, PathBuf);
 
 impl Programs {
@@ -92,7 +92,7 @@ impl Programs {
         self.server().counter(intf::SERVER_COUNTER_TSVAL_CLAMPED)
     }
 
-    /// Returns the total run time of each program (ns).
+    /// Returns the total run times of the ingress and the egress program so far (ns).
     fn run_times(&self) -> anyhow::Result<[u64; 2]> {
         let [ingress, egress] =
             [Direction::Ingress, Direction::Egress].map(|direction| self.server().program(direction));
@@ -109,13 +109,13 @@ impl Drop for Programs {
     }
 }
 
-/// Returns CLOCK_MONOTONIC (ms), the clock of the kernel's TSvals with `tcp_timestamps=2`.
+/// Returns the time of CLOCK_MONOTONIC (ms), on which the kernel bases its TSvals with `tcp_timestamps=2`.
 fn now_ms() -> anyhow::Result<u32> {
     let now = nix::time::clock_gettime(nix::time::ClockId::CLOCK_MONOTONIC)?;
     Ok((now.tv_sec() as u64 * 1_000 + now.tv_nsec() as u64 / 1_000_000) as u32)
 }
 
-/// Measures in a new thread, because a network namespace belongs to a thread. Fails without root.
+/// Runs the bench in a new thread, because a network namespace belongs to a thread. Fails without root.
 pub fn run(args: &Args) -> anyhow::Result<Report> {
     namespace::measure_in_thread("idle", args, measure)
 }
@@ -184,7 +184,7 @@ fn connect(count: u32) -> anyhow::Result<Vec<Connection>> {
     (0..count).map(connection).collect()
 }
 
-/// Sends requests on the idle connections, to each of which the PAWS clamp then applies.
+/// Sends a request on each idle connection. Fails unless the PAWS clamp then applied to as many packets.
 fn wake_idle(programs: &Programs, idle: &[Connection]) -> anyhow::Result<()> {
     let before = programs.clamped_packets();
     idle.iter().try_for_each(Connection::exchange)?;

@@ -7,12 +7,12 @@ use nix::sched::{CloneFlags, unshare};
 
 use crate::report::Report;
 
-/// Moves this thread into a new network namespace, which ends with the thread. Fails without root.
+/// Moves the calling thread into a new network namespace, which ends with the thread. Fails without root.
 pub fn enter_new() -> anyhow::Result<()> {
     unshare(CloneFlags::CLONE_NEWNET).context("a network namespace")
 }
 
-/// Measures in a new thread, which may enter a namespace or be bound to a CPU. Fails without root.
+/// Runs `measure` in a new thread, which it may move to another namespace or bind to a CPU. Fails without root.
 pub fn measure_in_thread<A: Clone + Send + 'static>(
     bench: &str,
     args: &A,
@@ -23,8 +23,8 @@ pub fn measure_in_thread<A: Clone + Send + 'static>(
     std::thread::spawn(move || measure(&args)).join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
 }
 
-/// Runs a shell script with a /sys of this thread's network namespace, and returns its output. Fails when /sys cannot
-/// be mounted, or the script fails.
+/// Runs a shell script with a /sys of the calling thread's network namespace, and returns its output. Fails when /sys
+/// cannot be mounted, or the script fails.
 pub fn with_sysfs(script: &str) -> anyhow::Result<String> {
     // /sys shows the network namespace in which it was mounted.
     let script = format!("mount -t sysfs none /sys && {script}");
@@ -33,7 +33,7 @@ pub fn with_sysfs(script: &str) -> anyhow::Result<String> {
     Ok(String::from_utf8(output.stdout)?)
 }
 
-/// Runs ip(8) in this thread's namespace. Spaces separate the arguments. Fails when ip is not installed or fails.
+/// Runs ip(8) in this thread's network namespace. Spaces separate the arguments. Fails when ip is missing or fails.
 pub fn ip(arguments: &str) -> anyhow::Result<()> {
     let status = Command::new("ip").args(arguments.split_whitespace()).status().context("ip (package iproute2)")?;
     ensure!(status.success(), "ip {arguments}: {status}");

@@ -49,7 +49,7 @@ const DEPTH: NonZeroU16 = NonZeroU16::new(4).unwrap();
 const PAYLOAD: [u8; 16] = [7; 16];
 const CPUS: [usize; 2] = [0, 1];
 
-/// Measures. Fails with fewer than two CPUs, or when the memory cannot be created.
+/// Runs the bench in a new thread. Fails with fewer than two CPUs, or when the shared memory cannot be created.
 pub fn run(args: &Args) -> anyhow::Result<Report> {
     // In a new thread, because the caller must not stay bound to one CPU.
     std::thread::scope(|scope| scope.spawn(|| measure(args)).join().expect("the measuring thread"))
@@ -117,7 +117,7 @@ fn measure(args: &Args) -> anyhow::Result<Report> {
     })
 }
 
-/// UDP server under test; returns its times for a number of requests.
+/// Function that measures one UDP server: takes a number of requests and returns the mean times of one request.
 type UdpServer = fn(u64) -> anyhow::Result<sockets::Times>;
 
 const LOOPBACK_SERVERS: [(&str, UdpServer); 3] = [
@@ -125,13 +125,13 @@ const LOOPBACK_SERVERS: [(&str, UdpServer); 3] = [
     ("loopback: echo in batches", sockets::echo_batches),
     ("loopback: orchestrator", sockets::orchestrate),
 ];
-/// Servers over a veth, which need root.
+/// Servers that are measured over a veth, which needs root.
 const VETH_SERVERS: [(&str, UdpServer); 2] = [
     ("veth: orchestrator, UDP socket", sockets::orchestrate_veth),
     ("veth: orchestrator, AF_XDP in copy mode", sockets::orchestrate_af_xdp),
 ];
 
-/// Measures the orchestrator and its floors in turn, round by round.
+/// Measures the orchestrator and its baselines over UDP, one after the other in each round.
 fn measure_sockets(args: &Args) -> anyhow::Result<Table> {
     let veth_servers: &[_] = if nix::unistd::geteuid().is_root() { &VETH_SERVERS } else { &[] };
     let servers: Vec<_> = LOOPBACK_SERVERS.iter().chain(veth_servers).collect();
@@ -152,8 +152,8 @@ fn measure_sockets(args: &Args) -> anyhow::Result<Table> {
     Ok(table)
 }
 
-/// Returns the median of rates, and cells of median, minimum, maximum, and ns per operation (`unit_ns` divided by the
-/// median).
+/// Returns the median of rates, and cells with median, minimum, maximum and ns per operation. `unit_ns`: time unit of
+/// the rates (ns) for one counted unit.
 fn rate_cells(rates: &[f64], unit_ns: f64) -> (f64, [Cell; 4]) {
     let [middle, least, most] = summarize(rates.iter().copied());
     (middle, [middle.into(), least.into(), most.into(), (unit_ns / middle).into()])
@@ -163,8 +163,8 @@ fn millions_per_second(operations: u64, started: Instant) -> f64 {
     operations as f64 / 1e6 / started.elapsed().as_secs_f64()
 }
 
-/// Decides requests of alternating services while each core has two on average; each decision completes the oldest one.
-/// Returns ns per decision.
+/// Simulates decisions for requests of alternating services, with two requests per core on average; each decision
+/// completes the oldest request. Returns millions of decisions per second.
 fn measure_decisions(cores: u16, decisions: u64) -> f64 {
     let ranked: Vec<_> =
         (0..SERVICE_COUNT).map(|priority| RankedService { priority, lambda: Lambda::PUBLISHED }).collect();
@@ -189,7 +189,7 @@ fn address() -> SocketAddrV4 {
     SocketAddrV4::new([127, 0, 0, 1].into(), 4000)
 }
 
-/// Returns an address of loopback with a port that no socket has.
+/// Returns a loopback address whose UDP port is free.
 fn free_address() -> anyhow::Result<SocketAddrV4> {
     match UdpSocket::bind("127.0.0.1:0")?.local_addr()? {
         SocketAddr::V4(address) => Ok(address),
@@ -220,12 +220,12 @@ fn engine(cores: u16) -> anyhow::Result<(tempfile::TempDir, PathBuf, Engine)> {
     Ok((directory, path, engine))
 }
 
-/// Submits a request of service `service`.
+/// Submits a request for service `service` to the engine.
 fn submit(engine: &mut Engine, now: u64, service: u8) {
     engine.submit(now, service, address(), &PAYLOAD);
 }
 
-/// Connects workers of all cores, with all services enabled. The orchestrator must be polling.
+/// Connects one worker per core and enables all services for it. Meanwhile another thread must poll the orchestrator.
 fn connect(runtime: &Runtime, cores: u16, address: SocketAddrV4) -> Result<Vec<Worker<'_>>, RuntimeError> {
     (0..SERVICE_COUNT).try_for_each(|service| runtime.register_service(service, address, service))?;
     let mut workers = (0..cores).map(|core| runtime.worker(core)).collect::<Result<Vec<_>, _>>()?;
@@ -235,7 +235,7 @@ fn connect(runtime: &Runtime, cores: u16, address: SocketAddrV4) -> Result<Vec<W
     Ok(workers)
 }
 
-/// Sends requests through the queues of all cores; the workers complete them without a response.
+/// Sends requests to all cores, whose workers complete them without a response. Returns millions per second.
 fn measure_dispatch(cores: u16, requests: u64) -> anyhow::Result<f64> {
     let (_directory, path, mut engine) = engine(cores)?;
     let runtime = Runtime::connect(&path)?;
@@ -266,7 +266,7 @@ fn measure_dispatch(cores: u16, requests: u64) -> anyhow::Result<f64> {
     })
 }
 
-/// Runs the workers of all cores in one thread.
+/// Runs the workers of all cores in the calling thread, which is bound to the workers' CPU, until `stop` is set.
 fn complete_all(runtime: &Runtime, cores: u16, stop: &AtomicBool) -> anyhow::Result<()> {
     bind_to_cpu(THIS_THREAD, CPUS[1])?;
     let mut workers = connect(runtime, cores, address())?;
@@ -280,7 +280,7 @@ fn complete_all(runtime: &Runtime, cores: u16, stop: &AtomicBool) -> anyhow::Res
     Ok(())
 }
 
-/// Handler of low priority that runs while round trips are measured.
+/// How the core handles low-priority requests while the round trips of other requests are measured.
 #[derive(Clone, Copy, PartialEq)]
 enum LowPriority {
     Yielding,
@@ -291,7 +291,7 @@ const LOW_PRIORITY_TIME: Duration = Duration::from_millis(1);
 const YIELD_INTERVAL: Duration = Duration::from_micros(1);
 const TIMER_PERIOD: Duration = Duration::from_micros(50);
 
-/// Answers to service 0 at once. Computes for service 1.
+/// Handler that echoes requests of service 0 at once, and computes for 1 ms for each request of service 1.
 struct Echo(Option<LowPriority>);
 
 impl Handler for Echo {
@@ -314,7 +314,7 @@ impl Handler for Echo {
     }
 }
 
-/// Submits a request of low priority unless one is outstanding, and waits a part of its time, another one each trip.
+/// Submits a low-priority request unless one is outstanding. Then polls for a part of its time that varies by trip.
 fn keep_low_priority_busy(engine: &mut Engine, trip: u64) {
     let low = engine.service_counters()[1];
     if low.completed == low.received {
@@ -326,7 +326,7 @@ fn keep_low_priority_busy(engine: &mut Engine, trip: u64) {
     }
 }
 
-/// Returns median and 99th percentile of the time from a request to its response (ns), with one request at a time.
+/// Sends one request at a time. Returns the median and 99th percentile of the time from request to response (ns).
 fn measure_round_trip(trips: u64, low_priority: Option<LowPriority>) -> anyhow::Result<[f64; 2]> {
     let (_directory, path, mut engine) = engine(1)?;
     let runtime = Runtime::connect(&path)?;
@@ -374,19 +374,19 @@ fn measure_round_trip(trips: u64, low_priority: Option<LowPriority>) -> anyhow::
     })
 }
 
-/// Returns the median and the 99th percentile.
+/// Returns the median and the 99th percentile of `times`, which must not be empty.
 fn median_and_p99(mut times: Vec<f64>) -> [f64; 2] {
     times.sort_unstable_by(f64::total_cmp);
     [times[times.len() / 2], times[times.len() * 99 / 100]]
 }
 
-/// A word in a cache line of its own.
+/// Atomic integer that has a cache line of its own.
 #[derive(Default)]
 #[repr(align(64))]
 struct CacheLine(AtomicU64);
 
-/// Returns median and 99th percentile of the time until another CPU has read a new value in one cache line and returned
-/// it in another (ns).
+/// Returns the median and the 99th percentile of the round trip between two CPUs (ns): one writes a value to a cache
+/// line, the other copies it to a second one.
 fn line_round_trip(trips: u64) -> anyhow::Result<[f64; 2]> {
     let [there, back] = [CacheLine::default(), CacheLine::default()];
     let wait = |line: &CacheLine, value: u64| {
@@ -420,7 +420,7 @@ fn line_round_trip(trips: u64) -> anyhow::Result<[f64; 2]> {
     })
 }
 
-/// Creates the shared memory of one core without an engine.
+/// Creates the shared memory of one core, without an engine that uses it.
 fn create_queues() -> anyhow::Result<(tempfile::TempDir, PathBuf, CoreQueues)> {
     let directory = tempfile::tempdir_in("/dev/shm")?;
     let path = directory.path().join("cores");

@@ -8,17 +8,17 @@ use anyhow::Context as _;
 
 use crate::report::wrapped;
 
-/// Name of the part that describes the run.
+/// Name of the generated part that describes the run of the benches.
 const RUN: &str = "run";
 
-/// Generated part of the page.
+/// Part of the page that is generated and enclosed by markers.
 pub struct GeneratedPart {
     pub name: &'static str,
     pub text: String,
 }
 
-/// Replaces all generated parts of a Markdown file. `run`: sentences on machine, build and day. Fails when the file
-/// cannot be read or written, or a part of it has no end.
+/// Replaces all generated parts of a Markdown file. `run` describes machine, build and date in sentences. Fails when
+/// the file cannot be read or written, or one of its parts has no end marker.
 pub fn write(path: &Path, run: &str, mut parts: Vec<GeneratedPart>) -> anyhow::Result<()> {
     let page = std::fs::read_to_string(path).with_context(|| path.display().to_string())?;
     parts.push(GeneratedPart { name: RUN, text: wrapped(run) });
@@ -26,7 +26,7 @@ pub fn write(path: &Path, run: &str, mut parts: Vec<GeneratedPart>) -> anyhow::R
     std::fs::write(path, page).with_context(|| path.display().to_string())
 }
 
-/// Returns the page with new parts; parts without markers go to the end. Parts of earlier runs are removed.
+/// Returns the page with these generated parts. Appends parts without markers, and removes parts of earlier runs.
 fn with_parts(page: &str, parts: &[GeneratedPart]) -> anyhow::Result<String> {
     let mut pieces = page.split("<!-- begin ");
     let mut result = pieces.next().unwrap_or_default().to_owned();

@@ -30,7 +30,7 @@ fn workloads() -> [(&'static str, Workload); 4] {
     [("demo", demo), ("more mice", mice), ("long-lived", long_lived), ("short requests", short_requests)]
 }
 
-/// Name of a row, and its policy for a seed; `None`: the oracle.
+/// Name of a table row, and the function that makes its policy from a seed; `None` stands for the oracle.
 type Row = (String, Box<dyn Fn(u64) -> Option<Box<dyn Policy>>>);
 
 fn rows() -> Vec<Row> {
@@ -49,7 +49,7 @@ fn rows() -> Vec<Row> {
     rows
 }
 
-/// Prints per-core variance % / server variance %, medians over the seeds.
+/// Prints a table of per-core and per-server load variance (%), as medians over the seeds.
 pub fn run(args: &Args) {
     let mut table = Table::new();
     table.load_style(comfy_table::presets::ASCII_MARKDOWN);

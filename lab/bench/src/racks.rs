@@ -45,7 +45,7 @@ pub struct Args {
     scale: ScaleArgs,
 }
 
-/// Runs the bench. Fails without root; when the controller or the load balancer does not start, or a rack cannot
+/// Runs the bench. Fails without root, when the controller or the load balancer does not start, or when a rack cannot
 /// connect.
 pub fn run(args: &Args) -> anyhow::Result<Report> {
     ensure!(args.racks <= args.agents, "{} racks: expected at most one per agent", args.racks);
@@ -78,19 +78,19 @@ async fn measure(args: &Args, controller: &mut Controller, interval: Duration) -
     Ok(report(args, &windows, costs_us, bytes))
 }
 
-/// Rack with its servers.
+/// Emulated rack controller with its emulated servers.
 struct Rack {
     messages: mpsc::Sender<v1::RackMessage>,
-    /// By the number of the agent.
+    /// Emulated agents of the rack, with their numbers.
     servers: Vec<(u32, FakeAgent)>,
     rounds: Vec<v1::RackMessage>,
-    /// Interval of detailed reports (ms), set by the controller: it grows with the number of racks.
+    /// Interval of detailed reports (ms), which the controller increases with the number of racks.
     detail_interval: Arc<AtomicU32>,
     cost_us: f64,
 }
 
 impl Rack {
-    /// Connects with all agents of the rack, and makes summaries by the controller's configuration.
+    /// Connects the rack, registers its agents, and makes summaries as the controller's configuration demands.
     async fn connect(
         args: &Args,
         controller: &mut Controller,
@@ -153,8 +153,8 @@ impl Rack {
         Ok(Self { messages, servers: agents.zip(servers).collect(), rounds, detail_interval, cost_us })
     }
 
-    /// Sends a summary per interval, and each agent's detailed report once per detail interval, until the controller
-    /// ends.
+    /// Sends one summary per interval until the controller ends. Adds a detailed report of each agent once per detail
+    /// interval.
     async fn send_summaries(mut self, start: Instant, interval: Duration, sent: Arc<AtomicU64>) {
         let mut due = start;
         for round in 0.. {

@@ -5,11 +5,11 @@ use std::fmt;
 use coreward_model::statistics::median;
 use serde_json::json;
 
-/// Cell of a table.
+/// Cell of a report's table.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Cell {
     Text(String),
-    /// Measured value, shown with one decimal.
+    /// Measured value, which is printed with one decimal.
     Number(f64),
     Count(u64),
 }
@@ -54,7 +54,7 @@ impl fmt::Display for Cell {
     }
 }
 
-/// Returns median, minimum and maximum of values; NaN without values.
+/// Returns the median, minimum and maximum of `values`; NaN if there are none.
 pub fn summarize(values: impl IntoIterator<Item = f64>) -> [f64; 3] {
     let mut values: Vec<f64> = values.into_iter().collect();
     values.sort_by(f64::total_cmp);
@@ -62,7 +62,7 @@ pub fn summarize(values: impl IntoIterator<Item = f64>) -> [f64; 3] {
     [median(&values), ends[0], ends[1]].map(|value| value.unwrap_or(f64::NAN))
 }
 
-/// Bound that a measured value should keep.
+/// Limit that a measured value should not exceed, or should reach.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Goal {
     AtMost(f64),
@@ -90,13 +90,13 @@ impl fmt::Display for Goal {
     }
 }
 
-/// Returns two cells: the goal, and whether the value meets it. Both are empty without a goal.
+/// Returns two table cells: the goal, and whether `value` meets it. Both are empty without a goal.
 pub fn goal_cells(goal: Option<Goal>, value: f64) -> [Cell; 2] {
     let Some(goal) = goal else { return ["".into(), "".into()] };
     [goal.to_string().into(), if goal.is_met(value) { "met" } else { "missed" }.into()]
 }
 
-/// Table with a header and rows.
+/// Table of a report, with named columns.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Table {
     head: Vec<String>,
@@ -104,19 +104,19 @@ pub struct Table {
 }
 
 impl Table {
-    /// Returns a table without rows.
+    /// Returns a table with these column names and no rows.
     pub fn new(head: &[&str]) -> Self {
         Self { head: head.iter().map(|name| name.to_string()).collect(), rows: Vec::new() }
     }
 
-    /// Adds a row. Panics when its length differs from the header's.
+    /// Adds a row to the table. Panics if the number of cells differs from the number of columns.
     pub fn add_row(&mut self, cells: impl IntoIterator<Item = Cell>) {
         let cells: Vec<Cell> = cells.into_iter().collect();
         assert_eq!(cells.len(), self.head.len(), "a row as long as the head {:?}", self.head);
         self.rows.push(cells);
     }
 
-    /// Adds a row: a name, median, minimum and maximum of values, and further cells.
+    /// Adds a row with the name, the median, minimum and maximum of the values, and further cells.
     pub fn add_summary_row(
         &mut self,
         name: &str,
@@ -138,7 +138,7 @@ impl Table {
         self.rows.iter().map(row).collect()
     }
 
-    /// Returns the table as Markdown, readable as text. The first column is aligned left, the others right.
+    /// Returns the table as Markdown that is readable as text. The first column is aligned left, the others right.
     fn markdown(&self) -> comfy_table::Table {
         let mut table = comfy_table::Table::new();
         table.load_style(comfy_table::presets::ASCII_MARKDOWN).set_header(&self.head);
@@ -152,23 +152,23 @@ impl Table {
 
 #[derive(Debug, Clone, PartialEq)]
 pub struct Report {
-    /// Name of the sub-command.
+    /// Name of the bench's subcommand.
     pub name: &'static str,
     pub title: &'static str,
-    /// Description of measured values and method.
+    /// Description of the measured values and of the method.
     pub about: String,
     pub tables: Vec<Table>,
 }
 
 impl Report {
-    /// Returns the report as JSON.
+    /// Returns the bench's name, the description and all tables as JSON.
     pub fn json(&self) -> serde_json::Value {
         let tables: Vec<_> = self.tables.iter().map(Table::json).collect();
         json!({ "bench": self.name, "about": self.about, "tables": tables })
     }
 }
 
-/// Writes a section of Markdown.
+/// Writes the report as a section of a Markdown page.
 impl fmt::Display for Report {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "## {}\n\n{}\n", self.title, wrapped(&self.about))?;
@@ -176,7 +176,7 @@ impl fmt::Display for Report {
     }
 }
 
-/// Returns the text in lines of at most 120 characters.
+/// Returns the text with line breaks between words, so that no line has more than 120 characters.
 pub fn wrapped(text: &str) -> String {
     let mut lines: Vec<String> = vec![String::new()];
     for word in text.split_whitespace() {

@@ -5,7 +5,7 @@ use std::os::fd::{AsRawFd as _, BorrowedFd, FromRawFd as _, OwnedFd};
 use anyhow::ensure;
 use libbpf_rs::libbpf_sys;
 
-/// Enables the kernel's run time statistics until the descriptor is closed. Fails without root.
+/// Makes the kernel measure the run times of BPF programs until the returned descriptor is closed. Fails without root.
 pub fn enable_statistics() -> anyhow::Result<OwnedFd> {
     // SAFETY: takes no pointers.
     let result = unsafe { libbpf_sys::bpf_enable_stats(libbpf_sys::BPF_STATS_RUN_TIME) };
@@ -14,7 +14,7 @@ pub fn enable_statistics() -> anyhow::Result<OwnedFd> {
     Ok(unsafe { OwnedFd::from_raw_fd(result) })
 }
 
-/// Returns run time (ns) and number of runs of a program.
+/// Returns the total run time (ns) of a BPF program, and how often it ran.
 pub fn run_time(program: BorrowedFd<'_>) -> anyhow::Result<(u64, u64)> {
     let mut info = libbpf_sys::bpf_prog_info::default();
     let mut length = size_of_val(&info) as u32;

@@ -24,10 +24,10 @@ pub struct Args {
     scale: ScaleArgs,
 }
 
-/// Pause after a query to the controller.
+/// Pause after a query of the controller's status, which delays other requests.
 const SETTLE_TIME: Duration = Duration::from_millis(200);
 
-/// Runs the bench. Fails without root, or when a process does not start.
+/// Runs the bench of a controller at its limit. Fails without root, or when a process does not start.
 pub fn run(args: &Args) -> anyhow::Result<Report> {
     let args = args.clone();
     let (agents, scale) = (args.agents, args.scale.clone());
@@ -44,7 +44,7 @@ async fn measure(args: &Args, controller: &mut Controller, interval: Duration) -
     Ok(report(args, &windows))
 }
 
-/// Results of one window.
+/// Results of the controller in one measured window.
 pub struct WindowResult {
     cpu_pct: f64,
     sent_per_second: f64,
@@ -52,15 +52,15 @@ pub struct WindowResult {
     tables_per_second: f64,
     resident_mib: f64,
     max_mib: f64,
-    /// Cumulative shares of the time from a report's receipt to its table, by bucket bound (s).
+    /// Cumulative distribution of the time from a report's receipt to its table: upper bounds (s) and shares.
     report_to_table_shares: Vec<(f64, f64)>,
-    /// Cumulative shares of the time from a report's receipt to its table in the kernel.
+    /// Cumulative distribution of the time from a report's receipt to its table in the kernel.
     report_to_kernel_shares: Vec<(f64, f64)>,
-    /// Cumulative shares of the time from a report's sending to its table in the kernel.
+    /// Cumulative distribution of the time from a report's sending to its table in the kernel.
     sent_to_kernel_shares: Vec<(f64, f64)>,
 }
 
-/// Measures all windows. `sent`: reports sent to the controller so far. Fails when the controller does not answer.
+/// Measures all windows. `sent` counts the reports sent to the controller. Fails when the controller does not answer.
 pub async fn measure_windows(
     args: &ScaleArgs,
     controller: &mut Controller,
@@ -109,7 +109,7 @@ async fn measure_window(
     })
 }
 
-/// Returns the controller's metrics page.
+/// Fetches the controller's metrics page.
 fn scrape(address: SocketAddr) -> anyhow::Result<String> {
     let mut stream = TcpStream::connect(address).context("the controller's metrics")?;
     write!(stream, "GET /metrics HTTP/1.1\r\nhost: bench\r\nconnection: close\r\n\r\n")?;
@@ -118,7 +118,7 @@ fn scrape(address: SocketAddr) -> anyhow::Result<String> {
     Ok(page)
 }
 
-/// Returns the upper bounds of a histogram's buckets and their cumulative counts.
+/// Returns the buckets of the histogram `name` on a metrics page: upper bounds and cumulative counts.
 fn histogram_buckets(page: &str, name: &str) -> Vec<(f64, f64)> {
     let prefix = format!("{name}_bucket{{");
     let class = |line: &str| {
@@ -129,7 +129,7 @@ fn histogram_buckets(page: &str, name: &str) -> Vec<(f64, f64)> {
     page.lines().filter_map(class).collect()
 }
 
-/// Returns the cumulative shares of the values between two scrapes, by bucket bound.
+/// Returns the cumulative distribution of the values observed between two metrics pages: upper bounds and shares.
 fn shares(before: &str, after: &str, name: &str) -> Vec<(f64, f64)> {
     let (before, after) = (histogram_buckets(before, name), histogram_buckets(after, name));
     let new: Vec<(f64, f64)> = after.iter().zip(&before).map(|(new, old)| (new.0, new.1 - old.1)).collect();
@@ -137,7 +137,7 @@ fn shares(before: &str, after: &str, name: &str) -> Vec<(f64, f64)> {
     new.into_iter().map(|(bound, count)| (bound, count / all)).collect()
 }
 
-/// Returns a quantile of a histogram (ms), interpolated within its bucket.
+/// Returns the quantile `part` (0 to 1) of a distribution in seconds, interpolated within its bucket, in ms.
 fn quantile_ms(shares: &[(f64, f64)], part: f64) -> f64 {
     let mut lower = (0.0, 0.0);
     for (bound, share) in shares {
@@ -151,12 +151,12 @@ fn quantile_ms(shares: &[(f64, f64)], part: f64) -> f64 {
     f64::NAN
 }
 
-/// Returns the share of values of at most `seconds`.
+/// Returns the percentage of values up to `seconds`, rounded up to the next bucket bound.
 fn percent_within(shares: &[(f64, f64)], seconds: f64) -> f64 {
     shares.iter().find(|(bound, _)| *bound >= seconds).map_or(f64::NAN, |(_, share)| share * 100.0)
 }
 
-/// Adds rows of the windows' results. `messages`: name of the messages that the windows count.
+/// Adds rows with the results of all windows. `messages` names the kind of message whose rate of sending was counted.
 pub fn add_window_rows(table: &mut Table, messages: &str, windows: &[WindowResult]) {
     let mut row =
         |what: &str, of: &dyn Fn(&WindowResult) -> f64| table.add_summary_row(what, windows.iter().map(of), []);

@@ -33,14 +33,14 @@ impl Default for Args {
     }
 }
 
-/// One simulation whose speed is measured.
+/// Configuration of one simulation whose speed is measured, and its measured rates.
 struct Case {
     name: String,
     config: rpc::Config,
     millions_per_second: Vec<f64>,
 }
 
-/// Runs the bench. Fails when a simulation rejects its configuration.
+/// Runs the bench of the simulator. Fails when a simulation rejects its configuration.
 pub fn run(args: &Args) -> anyhow::Result<Report> {
     let mut cases = cases(args.requests)?;
     for _ in 0..args.rounds {
@@ -69,14 +69,14 @@ pub fn run(args: &Args) -> anyhow::Result<Report> {
     })
 }
 
-/// Returns cells of median, minimum, maximum, and the goal for the median.
+/// Returns cells with the median, minimum and maximum of the rates, the goal, and whether the median meets it.
 fn rates(millions_per_second: &[f64], goal: Option<Goal>) -> [Cell; 5] {
     let [middle, least, most] = summarize(millions_per_second.iter().copied());
     let [goal, verdict] = goal_cells(goal, middle);
     [middle.into(), least.into(), most.into(), goal, verdict]
 }
 
-/// Stored bytes of each packet: enough for all headers up to the ports.
+/// Number of bytes captured of each packet: enough for all headers up to the ports.
 const SNAP_LENGTH: usize = 96;
 
 fn captures(args: &Args) -> anyhow::Result<Table> {
@@ -111,7 +111,7 @@ fn captures(args: &Args) -> anyhow::Result<Table> {
     Ok(table)
 }
 
-/// Writes a capture of campus traffic; the page cache then holds it.
+/// Writes a capture file of campus traffic, which then remains in the page cache.
 fn write_capture(path: &Path, seconds: u32) -> anyhow::Result<()> {
     let mut trace = format!("campus:seconds={seconds}").parse::<TraceSource>()?.open(1, ReadOptions::default())?;
     let out = File::create(path).with_context(|| path.display().to_string())?;

@@ -40,11 +40,11 @@ pub struct Args {
     changes: u32,
 }
 
-/// Limit of each wait, never reached without a fault.
+/// Maximum time of each wait, which is reached only after a fault.
 const TIMEOUT: Duration = Duration::from_secs(60);
 
-/// Measures in a new thread, because a network namespace belongs to a thread. Fails without root, or when a process
-/// does not start.
+/// Measures starts and changes in a new thread, because a network namespace belongs to a thread. Fails without root, or
+/// when a process does not start.
 pub fn run(args: &Args) -> anyhow::Result<Report> {
     namespace::measure_in_thread("start", args, measure)
 }
@@ -77,19 +77,19 @@ fn measure(args: &Args) -> anyhow::Result<Report> {
     Ok(report(args, &starts, &changes))
 }
 
-/// Applies a document of the fleet and returns its generation.
+/// Applies a fleet document that replaces generation `generation`. Returns the new generation.
 async fn apply(controller: &mut Controller, document: &str, generation: u64) -> anyhow::Result<u64> {
     let document = NewFleet { name: "bench".into(), text: document.to_owned(), generation, dry_run: false };
     Ok(controller.operator_client().await?.put_fleet(&document).await?.generation)
 }
 
-/// Times of the first forwarded packet of any service, and of the last service.
+/// Times from the start of a load balancer to its first forwarded packet, and to a packet of every service.
 struct StartTimes {
     first: Duration,
     all: Duration,
 }
 
-/// Packet socket at the servers' end of the wire.
+/// Packet socket at the servers' end of the veth pair, which also sends the clients' packets.
 struct ServerSocket {
     socket: OwnedFd,
     own_mac: [u8; 6],
@@ -120,7 +120,7 @@ impl ServerSocket {
         Ok(Self { socket, own_mac: mac_of("eth1")?, balancer_mac: mac_of("eth0")? })
     }
 
-    /// Sends a SYN to a service.
+    /// Sends a SYN for a service's VIP from client port `port` to the load balancer.
     fn send(&self, vip: Ipv4Addr, port: u16) {
         let mut frame = [0u8; FRAME_BYTES];
         frame[..6].copy_from_slice(&self.balancer_mac);
@@ -137,7 +137,7 @@ impl ServerSocket {
         let _ = nix::unistd::write(&self.socket, &frame);
     }
 
-    /// Returns the VIPs of packets that the load balancer has forwarded.
+    /// Receives all waiting packets that the load balancer has forwarded. Returns their VIPs.
     fn forwarded_vips(&self) -> Vec<Ipv4Addr> {
         let mut vips = Vec::new();
         let mut frame = [0u8; 256];
@@ -157,7 +157,7 @@ fn mac_of(device: &str) -> anyhow::Result<[u8; 6]> {
     macs.next().with_context(|| format!("{device} has no MAC address"))
 }
 
-/// Sends SYNs repeatedly to all services that have not forwarded one yet.
+/// Sends SYNs repeatedly to each service until it has forwarded one. Returns the times since `began`.
 fn wait_for_forwarding(services: u32, began: Instant) -> anyhow::Result<StartTimes> {
     let wire = ServerSocket::open()?;
     let mut waiting: BTreeSet<Ipv4Addr> = (0..services).map(|service| *vip(service).ip()).collect();
@@ -179,7 +179,7 @@ fn wait_for_forwarding(services: u32, began: Instant) -> anyhow::Result<StartTim
     Ok(StartTimes { first: first.unwrap_or(all), all })
 }
 
-/// Times from a change's request to its acknowledgement, and to its effect on packets.
+/// Times from the request of a change to the API's answer, and to the change in the kernel.
 struct ChangeTimes {
     acknowledged: Duration,
     in_kernel: Duration,

@@ -16,7 +16,7 @@ use crate::controller;
 use crate::controller_process::{Controller, ScratchDirectory};
 use crate::report::Report;
 
-/// Options of measurements of a controller at its limit.
+/// Options shared by the benches of a controller at its limit.
 #[derive(Debug, Clone, clap::Args)]
 pub struct ScaleArgs {
     /// Number of cores of each server
@@ -36,8 +36,8 @@ pub struct ScaleArgs {
     pub plain: bool,
 }
 
-/// Runs `measure` in a new thread with its own network namespace. `what`: name of the bench. `measure` takes the
-/// controller and the report interval. Fails without root, when a process does not start, or as `measure` does.
+/// Runs `measure` with a controller and the report interval, in a new thread with its own network namespace. `what`:
+/// name of the bench. Fails without root, when a process does not start, or as `measure` does.
 pub fn measure<M>(what: &str, agents: u32, args: &ScaleArgs, measure: M) -> anyhow::Result<Report>
 where
     M: AsyncFnOnce(&mut Controller, Duration) -> anyhow::Result<Report> + Send + 'static,
@@ -70,23 +70,23 @@ where
     })
 }
 
-/// Options of the load balancer's process.
+/// Options of the measured load balancer's process.
 #[derive(Debug, Clone, clap::Args)]
 pub struct ProcessArgs {
     #[arg(long)]
     config: PathBuf,
 }
 
-/// Runs the load balancer as `coreward lb` does. Fails as the load balancer does.
+/// Runs the load balancer in this process, as `coreward lb` does. Fails as the load balancer does.
 pub fn run_process(args: &ProcessArgs) -> anyhow::Result<()> {
     coreward_lb::daemon::run(&args.config)
 }
 
-/// Process of a load balancer; killed when dropped.
+/// Process of a load balancer, which is killed when this value is dropped.
 pub struct Balancer(Child);
 
 impl Balancer {
-    /// Starts it at the device `eth0`, with its pins below `pins`. Fails when the process cannot be started.
+    /// Starts a load balancer at the device `eth0`, with its pins below `pins`. Fails when the process does not start.
     pub fn start(controller: &Controller, scratch: &ScratchDirectory, pins: &PinDirectory) -> anyhow::Result<Self> {
         let config = scratch.0.join("lb.toml");
         let text = format!(
@@ -110,7 +110,7 @@ impl Drop for Balancer {
     }
 }
 
-/// Creates a veth pair, `eth0` and `eth1`; `eth1` answers ARP for 10.2.0.0/16. Fails without root.
+/// Creates the veth pair `eth0` and `eth1` in a new namespace. `eth1` answers ARP for 10.2.0.0/16. Fails without root.
 pub fn make_network() -> anyhow::Result<()> {
     namespace::enter_new()?;
     for command in [
@@ -125,8 +125,8 @@ pub fn make_network() -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Gives the load balancer precedence over the emulated agents, which would run on other machines. Call it in the
-/// agents' thread.
+/// Gives the calling thread, that of the emulated agents, the lowest priority. The load balancer precedes them, because
+/// they would run on other machines.
 fn lower_priority() -> anyhow::Result<()> {
     let priority = libc::sched_param { sched_priority: 0 };
     // SAFETY: 0 is the calling thread, and the kernel only reads `priority`.

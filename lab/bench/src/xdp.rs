@@ -24,7 +24,7 @@ pub use interleaved::{difference, fastest_difference, median_of, quartiles};
 use runner::{PACKET_COUNT, Runner};
 use workload::Case;
 
-/// Length of a measurement.
+/// Number of rounds and packets of a measurement.
 #[derive(Debug, Clone, Copy, clap::Args)]
 pub struct MeasurementLength {
     /// Number of rounds; in each, all programs of a case run one after the other
@@ -41,7 +41,7 @@ impl Default for MeasurementLength {
     }
 }
 
-/// Length and selection of the measurement.
+/// Length of the measurement, and selection of its cases.
 #[derive(Default, clap::Args)]
 pub struct Args {
     #[command(flatten)]
@@ -52,22 +52,22 @@ pub struct Args {
 }
 
 impl Args {
-    /// Returns a length of `rounds` rounds with the default number of packets.
+    /// Returns the options of `rounds` rounds, with the default number of packets and all cases.
     pub fn for_rounds(rounds: u32) -> Self {
         Self { length: MeasurementLength { rounds, ..MeasurementLength::default() }, only: None }
     }
 }
 
-/// Cost of packets of open connections.
+/// Cost of the packets of open connections, for one program and number of connections.
 pub struct Cost {
-    /// Mode or baseline program, by its label in cheetah-5-live.toml.
+    /// Mode or baseline program, named by its label in cheetah-5-live.toml.
     pub series: String,
     pub connections: usize,
-    /// Cost above the empty program (ns), by round.
+    /// Cost above the empty program (ns), in the order of the rounds.
     pub above_empty: RoundTimes,
 }
 
-/// Measures packets of open connections.
+/// Measures the cost of packets of open connections, by program and number of connections.
 pub fn costs_by_connections(args: &Args, progress: &dyn Fn(usize, usize)) -> anyhow::Result<Vec<Cost>> {
     let mut costs = Vec::new();
     for measured in established::measure(args, progress)? {
@@ -81,21 +81,21 @@ pub fn costs_by_connections(args: &Args, progress: &dyn Fn(usize, usize)) -> any
     Ok(costs)
 }
 
-/// Measurements of one case.
+/// Measured times of one case.
 struct Measured {
     case: Case,
-    /// Median of the empty program (ns).
+    /// Median time of the empty program (ns).
     empty: f64,
-    /// Cost of the load balancer above the empty program (ns), by round.
+    /// Cost of the load balancer above the empty program (ns), in the order of the rounds.
     above_empty: RoundTimes,
-    /// Cost of the load balancer by the fastest rounds (ns).
+    /// Difference between the fastest rounds of the load balancer and of the empty program (ns).
     fastest: f64,
-    /// Cost of parsing and swapping MACs by the fastest rounds (ns).
+    /// Difference between the fastest rounds of parsing and swapping MACs and of the empty program (ns).
     floor: f64,
 }
 
 impl Measured {
-    /// `times` of the programs in this order: empty, parse and swap MACs, load balancer.
+    /// Evaluates the times of three programs: the empty one, the one that parses and swaps MACs, and the load balancer.
     fn new(balancer: &Balancer, times: [&RoundTimes; 3]) -> anyhow::Result<Self> {
         Ok(Self {
             case: balancer.case(),
@@ -107,8 +107,8 @@ impl Measured {
     }
 }
 
-/// Measures every case. Fails without the capabilities to load BPF programs, or when a program does not do what the
-/// case expects.
+/// Measures all selected cases. Fails without the capabilities to load BPF programs, or when a program does not do what
+/// the case expects.
 pub fn run(args: &Args) -> anyhow::Result<Report> {
     let established = if args.only.is_some() { Vec::new() } else { established::measure(args, &|_, _| {})? };
     let is_selected = |case: &Case| args.only.as_ref().is_none_or(|text| case.to_string().contains(text));

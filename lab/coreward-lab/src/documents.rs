@@ -14,9 +14,9 @@ use crate::Cli;
 struct Document {
     /// Destinations of links, as written.
     links: Vec<String>,
-    /// Anchors that GitHub derives from headings.
+    /// Anchors that GitHub derives from the headings.
     anchors: BTreeSet<String>,
-    /// Code spans, and lines of code blocks.
+    /// Code spans, and single lines of code blocks.
     code: Vec<String>,
 }
 
@@ -24,7 +24,7 @@ fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../..").canonicalize().unwrap()
 }
 
-/// Returns README.md and all files of docs/, by their paths from the repository's root.
+/// Returns README.md and all files of docs/, each with its path relative to the repository's root.
 fn documents() -> BTreeMap<PathBuf, Document> {
     let root = root();
     let docs = std::fs::read_dir(root.join("docs")).unwrap().map(|entry| entry.unwrap().path());
@@ -94,7 +94,7 @@ impl Document {
     }
 }
 
-/// Returns the reason why a link of `document` is broken.
+/// Returns the reason why a link in the file `document_path` is broken; `None` for a valid or external link.
 fn broken_link_reason(link: &str, document: &Path, all: &BTreeMap<PathBuf, Document>) -> Option<String> {
     // External links would need network access.
     if link.contains("://") || link.starts_with("mailto:") {
@@ -114,7 +114,7 @@ fn broken_link_reason(link: &str, document: &Path, all: &BTreeMap<PathBuf, Docum
     (!known).then(|| format!("{link}: no heading has the anchor #{anchor}"))
 }
 
-/// Returns the words of every command that begins with `program` in a line of code, up to a shell operator.
+/// Returns the arguments of every command in a line of code that runs `program`, up to a shell operator.
 fn commands<'a>(line: &'a str, program: &'a str) -> impl Iterator<Item = Vec<&'a str>> {
     let line = line.split_once(" #").map_or(line, |(command, _)| command);
     let parts = line.split(['|', ';', '&', '(', ')', '>']);
@@ -124,7 +124,7 @@ fn commands<'a>(line: &'a str, program: &'a str) -> impl Iterator<Item = Vec<&'a
     })
 }
 
-/// Returns the first word of a command that does not exist. Optional parts are in brackets: `[--fix]`.
+/// Returns an error for the first sub-command or flag that does not exist. Brackets mark optional ones: `[--fix]`.
 fn unknown_word(words: &[&str], of: &clap::Command) -> Option<String> {
     let mut command = of.clone();
     command.build();
@@ -147,7 +147,7 @@ fn unknown_word(words: &[&str], of: &clap::Command) -> Option<String> {
     flags.filter(|flag| !known(flag)).map(|flag| format!("`{name}` has no flag `--{flag}`")).next()
 }
 
-/// Returns the unknown words of commands in a line.
+/// Returns an error message for each command in a line that has an unknown sub-command or flag.
 fn unknown_of<'a>(line: &'a str, of: &'a clap::Command) -> impl Iterator<Item = String> {
     commands(line, of.get_name()).filter_map(|words| unknown_word(&words, of))
 }
@@ -209,7 +209,7 @@ fn every_make_target_exists() {
     assert_none(mistakes.map(|(path, target)| format!("{}: no target {target:?}", path.display())).collect());
 }
 
-/// Returns the words of `text` that begin with `prefix`.
+/// Returns the words of `text` that start with `prefix`.
 fn words<'a>(text: &'a str, prefix: &'a str) -> impl Iterator<Item = &'a str> {
     text.split(|c: char| !c.is_alphanumeric() && c != '_').filter(move |word| word.starts_with(prefix))
 }

@@ -6,7 +6,7 @@ use coreward_sim::figure::embedded::EmbeddedScenario;
 use coreward_sim::figure::live::LiveFigure;
 use coreward_testbed::{dispatch_figure, pcc};
 
-/// All live figures in any order: lists and pages use the papers' order.
+/// All figures that are measured on this machine. Their order is arbitrary: lists and pages use the papers' order.
 pub const FIGURES: &[LiveFigure] = &[
     LiveFigure {
         embedded_scenario: EmbeddedScenario {

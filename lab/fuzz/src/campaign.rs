@@ -11,53 +11,53 @@ use rand::Rng as _;
 use crate::change::Difference;
 use crate::epoch::{self, Epoch};
 
-/// End of a campaign.
+/// Condition on which a campaign ends, unless it finds a difference before.
 #[derive(Debug, Clone, Copy)]
 pub enum RunLimit {
     Packets(u64),
-    /// Duration of the campaign; it also ends the running epochs.
+    /// Duration of the campaign, after which running epochs also end.
     Elapsed(Duration),
 }
 
 #[derive(Debug, Clone, Copy)]
 pub struct Campaign {
-    /// Seed of every epoch, whatever the number of threads.
+    /// Seed from which the seeds of all epochs are derived, whatever the number of threads.
     pub seed: u64,
     pub first_epoch: u64,
     pub limit: RunLimit,
-    /// Number of threads, each with its own load balancer.
+    /// Number of threads, each of which tests its own load balancer.
     pub threads: usize,
 }
 
-/// Difference between program and reference model, and its epoch.
+/// Difference between BPF program and reference model, and the epoch in which it was found.
 #[derive(Debug)]
 pub struct Failure {
     pub epoch: u64,
-    /// Number of the epoch's packets up to the one that differs.
+    /// Number of packets from the start of the epoch up to the one that shows the difference.
     pub packets: u64,
     pub difference: Difference,
 }
 
-/// Counts of a campaign.
+/// Counts and result of a finished campaign.
 #[derive(Debug)]
 pub struct Summary {
     pub packets: u64,
     pub epochs: u64,
-    /// Duration of the campaign.
+    /// Duration of the whole campaign.
     pub elapsed: Duration,
-    /// Growth of each counter of `enum lb_counter`.
+    /// Number of packets by their outcome, indexed by `enum lb_counter`.
     pub outcomes: Vec<u64>,
-    /// The first difference.
+    /// First difference that was found, if any.
     pub failure: Option<Failure>,
 }
 
 impl Campaign {
-    /// Returns the seed of epoch `number`.
+    /// Returns the seed of the epoch with this number.
     pub fn epoch_seed(&self, number: u64) -> u64 {
         seeded_rng(self.seed, number).next_u64()
     }
 
-    /// Runs the campaign. `progress` receives the number of packets so far after each epoch.
+    /// Runs all epochs of the campaign. After each one, calls `progress` with the number of packets so far.
     pub fn run(&self, progress: impl Fn(u64) + Sync) -> anyhow::Result<Summary> {
         let start = Instant::now();
         let (next, ended) = (AtomicU64::new(0), AtomicBool::new(false));
@@ -97,7 +97,7 @@ impl Campaign {
         Ok(summary)
     }
 
-    /// Returns the number of packets of the epoch in this campaign; `None` when the campaign has no such epoch.
+    /// Returns the number of packets of an epoch in this campaign; `None` when the campaign ends before that epoch.
     fn packets_of(&self, number: u64, start: Instant) -> Option<u64> {
         match self.limit {
             RunLimit::Packets(total) => {
@@ -108,7 +108,7 @@ impl Campaign {
         }
     }
 
-    /// Runs one epoch in parts, so that the time limit also ends a long epoch.
+    /// Runs an epoch in parts, so that the time limit can end it. Returns the number of packets and the difference.
     fn run_epoch(
         &self,
         number: u64,

@@ -9,39 +9,39 @@ use coreward_model::lb::{Owner, Server, TokenBucketSelector};
 use coreward_model::placement::PlacementTable;
 use coreward_model::{ServerId, ServiceAddress};
 
-/// A change of the state, other than by a packet.
+/// Change of the load balancer's state that no packet causes.
 #[derive(Debug, Clone)]
 pub enum Change {
     Keys(FleetKeys),
-    /// Replaces the services; all are IPv4, no two the same.
+    /// Replaces all services by these, which are IPv4 services with different addresses.
     Services(Vec<(ServiceAddress, ServiceMode)>),
-    /// Adds, changes (`Some`) or removes (`None`) a server.
+    /// Adds or changes a server of a service (`Some`), or removes it (`None`).
     Server(usize, ServerId, Option<Server>),
-    /// The load balancer's own health checks find a server down, or up again.
+    /// Sets whether the load balancer's own health checks find a server of a service down.
     Masked(usize, ServerId, bool),
     Table(usize, PlacementTable),
-    /// Sets whether tokens for broadcasts are available.
+    /// Sets whether a token bucket for broadcasts has tokens.
     BroadcastTokens(TokenBucketSelector, bool),
-    /// Sets the load balancer's number among the owners of connection tables.
+    /// Sets this load balancer's number among the owners of connection tables.
     LocalOwnerNumber(Option<OwnerNumber>),
     Owner(OwnerNumber, Owner),
-    /// Limits the connection-table entries of one source prefix.
+    /// Limits the number of connection-table entries per source prefix; `None` removes the limit.
     LimitEntries(Option<u32>),
-    /// Sets the time that packets see.
+    /// Sets the time that the program reads from its clock.
     Clock(ClockTicks),
-    /// User space scans the connection table for expired entries.
+    /// Scans the connection table for expired entries, as user space does regularly.
     Sweep,
-    /// User space frees entries of the connection table.
+    /// Frees these entries of the connection table, as user space does.
     Free(Vec<ConnectionIndex>),
 }
 
-/// Packet or state for which program and reference model differ.
+/// Difference between the reference model and the BPF program, in a packet or in a part of the state.
 #[derive(Debug, Clone)]
 pub struct Difference {
     pub subject: String,
-    /// Result of the reference model.
+    /// Result of the reference model, as text.
     pub expected: String,
-    /// Result of the BPF program.
+    /// Result of the BPF program, as text.
     pub actual: String,
 }
 

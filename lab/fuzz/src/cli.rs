@@ -97,7 +97,7 @@ fn consistency(arguments: &ConsistencyArgs) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Runs a campaign or a consistency test. Fails at the first difference, or when a BPF program cannot be loaded.
+/// Runs a campaign or the consistency check. Fails at the first difference, or when a BPF program cannot be loaded.
 pub fn run(arguments: FuzzArgs) -> anyhow::Result<()> {
     match arguments.command {
         Command::Packets(arguments) => packets(&arguments),
@@ -144,7 +144,7 @@ fn show(summary: &Summary) {
     }
 }
 
-/// Returns the difference as an error, shrunk if it can be reproduced.
+/// Prints the difference, and the shrunk steps that reproduce it, if any. Returns it as the error of the command.
 fn explain(campaign: &Campaign, failure: &Failure) -> anyhow::Error {
     println!("DIFFERENCE in packet {} of epoch {}: {}", failure.packets, failure.epoch, failure.difference);
     println!("again: coreward-lab fuzz packets --seed {} --epoch {} --threads 1", campaign.seed, failure.epoch);

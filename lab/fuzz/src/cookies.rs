@@ -30,7 +30,7 @@ use crate::harness::{Harness, HarnessSetup, OWN_MAC, TIME_KEY};
 const VIP: (Ipv4Addr, u16) = (Ipv4Addr::new(10, 200, 0, 1), 80);
 const ACK: u8 = 0x10;
 
-/// Hits of each server, and their expected number.
+/// Number of packets that reached each server, among those with a number of TSecr values.
 #[derive(Debug, Clone)]
 pub struct TsecrCoverage {
     pub tried_count: u64,
@@ -38,8 +38,9 @@ pub struct TsecrCoverage {
 }
 
 impl TsecrCoverage {
-    /// Returns how many standard deviations Pearson's chi-square over "server 1, server 2, ..., none" is from its mean,
-    /// if a TSecr reaches each server with probability 2^-15. (With thousands of servers chi-square is nearly normal.)
+    /// Returns how many standard deviations Pearson's chi-square over "server 1, server 2, ..., none" is above its
+    /// mean, if each server gets a TSecr with probability 2^-15. (With thousands of servers chi-square is nearly
+    /// normal.)
     pub fn z_score(&self) -> f64 {
         let servers = self.packets_by_server.len() as f64;
         let each = self.tried_count as f64 / f64::from(intf::COOKIE_HIDDEN_MASK + 1);
@@ -51,18 +52,18 @@ impl TsecrCoverage {
     }
 }
 
-/// Results of single flipped bits of valid cookies.
+/// Numbers of packets that reached a server although one bit of their valid cookie was flipped.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct BitFlipCounts {
-    /// Valid cookies tried.
+    /// Number of valid cookies whose bits were flipped.
     pub cookies: u64,
-    /// Packets that reached another server, by flipped bit of TSecr.
+    /// Number of packets that reached another server, by flipped bit of TSecr.
     pub other_server_counts: [u64; 32],
-    /// Packets that reached the cookie's server, by flipped bit of TSecr.
+    /// Number of packets that reached the server of the cookie, by flipped bit of TSecr.
     pub same_server_counts: [u64; 32],
 }
 
-/// Load balancer with one service, for forged cookies.
+/// Load balancer with one service, to which packets with forged cookies are sent.
 pub struct CookieTester {
     harness: Harness,
     keys: FleetKeys,
@@ -74,8 +75,8 @@ pub struct CookieTester {
 }
 
 impl CookieTester {
-    /// Creates a service with `servers` random ids (at most 16,384). `with_program`: also load the BPF program, which
-    /// fails without the necessary capabilities.
+    /// Creates a service with `servers` servers of random ids (at most 16,384). `with_program` also loads the BPF
+    /// program, which fails without the necessary capabilities.
     pub fn new(seed: u64, servers: usize, with_program: bool) -> anyhow::Result<Self> {
         let mut rng = FuzzRng::new(seed, 1);
         let mut key = || CookieKey { k0: rng.u64(), k1: rng.u64() };
@@ -100,7 +101,7 @@ impl CookieTester {
         (Ipv4Addr::from(self.rng.u32()), self.rng.u16())
     }
 
-    /// Returns a random server and a valid cookie of it under a random key.
+    /// Returns a random server, and a valid cookie of it under one of the two keys.
     fn draw_valid_cookie(&mut self, client: (Ipv4Addr, u16)) -> (ServerId, u32) {
         let server = self.rng.pick(&self.servers);
         let current = self.rng.pick(&[KeyIndex::First, KeyIndex::Second]);
@@ -115,7 +116,7 @@ impl CookieTester {
         (server, tsecr)
     }
 
-    /// Returns the server that a packet with `tsecr` reaches; `None` when it is broadcast or dropped.
+    /// Sends a packet with this TSecr and returns the server that it reaches; `None` when it is broadcast.
     fn send_and_find_server(&mut self, client: (Ipv4Addr, u16), tsecr: u32) -> anyhow::Result<Option<ServerId>> {
         let buckets = TokenBucketSelector::Service(self.service_slot, intf::LIMITED_UNKNOWN_COOKIE);
         self.harness.change(&Change::BroadcastTokens(buckets, true))?;
@@ -163,13 +164,13 @@ impl CookieTester {
         Ok(TsecrCoverage { tried_count: tsecr_values, packets_by_server })
     }
 
-    /// Sends random TSecr values from random clients. Fails when a packet reaches an unknown server, or program and
-    /// reference model differ.
+    /// Sends random TSecr values from random clients. Fails when a packet reaches an unknown server, or when program
+    /// and reference model differ.
     pub fn send_random_tsecrs(&mut self, tsecr_values: u64) -> anyhow::Result<TsecrCoverage> {
         self.measure_coverage(tsecr_values, |cookies| (cookies.client(), cookies.rng.u32()))
     }
 
-    /// Sends valid cookies of one connection on another one.
+    /// Sends valid cookies of one connection in packets of another connection.
     pub fn replay_cookies(&mut self, tsecr_values: u64) -> anyhow::Result<TsecrCoverage> {
         self.measure_coverage(tsecr_values, |cookies| {
             let (client, other) = (cookies.client(), cookies.client());
@@ -178,7 +179,7 @@ impl CookieTester {
     }
 
     /// Flips each single bit of `cookies` valid cookies. Fails as [`send_random_tsecrs`](Self::send_random_tsecrs)
-    /// does, and when an unchanged cookie does not reach its server.
+    /// does, or when an unchanged cookie does not reach its server.
     pub fn flip_cookie_bits(&mut self, cookies: u64) -> anyhow::Result<BitFlipCounts> {
         let mut flips = BitFlipCounts { cookies, ..BitFlipCounts::default() };
         for _ in 0..cookies {

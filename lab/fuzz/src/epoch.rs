@@ -10,38 +10,38 @@ use crate::harness::{Harness, HarnessSetup};
 use crate::{frame, generate};
 
 pub const PACKET_COUNT: u64 = 200_000;
-/// Packets between comparisons of the whole state.
+/// Number of packets between two comparisons of the whole state.
 const STATE_INTERVAL: u64 = 4096;
 
-/// Step of an epoch.
+/// Input of an epoch: a change of the state, or a packet.
 #[derive(Debug, Clone)]
 pub enum Step {
     Change(Change),
     Packet(Vec<u8>),
 }
 
-/// Epoch with its generator and both load balancers.
+/// Generator of packets and changes, with the harness that processes them.
 pub struct Epoch {
     rng: FuzzRng,
     state: GenState,
-    /// The BPF program with the reference model, or the reference model only.
+    /// BPF program with its reference model, or the reference model only.
     pub harness: Harness,
-    /// Changes to apply before the next packet.
+    /// Changes that must be applied before the next packet, in reverse order.
     due_changes: Vec<Change>,
     packet: Vec<u8>,
     packets: u64,
 }
 
-/// Difference, with the number of packets that led to it.
+/// Difference between program and reference model, and the packet that showed it.
 #[derive(Debug)]
 pub struct Mismatch {
-    /// Packets of the epoch up to the one that differs.
+    /// Number of packets from the start of the epoch up to the one that shows the difference.
     pub packets: u64,
     pub difference: Difference,
 }
 
 impl Epoch {
-    /// Starts the epoch of a seed. `with_program`: fails without the capabilities to load the BPF program.
+    /// Starts the epoch of a seed. `with_program` also loads the BPF program, which needs capabilities.
     pub fn new(seed: u64, with_program: bool) -> anyhow::Result<Self> {
         let mut rng = FuzzRng::new(seed, 0);
         let mut state = GenState::new(&mut rng);
@@ -64,7 +64,7 @@ impl Epoch {
         }
     }
 
-    /// Frees some of the connection table's entries in random order.
+    /// Returns a change that frees a random part of the connection table's entries.
     fn draw_free_change(&mut self) -> Change {
         let mut indexes: Vec<_> = self.harness.model.connections().map(|connection| connection.index).collect();
         let share = self.rng.below(4);
@@ -91,7 +91,7 @@ impl Epoch {
         Ok(())
     }
 
-    /// Applies the changes that are due, and passes each to `record`.
+    /// Applies all due changes, after adding random ones if none is due. Passes each change to `record`.
     fn apply_due_changes(&mut self, mut record: impl FnMut(Change)) -> anyhow::Result<()> {
         if self.due_changes.is_empty() {
             self.draw_changes();
@@ -103,7 +103,7 @@ impl Epoch {
         Ok(())
     }
 
-    /// Processes the next packet, `self.packet`, in the harness.
+    /// Generates the next packet, stores it in `self.packet`, and processes it in the harness.
     fn process_next_packet(&mut self) -> anyhow::Result<(Outcome, Option<Difference>)> {
         generate::write_packet(&self.state, &mut self.rng, &mut self.packet);
         self.packets += 1;
@@ -112,7 +112,7 @@ impl Epoch {
         Ok((outcome, difference))
     }
 
-    /// Processes packets up to number `packets` and compares. Passes every outcome to `seen`.
+    /// Processes packets up to number `packets` or the first difference. Passes every outcome to `seen`.
     pub fn run(&mut self, packets: u64, mut seen: impl FnMut(Outcome)) -> anyhow::Result<Option<Mismatch>> {
         while self.packets < packets {
             self.apply_due_changes(|_| ())?;
@@ -129,13 +129,13 @@ impl Epoch {
         Ok(None)
     }
 
-    /// Compares the tables that are too large to compare during the epoch.
+    /// Compares the tables that are too large for a comparison during the epoch.
     pub fn compare_large_tables(&self) -> anyhow::Result<Option<Mismatch>> {
         let flows = self.harness.compare_tables()?;
         Ok(flows.map(|difference| Mismatch { packets: self.packets, difference }))
     }
 
-    /// Returns the setup of the epoch of `seed`, and its steps up to packet number `packets`.
+    /// Returns the setup of the epoch that this seed determines, and its steps up to packet number `packets`.
     pub fn steps(seed: u64, packets: u64) -> anyhow::Result<(HarnessSetup, Vec<Step>)> {
         let mut epoch = Epoch::new(seed, false)?;
         let setup = epoch.state.setup;

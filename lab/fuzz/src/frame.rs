@@ -3,41 +3,41 @@
 use std::borrow::Cow;
 use std::net::Ipv4Addr;
 
-/// Offset of the IP header.
+/// Length of an Ethernet header without a VLAN tag, which is the offset of the IP header.
 pub const ETHERNET_HEADER_BYTES: usize = 14;
-/// IP protocol numbers of the frames.
+/// IP protocol number of ICMP.
 pub const ICMP: u8 = 1;
 pub const TCP: u8 = 6;
 pub const UDP: u8 = 17;
 
-/// Fields of the Ethernet and IP headers.
+/// Fields of the Ethernet and the IPv4 header of a frame.
 #[derive(Debug, Clone)]
 pub struct EthernetIpHeader {
-    /// Destination MAC address.
+    /// Destination MAC address of the frame.
     pub mac: [u8; 6],
     pub source: Ipv4Addr,
     pub destination: Ipv4Addr,
-    /// Protocol of the payload.
+    /// IP protocol number of the payload.
     pub protocol: u8,
     pub identification: u16,
-    /// Flags and fragment offset.
+    /// Flags and fragment offset of the IPv4 header.
     pub fragment: u16,
-    /// Words of NOPs behind the fixed header, 0 to 10.
+    /// Number of 32-bit words of NOP options after the fixed IPv4 header, 0 to 10.
     pub option_words: usize,
-    /// Type of service and time to live.
+    /// Values of the fields type of service and time to live.
     pub tos_and_ttl: [u8; 2],
 }
 
 #[derive(Debug, Clone)]
 pub struct TcpHeader {
-    /// Source and destination port.
+    /// Source port and destination port.
     pub ports: (u16, u16),
     pub flags: u8,
-    /// Padded with zeros to a multiple of 4 bytes; at most 40 bytes.
+    /// Options of at most 40 bytes, which are padded with zeros to a multiple of 4 bytes.
     pub options: Vec<u8>,
 }
 
-/// Returns the sum of 16-bit words with end-around carry (RFC 1071).
+/// Returns the sum of the 16-bit words of `bytes`, with end-around carry (RFC 1071), starting from `start`.
 pub fn ones_complement_sum(bytes: &[u8], start: u32) -> u16 {
     let mut sum = start;
     for pair in bytes.chunks(2) {
@@ -49,7 +49,7 @@ pub fn ones_complement_sum(bytes: &[u8], start: u32) -> u16 {
     sum as u16
 }
 
-/// Returns the sum over pseudo-header and `segment`: 0xffff when the checksum of the segment is correct.
+/// Returns the sum over the IPv4 pseudo-header and `segment`, which is 0xffff if the segment's checksum is correct.
 pub fn transport_sum(ip: &[u8], protocol: u8, segment: &[u8]) -> u16 {
     let pseudo = u32::from(ones_complement_sum(&ip[12..20], 0)) + u32::from(protocol) + segment.len() as u32;
     ones_complement_sum(segment, pseudo)
@@ -60,14 +60,14 @@ fn put_u16(frame: &mut [u8], offset: usize, value: u16) {
 }
 
 impl EthernetIpHeader {
-    /// Appends Ethernet and IP header, and the payload that `payload` appends.
+    /// Appends the Ethernet and the IP header, and the payload that the function `payload` appends.
     pub fn append_frame(&self, frame: &mut Vec<u8>, payload: impl FnOnce(&mut Vec<u8>)) {
         frame.extend(self.mac);
         frame.extend([2, 0, 0, 0, 0, 9, 8, 0]);
         self.append_datagram(frame, payload);
     }
 
-    /// Appends the IP header, and the payload that `payload` appends.
+    /// Appends the IP header, and the payload that the function `payload` appends.
     pub fn append_datagram(&self, frame: &mut Vec<u8>, payload: impl FnOnce(&mut Vec<u8>)) {
         let start = frame.len();
         frame.extend([0x45 + self.option_words as u8, self.tos_and_ttl[0], 0, 0]);
@@ -110,7 +110,7 @@ impl EthernetIpHeader {
 }
 
 impl TcpHeader {
-    /// Appends a TCP header and `payload` bytes of data.
+    /// Appends the TCP header and `payload` bytes of data. `numbers`: sequence and acknowledgement number.
     pub fn append_segment(&self, frame: &mut Vec<u8>, numbers: (u32, u32), payload: usize) {
         let options = self.options.len().next_multiple_of(4);
         frame.extend(self.ports.0.to_be_bytes());
@@ -124,7 +124,7 @@ impl TcpHeader {
     }
 }
 
-/// Appends a UDP header and `payload` bytes of data.
+/// Appends a UDP header without a checksum, and `payload` bytes of data.
 pub fn udp(frame: &mut Vec<u8>, ports: (u16, u16), payload: usize) {
     frame.extend(ports.0.to_be_bytes());
     frame.extend(ports.1.to_be_bytes());
@@ -140,13 +140,13 @@ pub fn timestamp_option(value: u32, tsecr: u32) -> [u8; 10] {
     option
 }
 
-/// Inserts an 802.1Q tag.
+/// Inserts an 802.1Q tag behind the MAC addresses.
 pub fn insert_tag(frame: &mut Vec<u8>, tag: u16) {
     let [high, low] = tag.to_be_bytes();
     frame.splice(ETHERNET_HEADER_BYTES - 2..ETHERNET_HEADER_BYTES - 2, [0x81, 0, high, low]);
 }
 
-/// Returns the frame without its first 802.1Q tag.
+/// Returns the frame without its outermost 802.1Q tag, if it has one.
 pub fn untagged(frame: &[u8]) -> Cow<'_, [u8]> {
     if frame.get(ETHERNET_HEADER_BYTES - 2..ETHERNET_HEADER_BYTES) != Some(&[0x81, 0])
         || frame.len() < ETHERNET_HEADER_BYTES + 4
@@ -156,7 +156,7 @@ pub fn untagged(frame: &[u8]) -> Cow<'_, [u8]> {
     [&frame[..ETHERNET_HEADER_BYTES - 2], &frame[ETHERNET_HEADER_BYTES + 2..]].concat().into()
 }
 
-/// Returns bytes in hexadecimal, 16 per line.
+/// Returns the bytes in hexadecimal, in indented lines of 16 bytes.
 pub fn hex(bytes: &[u8]) -> String {
     let line = |line: &[u8]| line.iter().map(|byte| format!("{byte:02x}")).collect::<Vec<_>>().join(" ");
     bytes.chunks(16).map(line).collect::<Vec<_>>().join("\n    ")

@@ -4,11 +4,11 @@ use coreward_model::rss::{seeded_rng, uniform_below};
 use rand::Rng as _;
 use rand_xoshiro::Xoshiro256PlusPlus;
 
-/// Random number generator of the fuzzer.
+/// Random number generator of the fuzzer, which a seed determines.
 pub struct FuzzRng(pub Xoshiro256PlusPlus);
 
 impl FuzzRng {
-    /// Returns the stream of `seed` for one purpose.
+    /// Returns the generator that `seed` determines for one purpose.
     pub fn new(seed: u64, purpose: u64) -> Self {
         Self(seeded_rng(seed, purpose))
     }
@@ -29,17 +29,17 @@ impl FuzzRng {
         self.0.next_u32() as u8
     }
 
-    /// Returns a number below `bound`, which must not be 0.
+    /// Returns a random number below `bound`, which must not be 0.
     pub fn below(&mut self, bound: usize) -> usize {
         uniform_below(&mut self.0, bound as u32) as usize
     }
 
-    /// Returns true with probability `times` / `of`.
+    /// Returns true with the probability `times` / `of`.
     pub fn chance(&mut self, times: usize, of: usize) -> bool {
         self.below(of) < times
     }
 
-    /// Returns one of `choices`, which must not be empty.
+    /// Returns a random element of `choices`, which must not be empty.
     pub fn pick<T: Copy>(&mut self, choices: &[T]) -> T {
         choices[self.below(choices.len())]
     }

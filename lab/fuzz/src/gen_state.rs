@@ -22,7 +22,7 @@ use crate::fuzz_rng::FuzzRng;
 use crate::harness::{HarnessSetup, OWN_MAC, SERVER_VLANS};
 use crate::ipv6;
 
-/// Addresses of VIPs; two of them represent IPv6 VIPs.
+/// VIPs of generated services, of which two represent IPv6 VIPs.
 const VIPS: [Ipv4Addr; 5] = [
     Ipv4Addr::new(10, 200, 0, 1),
     Ipv4Addr::new(10, 200, 0, 2),
@@ -30,10 +30,10 @@ const VIPS: [Ipv4Addr; 5] = [
     ipv6::IPV6_PLACEHOLDERS[0],
     ipv6::IPV6_PLACEHOLDERS[1],
 ];
-/// Ports of services: few, so that packets to other ports of a VIP often belong to another service.
+/// Ports of generated services. They are few, so that packets to other ports of a VIP often belong to another service.
 const PORTS: [u16; 4] = [80, 443, 0x5050, 65_535];
 
-/// Consistency modes; the complicated ones are repeated, so they are chosen more often.
+/// Consistency modes to choose from. The complicated ones are repeated, so that they are chosen more often.
 const MODES: [Consistency; 7] = [
     Consistency::Stateless,
     Consistency::Stateless,
@@ -43,36 +43,36 @@ const MODES: [Consistency; 7] = [
     Consistency::HashTable,
     Consistency::Beamer,
 ];
-/// Limit of stored connections with an entry of the connection table.
+/// Maximum number of recorded connections that have an entry of the connection table.
 const MAX_TABLE_CONNECTIONS: usize = 2048;
 
-/// Connection that got an entry of the connection table.
+/// Connection that has got an entry of the connection table.
 #[derive(Debug, Clone, Copy)]
 pub struct TableConnection {
     pub service_slot: usize,
-    /// Client's address and port.
+    /// Address and port of the connection's client.
     pub client: (Ipv4Addr, u16),
-    /// Index in its cookies of kind 1.
+    /// Index of the entry, which cookies of kind 1 contain.
     pub table_index: u16,
 }
 
-/// Service as the generator tracks it.
+/// Service as the generator knows it.
 #[derive(Debug, Clone)]
 pub struct GeneratedService {
-    /// VIP, port, protocol.
+    /// VIP, port and protocol of the service.
     pub address: ServiceAddress,
-    /// VIP and port; for IPv6 the IPv4 stand-in.
+    /// VIP and port, where an IPv4 placeholder represents an IPv6 VIP.
     pub vip: (Ipv4Addr, u16),
     pub mode: ServiceMode,
     pub service_slot: usize,
-    /// Ids of present and earlier servers.
+    /// Ids of the present servers and of earlier ones.
     pub servers: Vec<ServerId>,
-    /// MAC addresses of present and earlier servers, the sources of their packets.
+    /// Source MAC addresses of the present servers' packets, and of earlier servers' packets.
     pub server_macs: Vec<Mac>,
 }
 
 impl GeneratedService {
-    /// Returns a new state for a server, sometimes with another server's address.
+    /// Returns a change that gives a server a random state, sometimes with the MAC address of another server.
     fn server_change(&mut self, id: ServerId, rng: &mut FuzzRng) -> Change {
         let mut server = server(rng);
         if let Some(mac) = &mut server.mac {
@@ -84,24 +84,24 @@ impl GeneratedService {
         Change::Server(self.service_slot, id, Some(server))
     }
 
-    /// Whether load balancers stamp its cookies themselves.
+    /// Returns whether load balancers stamp the cookies of this service themselves.
     pub fn is_lb_stamped(&self) -> bool {
         self.mode.timestamps == Timestamps::LoadBalancer
     }
 }
 
-/// State of the generator.
+/// State of the generator, from which it derives packets and changes.
 pub struct GenState {
-    /// Fixed setup, and the current keys.
+    /// Setup of the harness. Only its keys change during the epoch.
     pub setup: HarnessSetup,
     pub services: Vec<GeneratedService>,
-    /// Clients that later packets use again.
+    /// Addresses and ports of clients that later packets use again.
     pub clients: Vec<(Ipv4Addr, u16)>,
-    /// Present and earlier connections with an entry of the connection table.
+    /// Present and earlier connections that have got an entry of the connection table.
     pub table_connections: Vec<TableConnection>,
-    /// MAC addresses of other load balancers.
+    /// MAC addresses of other load balancers, which own connection tables.
     pub owner_macs: Vec<Mac>,
-    /// Time that packets see.
+    /// Time that the program reads while it processes packets.
     pub clock: ClockTicks,
     /// Whether user space frees entries of the connection table. Otherwise the table fills, and packets reuse expired
     /// entries.
@@ -115,7 +115,7 @@ pub struct GenState {
 }
 
 impl GenState {
-    /// Returns a state with keys and clients, without services.
+    /// Returns a state with random setup and clients, but without services.
     pub fn new(rng: &mut FuzzRng) -> Self {
         let clients = (0..512).map(|_| (Ipv4Addr::from(rng.u32()), rng.u16())).collect();
         let size = TableSize::try_from(rng.pick(&[1024, 1024, 4096, 65_536])).expect("a power of two");
@@ -151,7 +151,7 @@ impl GenState {
         }
     }
 
-    /// Returns new services: some stay, perhaps with another mode.
+    /// Returns a change to new services, of which some are present ones, perhaps with another mode.
     pub fn new_services(&mut self, rng: &mut FuzzRng) -> Change {
         let mut services: Vec<(ServiceAddress, ServiceMode)> = Vec::new();
         for planned in &self.services {
@@ -171,7 +171,7 @@ impl GenState {
         Change::Services(services)
     }
 
-    /// Returns a mode for a service.
+    /// Returns a random mode that a service of this protocol may have.
     fn mode(&self, protocol: Protocol, rng: &mut FuzzRng) -> ServiceMode {
         if protocol == Protocol::Udp {
             let consistency = rng.pick(&[Consistency::HashTable, Consistency::None]);
@@ -193,7 +193,7 @@ impl GenState {
         ServiceMode { migration: transfer.then(|| self.transfer(rng)), ..mode }
     }
 
-    /// Returns another load balancer, mostly with the id of a service's server, so that its MAC address is known.
+    /// Returns a migration, mostly with a server's id for the other load balancer, so that its MAC address is known.
     fn transfer(&self, rng: &mut FuzzRng) -> ServiceMigration {
         let known: Vec<ServerId> = self.services.iter().flat_map(|service| service.servers.iter().copied()).collect();
         let other = match known.is_empty() || rng.chance(1, 8) {
@@ -203,7 +203,7 @@ impl GenState {
         if rng.chance(1, 2) { ServiceMigration::AdoptedFrom(other) } else { ServiceMigration::HandedOverTo(other) }
     }
 
-    /// Records the slots of the services of a [`Change::Services`].
+    /// Records the services of a [`Change::Services`], and the slots that the reference model has given them.
     pub fn record_service_slots(&mut self, services: &[(ServiceAddress, ServiceMode)], service_slots: &[usize]) {
         let before = std::mem::take(&mut self.services);
         let placed = services.iter().zip(service_slots).map(|((address, mode), service_slot)| {
@@ -226,7 +226,7 @@ impl GenState {
         self.services = placed.collect();
     }
 
-    /// Returns changes that give a new service servers, a placement table and tokens.
+    /// Returns changes that give a new service servers and a placement table.
     pub fn fill_service(&mut self, service: usize, rng: &mut FuzzRng) -> Vec<Change> {
         // Some services have no server, some have thousands, some have the smallest and the largest id.
         let count = match rng.below(20) {
@@ -285,7 +285,7 @@ impl GenState {
         Some(Change::Table(planned.service_slot, table))
     }
 
-    /// Records the entry that a new connection got. `frame`: before the program changed it.
+    /// Records the entry that a new connection has got. `frame` is the packet before the program changed it.
     pub fn observe(&mut self, outcome: &Outcome, frame: &[u8]) {
         let (Some(reported), Some(service_slot)) = (outcome.reported_entry, outcome.service) else { return };
         let bytes = |at: usize| <[u8; 4]>::try_from(&frame[at..at + 4]).expect("four bytes");
@@ -324,7 +324,7 @@ impl GenState {
         }
     }
 
-    /// Returns a change without an RCU grace period.
+    /// Returns a random change that needs no RCU grace period.
     pub fn small_change(&mut self, rng: &mut FuzzRng) -> Change {
         let service = rng.below(self.services.len());
         let planned = &self.services[service];
@@ -376,14 +376,14 @@ impl GenState {
         }
     }
 
-    /// Returns a change for which the load balancer waits for an RCU grace period.
+    /// Returns a random change for which the load balancer waits for an RCU grace period.
     pub fn table_change(&mut self, rng: &mut FuzzRng) -> Option<Change> {
         let service = rng.below(self.services.len());
         self.new_table(service, rng)
     }
 }
 
-/// Returns all, one, or two of `all`: a part that is not in use is not compiled into the program.
+/// Returns all of `all`, or one or two random ones. A feature that is not in use is not compiled into the program.
 fn pick_subset<T: Copy>(all: &[T], rng: &mut FuzzRng) -> Vec<T> {
     match rng.below(3) {
         0 => all.to_vec(),
@@ -392,7 +392,7 @@ fn pick_subset<T: Copy>(all: &[T], rng: &mut FuzzRng) -> Vec<T> {
     }
 }
 
-/// Returns the VLANs; two epochs of three have none.
+/// Returns random VLANs for an epoch; two epochs of three have none.
 fn vlans(rng: &mut FuzzRng) -> Vlans {
     let is_tagging_enabled = rng.chance(1, 3);
     let vip = if is_tagging_enabled { rng.pick(&SERVER_VLANS) } else { 0 };

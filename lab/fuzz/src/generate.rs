@@ -22,7 +22,7 @@ const RST: u8 = 0x04;
 const PSH: u8 = 0x08;
 const ACK: u8 = 0x10;
 
-/// Writes the next packet into `packet`.
+/// Replaces the contents of `packet` by the next random packet.
 pub fn write_packet(state: &GenState, rng: &mut FuzzRng, packet: &mut Vec<u8>) {
     packet.clear();
     match rng.below(100) {
@@ -44,7 +44,7 @@ pub fn write_packet(state: &GenState, rng: &mut FuzzRng, packet: &mut Vec<u8>) {
     }
 }
 
-/// Tags the frame, mostly with the VIPs' VLAN or a server's.
+/// Inserts a VLAN tag, mostly that of the VIPs or of a server, if tagging is enabled. Sometimes adds a second tag.
 fn insert_tag(state: &GenState, rng: &mut FuzzRng, packet: &mut Vec<u8>) {
     let vlans = state.setup.vlans;
     if !vlans.is_tagging_enabled {
@@ -70,7 +70,7 @@ fn client(state: &GenState, rng: &mut FuzzRng) -> (Ipv4Addr, u16) {
     if rng.chance(3, 4) { rng.pick(&state.clients) } else { (Ipv4Addr::from(rng.u32()), rng.u16()) }
 }
 
-/// Returns a client and a destination: in one of four cases, the service that has the client in its connection table.
+/// Returns a client, service and destination. In one of four cases, the service has an entry for the client.
 fn pick_endpoints<'a>(
     state: &'a GenState,
     rng: &mut FuzzRng,
@@ -86,7 +86,7 @@ fn pick_endpoints<'a>(
     (client, planned, vip)
 }
 
-/// Returns a service and a destination, which is mostly the service's address.
+/// Returns a random service, and a destination that is mostly the service's address.
 fn destination<'a>(state: &'a GenState, rng: &mut FuzzRng) -> (&'a GeneratedService, (Ipv4Addr, u16)) {
     let planned = &state.services[rng.below(state.services.len())];
     let vip = match rng.below(40) {
@@ -118,7 +118,7 @@ fn ip(rng: &mut FuzzRng, source: Ipv4Addr, destination: Ipv4Addr, protocol: u8) 
     }
 }
 
-/// Writes a packet of the service's protocol, sometimes of the other protocol.
+/// Writes a client's packet of the service's protocol, sometimes of the other protocol.
 fn write_service_packet(state: &GenState, rng: &mut FuzzRng, packet: &mut Vec<u8>) {
     let (client, planned, vip) = pick_endpoints(state, rng);
     let udp = (planned.address.protocol == Protocol::Udp) != rng.chance(1, 16);
@@ -137,8 +137,8 @@ fn write_service_packet(state: &GenState, rng: &mut FuzzRng, packet: &mut Vec<u8
     }
 }
 
-/// Writes a server's packet to a client, if the service has LB-side stamping and a server; otherwise an unrelated
-/// packet.
+/// Writes a server's packet to a client. The server belongs to a service with LB-side stamping, if there is one;
+/// otherwise the packet is unrelated.
 fn write_server_packet(state: &GenState, rng: &mut FuzzRng, packet: &mut Vec<u8>) {
     let lb_stamped: Vec<&GeneratedService> = state.services.iter().filter(|planned| planned.is_lb_stamped()).collect();
     let planned = if lb_stamped.is_empty() { &state.services[0] } else { rng.pick(&lb_stamped) };
@@ -167,8 +167,8 @@ fn write_server_packet(state: &GenState, rng: &mut FuzzRng, packet: &mut Vec<u8>
     packet[6..12].copy_from_slice(&address);
 }
 
-/// Returns the clock of the server at `address`, slightly late. Every fourth server has a clock per connection; half of
-/// these have ticks of 10 ms.
+/// Returns the TSval clock of the server with this MAC address, slightly late. Every fourth server has a clock per
+/// connection; half of these have ticks of 10 ms.
 fn server_clock(state: &GenState, address: &[u8; 6], client: (Ipv4Addr, u16), rng: &mut FuzzRng) -> u32 {
     let now_ms = state.clock.0.wrapping_mul(100);
     let offset = u32::from_be_bytes([address[1], address[2], address[3], address[4]]);
@@ -180,7 +180,7 @@ fn server_clock(state: &GenState, address: &[u8; 6], client: (Ipv4Addr, u16), rn
     ticks.wrapping_add(own_offset).wrapping_sub(rng.below(60) as u32)
 }
 
-/// Writes an ICMP message, mostly an error that quotes a server's packet to a client, cut at any length.
+/// Writes an ICMP message. It is mostly an error that quotes a server's packet to a client, cut at a random length.
 fn write_icmp(state: &GenState, rng: &mut FuzzRng, packet: &mut Vec<u8>) {
     let (client, planned, vip) = pick_endpoints(state, rng);
     let mut quoted = Vec::new();
@@ -250,7 +250,7 @@ fn segment(
     TcpHeader { ports: (client.1, vip.1), flags, options: options(rng, flags, tsecr) }
 }
 
-/// Returns the client's TSecr: mostly the cookie of a present or earlier server.
+/// Returns a random TSecr of a client, which is mostly the cookie of a present or earlier server.
 fn tsecr(state: &GenState, planned: &GeneratedService, rng: &mut FuzzRng, tuple: FourTuple) -> u32 {
     if planned.is_lb_stamped() {
         return lb_stamped_tsecr(state, planned, rng, &tuple);
@@ -271,7 +271,7 @@ fn tsecr(state: &GenState, planned: &GeneratedService, rng: &mut FuzzRng, tuple:
     stamp(state, rng, &tuple, cookie)
 }
 
-/// Returns the client's TSecr with LB-side stamping.
+/// Returns a random TSecr of a client for a service with LB-side stamping.
 fn lb_stamped_tsecr(state: &GenState, planned: &GeneratedService, rng: &mut FuzzRng, tuple: &FourTuple) -> u32 {
     if planned.servers.is_empty() || rng.chance(1, 10) {
         return rng.u32();
@@ -286,7 +286,7 @@ fn stamp(state: &GenState, rng: &mut FuzzRng, tuple: &FourTuple, cookie: Cookie)
     cookie::stamp_tsval(&FleetKeys { current, ..state.setup.keys }, &TIME_KEY, tuple, cookie, rng.u32())
 }
 
-/// Returns the connection's index in the connection table.
+/// Returns the index of the connection's entry in the connection table, if the service is stateful and it has one.
 fn index_of(state: &GenState, planned: &GeneratedService, tuple: &FourTuple) -> Option<u16> {
     if planned.mode.consistency != Consistency::Stateful {
         return None;
@@ -302,7 +302,7 @@ fn options(rng: &mut FuzzRng, flags: u8, tsecr: u32) -> Vec<u8> {
     options_with(rng, flags, &time)
 }
 
-/// Returns TCP options with or without a timestamp.
+/// Returns random TCP options, mostly with this timestamp option.
 fn options_with(rng: &mut FuzzRng, flags: u8, time: &[u8]) -> Vec<u8> {
     match rng.below(24) {
         _ if flags & SYN != 0 && rng.chance(1, 2) => options_of_a_syn(rng, time),
@@ -313,7 +313,7 @@ fn options_with(rng: &mut FuzzRng, flags: u8, time: &[u8]) -> Vec<u8> {
     }
 }
 
-/// Returns options in the order of Linux, FreeBSD or macOS; sometimes one byte is wrong.
+/// Returns SYN options in the order of Linux, FreeBSD or macOS, sometimes with one wrong byte.
 fn options_of_a_syn(rng: &mut FuzzRng, time: &[u8]) -> Vec<u8> {
     let mut options = match rng.below(3) {
         0 => [&[2, 4, 5, 0xb4, 4, 2][..], time, &[1, 3, 3, 7]].concat(),
@@ -327,7 +327,7 @@ fn options_of_a_syn(rng: &mut FuzzRng, time: &[u8]) -> Vec<u8> {
     options
 }
 
-/// Returns options in any order and at any offset, some of them malformed.
+/// Returns options in random order and at random offsets, of which some are malformed.
 fn random_options(rng: &mut FuzzRng, time: &[u8]) -> Vec<u8> {
     let mut options = Vec::new();
     while options.len() < 40 {
@@ -361,7 +361,7 @@ fn write_other_protocol(state: &GenState, rng: &mut FuzzRng, packet: &mut Vec<u8
     ip(rng, client.0, vip.0, protocol).append_frame(packet, |packet| frame::udp(packet, (client.1, vip.1), payload));
 }
 
-/// Writes a fragment of one of few datagrams: later fragments then find the first one, and the table never fills.
+/// Writes a fragment of one of few datagrams, so that later fragments find the first one and the table never fills.
 fn write_fragment(state: &GenState, rng: &mut FuzzRng, packet: &mut Vec<u8>) {
     let client = state.clients[rng.below(16)];
     let (planned, vip) = destination(state, rng);

@@ -15,22 +15,22 @@ use crate::change::{Change, Difference};
 use crate::frame::{ETHERNET_HEADER_BYTES, TCP, UDP, hex};
 use crate::ipv6;
 
-/// Service as the changes define it.
+/// Service as the changes of the state define it, with its known flows.
 #[derive(Debug)]
 struct Service {
     address: ServiceAddress,
     other_balancer: Option<ServerId>,
-    /// Servers, with whether each takes new connections as configured (false while draining).
+    /// Servers of the service, with whether their configuration lets them take new connections (false while draining).
     servers: HashMap<ServerId, bool>,
-    /// Servers of the placement table.
+    /// Servers that are members of the placement table.
     table_servers: HashSet<ServerId>,
     /// Servers that the placement table marks as down.
     down_servers: HashSet<ServerId>,
-    /// UDP flows with an earlier packet.
+    /// Clients of UDP flows that have had an earlier packet.
     known_udp_flows: HashSet<SocketAddr>,
 }
 
-/// State that the guarantees depend on.
+/// State from which the guarantees of a packet follow.
 #[derive(Debug, Default)]
 pub struct Guarantees {
     services: HashMap<usize, Service>,
@@ -42,9 +42,9 @@ struct FrameHeader {
     source: IpAddr,
     destination: IpAddr,
     protocol: u8,
-    /// Source and destination port; `None` in a later fragment.
+    /// Source port and destination port; `None` in a later fragment.
     ports: Option<(u16, u16)>,
-    /// TCP flags.
+    /// TCP flags SYN, ACK, FIN and RST; 0 if there is no TCP header.
     flags: u8,
 }
 
@@ -77,7 +77,7 @@ impl Service {
 }
 
 impl Guarantees {
-    /// Updates the state with a change. `service_slots`: slots of the services of a [`Change::Services`].
+    /// Updates the state by a change. `service_slots` are the slots of the services of a [`Change::Services`].
     pub fn apply(&mut self, change: &Change, service_slots: &[usize]) {
         match change {
             Change::Services(services) => {
@@ -124,7 +124,7 @@ impl Guarantees {
         self.macs.get(&id).copied().flatten() == Some(mac)
     }
 
-    /// Returns the guarantee that the program breaks when it turns `frame` into `after`.
+    /// Returns the guarantee that the program breaks by turning `frame` into `after`, if any.
     pub fn find_violation(&mut self, frame: &[u8], after: &[u8]) -> Option<Difference> {
         let seen = read(frame)?;
         let destination: Mac = after.get(..6)?.try_into().ok()?;
@@ -167,7 +167,7 @@ impl Guarantees {
         })
     }
 
-    /// Records a datagram that was placed and then dropped because its outer header makes it too long: its flow exists.
+    /// Records the flow of a datagram that was dropped after its placement, because its outer header makes it too long.
     pub fn record_dropped_datagram(&mut self, frame: &[u8]) {
         if let Some(seen) = read(frame) {
             self.remember_flow(&seen);
@@ -185,7 +185,7 @@ impl Guarantees {
         }
     }
 
-    /// Returns the guarantee about flows that a datagram to a server of its service breaks.
+    /// Returns the guarantee of UDP flows that is broken by sending a datagram to this server of its service, if any.
     fn find_flow_violation(&self, services: &[&Service], seen: &FrameHeader, destination: Mac) -> Option<&'static str> {
         let [service] = services else { return None };
         let (port, _) = seen.ports?;

@@ -30,42 +30,42 @@ use crate::memory::{COUNTER_WORDS, Memory};
 const XDP_TX: i32 = 3;
 const NO_SERVICE: usize = intf::LB_COUNTERS_NO_SERVICE as usize;
 
-/// MAC address of a single load balancer.
+/// MAC address of the load balancer in tests with a single one.
 pub const OWN_MAC: Mac = [2, 0, 0, 0, 0, 1];
-/// Time key of servers, and of services with LB-side stamping.
+/// Key of timestamps for all servers, and for all services with LB-side stamping.
 pub const TIME_KEY: CookieKey = CookieKey { k0: 5, k1: 6 };
 
-/// Broadcast rate: one per second, with a burst that never runs out. The state ([`Change::BroadcastTokens`]) then
-/// decides whether a token is available, not the time.
+/// Broadcast rate of one packet per second, with a burst that never runs out. Therefore the state
+/// ([`Change::BroadcastTokens`]), not the time, decides whether a token is available.
 const BROADCAST_RATE: PacketRate = PacketRate { per_second: 1, burst: u32::MAX };
 const BROADCAST_INTERVAL_NS: u64 = 1_000_000_000;
 
-/// Constants of the loaded program.
+/// Settings with which the program is loaded.
 #[derive(Debug, Clone, Copy)]
 pub struct HarnessSetup {
-    /// MAC address of the load balancer: destination of received frames and source of sent ones.
+    /// MAC address of the load balancer: destination of received frames, and source of sent ones.
     pub own_mac: Mac,
     pub keys: FleetKeys,
-    /// Whether the program counts packets and bytes by server.
+    /// Whether the program counts packets and bytes of each server.
     pub count_traffic: bool,
-    /// Size of the connection table for stateful services.
+    /// Size of the connection table, which stateful services use.
     pub connection_table: TableSize,
     pub connection_key: CookieKey,
     pub flow_set_count: u32,
     /// Fields that all outer headers have in common.
     pub outer: OuterHeader,
-    /// VLANs in use; without any, every server is untagged.
+    /// VLANs in use. Without any, all servers are untagged.
     pub vlans: Vlans,
 }
 
-/// Fields of the outer headers.
+/// Default fields that all outer headers have in common.
 const OUTER: OuterHeader = OuterHeader {
     address: Ipv4Addr::new(10, 2, 0, 1),
     address_ipv6: Ipv6Addr::new(0x2001, 0xdb8, 2, 0, 0, 0, 0, 1),
     mtu: 1500,
 };
 
-/// Returns the tunnel of a server, derived from its id.
+/// Returns the tunnel of a server, which is derived from its id.
 fn tunnel_of(id: ServerId) -> Tunnel {
     let [high, low] = id.get().to_be_bytes();
     let address = if id.get().is_multiple_of(2) {
@@ -76,25 +76,25 @@ fn tunnel_of(id: ServerId) -> Tunnel {
     Tunnel { address, source_port: id.get().is_multiple_of(3).then_some(40_000) }
 }
 
-/// VLANs of servers.
+/// Ids of the VLANs in which servers are; 0 means untagged.
 pub const SERVER_VLANS: [u16; 3] = [0, 20, 4094];
 
 fn vlan(id: u16) -> Vlan {
     Vlan::from_id(id.into()).expect("in range")
 }
 
-/// Returns the VLAN of a server, derived from its id.
+/// Returns the VLAN of a server, which is derived from its id.
 fn vlan_of(id: ServerId) -> Vlan {
     vlan(SERVER_VLANS[usize::from(id.get()) % SERVER_VLANS.len()])
 }
 
-/// Returns the VLAN of a service's broadcasts, derived from its slot; every fourth service has none.
+/// Returns the VLAN of a service's broadcasts, which is derived from its slot. Every fourth service has none.
 fn broadcast_vlan_of(service_slot: usize) -> Option<Vlan> {
     SERVER_VLANS.get(service_slot % 4).map(|id| vlan(*id))
 }
 
 impl HarnessSetup {
-    /// Returns the default setup.
+    /// Returns the default setup of a load balancer with this MAC address and these keys.
     pub fn new(own_mac: Mac, keys: FleetKeys) -> Self {
         let connection_key = CookieKey { k0: 0x5d3c_91ab_04e7_aa13, k1: 0x0f1e_77c9_d2b4_5a61 };
         let (connection_table, flow_set_count) = (TableSize::default(), 1 << 15);
@@ -111,7 +111,7 @@ impl HarnessSetup {
     }
 }
 
-/// The loaded BPF program.
+/// Loaded BPF program with its load balancer in user space.
 pub struct LoadedProgram {
     lb: dataplane::LoadBalancer,
     memory: Memory,
@@ -120,7 +120,7 @@ pub struct LoadedProgram {
 }
 
 impl LoadedProgram {
-    /// Loads the program. Fails without the necessary capabilities.
+    /// Loads the BPF program. Fails without the necessary capabilities.
     pub fn load(setup: &HarnessSetup) -> anyhow::Result<Self> {
         let connection_table_size = setup.connection_table;
         let options = dataplane::Options {
@@ -151,7 +151,7 @@ impl LoadedProgram {
         self.services[service_slot].expect("a service that was set")
     }
 
-    /// Applies a change. `service_slots`: slots that the reference model gave to the services of a
+    /// Applies a change to the program. `service_slots`: slots that the reference model gave to the services of a
     /// [`Change::Services`]. `freed`: connections of a [`Change::Free`].
     fn change(&mut self, change: &Change, service_slots: &[usize], freed: &[Connection]) -> anyhow::Result<()> {
         match change {
@@ -219,8 +219,8 @@ fn compare_values<T: PartialEq>(what: &str, expected: T, found: T, text: impl Fn
     })
 }
 
-/// Returns a difference when an IP header had a correct checksum before the packet was processed and has a wrong one
-/// after.
+/// Returns a difference when the checksum of an IPv4 header was correct before the packet was processed, and is wrong
+/// afterwards.
 fn checksum_difference(before: &[u8], after: &[u8]) -> Option<Difference> {
     let right =
         |frame: &[u8]| ones_complement_sum(&frame[ETHERNET_HEADER_BYTES..ETHERNET_HEADER_BYTES + 20], 0) == 0xffff;
@@ -234,21 +234,21 @@ fn checksum_difference(before: &[u8], after: &[u8]) -> Option<Difference> {
     })
 }
 
-/// BPF program and reference model with the same state.
+/// BPF program and its reference model, to which the same changes and packets are applied.
 pub struct Harness {
     pub model: LoadBalancer,
-    /// `None`: only the reference model runs.
+    /// Loaded BPF program; `None` when only the reference model runs.
     instance: Option<LoadedProgram>,
     /// Expected counters of each service, and of packets without a service.
     counters: Vec<[u64; COUNTER_WORDS]>,
-    /// Frame after the reference model processed it.
+    /// Last frame, as the reference model has changed it.
     expected_frame: Vec<u8>,
     guarantees: Guarantees,
     now_ns: u64,
 }
 
 impl Harness {
-    /// Returns a harness with empty state. `with_program`: fails without the capabilities to load the BPF program.
+    /// Returns a harness with empty state. `with_program` also loads the BPF program, which needs capabilities.
     pub fn new(setup: HarnessSetup, with_program: bool) -> anyhow::Result<Self> {
         let burst_ns = BROADCAST_INTERVAL_NS * u64::from(BROADCAST_RATE.burst - 1);
         let rate = Rate { interval_ns: BROADCAST_INTERVAL_NS, burst_ns };
@@ -272,8 +272,8 @@ impl Harness {
         })
     }
 
-    /// Applies `change` to program and model, and returns the slots of a [`Change::Services`]. Fails when the kernel or
-    /// the load balancer rejects the change.
+    /// Applies `change` to the program and the model. Returns the slots of a [`Change::Services`]. Fails when the
+    /// kernel or the load balancer rejects the change.
     pub fn change(&mut self, change: &Change) -> anyhow::Result<Vec<usize>> {
         let mut service_slots = Vec::new();
         let freed: Vec<Connection> = match change {
@@ -322,7 +322,7 @@ impl Harness {
         Ok(service_slots)
     }
 
-    /// Returns whether the server or service of `change` exists.
+    /// Returns whether the service that `change` refers to exists.
     pub fn is_applicable(&self, change: &Change) -> bool {
         match change {
             Change::Server(service_slot, ..) | Change::Masked(service_slot, ..) | Change::Table(service_slot, _) => {
@@ -332,8 +332,8 @@ impl Harness {
         }
     }
 
-    /// Processes `frame` in program and model. Returns the model's outcome and any difference. Fails when the kernel
-    /// rejects the test run.
+    /// Processes `frame` in the program and in the model. Returns the model's outcome, and any difference. Fails when
+    /// the kernel rejects the test run.
     pub fn process_packet(&mut self, frame: &[u8]) -> anyhow::Result<(Outcome, Option<Difference>)> {
         self.now_ns += 1;
         self.expected_frame.clear();
@@ -366,7 +366,7 @@ impl Harness {
         Ok((outcome, difference))
     }
 
-    /// Returns the last frame of [`process_packet`](Self::process_packet) after the reference model processed it.
+    /// Returns the last frame of [`process_packet`](Self::process_packet), as the reference model has changed it.
     pub fn frame_after(&self) -> &[u8] {
         &self.expected_frame
     }
@@ -400,7 +400,7 @@ impl Harness {
         compare_values(&format!("the counters of service {service}"), expected, found, named)
     }
 
-    /// Compares all state that the comparison after each packet omits, without the flow table and the connection table,
+    /// Compares all state that the comparison after each packet omits, except the flow table and the connection table,
     /// which take long to read.
     pub fn compare_state(&self) -> Option<Difference> {
         let instance = self.instance.as_ref()?;
@@ -428,7 +428,7 @@ impl Harness {
             .or_else(|| compare_values("the counter of round robin", turns.0, turns.1, u64::to_string))
     }
 
-    /// Compares the servers' clocks, by id.
+    /// Compares the state of the servers' clocks in a service with LB-side stamping.
     fn compare_clocks(&self, instance: &LoadedProgram, service_slot: usize) -> anyhow::Result<Option<Difference>> {
         let of_model = |clock: ServerClock| {
             [
@@ -457,8 +457,8 @@ impl Harness {
         }))
     }
 
-    /// Compares flow tables, connection tables and the clocks of servers. Fails when the kernel's tables cannot be
-    /// read.
+    /// Compares the flow tables, the connection tables and the servers' clocks. Fails when the kernel's tables cannot
+    /// be read.
     pub fn compare_tables(&self) -> anyhow::Result<Option<Difference>> {
         let Some(instance) = &self.instance else { return Ok(None) };
         let in_use = (self.model.connections().count(), instance.lb.connections_in_use());

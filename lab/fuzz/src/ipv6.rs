@@ -8,7 +8,7 @@ use coreward_model::FourTuple;
 use crate::frame::{ETHERNET_HEADER_BYTES, ICMP};
 use crate::fuzz_rng::FuzzRng;
 
-/// IPv4 addresses that represent IPv6 VIPs.
+/// IPv4 addresses that stand in for IPv6 VIPs in generated packets.
 pub const IPV6_PLACEHOLDERS: [Ipv4Addr; 2] = [Ipv4Addr::new(10, 200, 6, 1), Ipv4Addr::new(10, 200, 6, 2)];
 
 const IPV6_PREFIX: u128 = 0x2001_0db8 << 96;
@@ -19,24 +19,24 @@ const ICMPV6: u8 = 58;
 const NEXT_HEADER_FRAGMENT: u8 = 44;
 const NEXT_HEADER_AUTHENTICATION: u8 = 51;
 
-/// Returns the IPv6 address for an IPv4 one. Addresses of one /24 get one /64.
+/// Returns the IPv6 address that corresponds to an IPv4 address. Addresses in the same /24 are in the same /64.
 pub fn address(ipv4: Ipv4Addr) -> Ipv6Addr {
     let bits = u128::from(ipv4.to_bits());
     Ipv6Addr::from_bits(IPV6_PREFIX | bits >> 8 << 64 | bits)
 }
 
-/// Returns the IPv4 address for one of [`address`].
+/// Returns the IPv4 address that corresponds to an IPv6 address of [`address`].
 pub fn placeholder(ipv6: Ipv6Addr) -> Ipv4Addr {
     Ipv4Addr::from_bits(ipv6.to_bits() as u32)
 }
 
-/// Returns the address of a service at this VIP.
+/// Returns the socket address of the service at this VIP, which is IPv6 for a placeholder.
 pub fn socket(vip: (Ipv4Addr, u16)) -> SocketAddr {
     let ip: IpAddr = if IPV6_PLACEHOLDERS.contains(&vip.0) { address(vip.0).into() } else { vip.0.into() };
     SocketAddr::new(ip, vip.1)
 }
 
-/// Returns the connection of a client to a VIP.
+/// Returns the four-tuple of a client's connection to a VIP, which is IPv6 for a placeholder.
 pub fn tuple(client: (Ipv4Addr, u16), vip: (Ipv4Addr, u16)) -> FourTuple {
     match socket(vip) {
         SocketAddr::V4(_) => FourTuple::ipv4(client, vip),
@@ -52,7 +52,7 @@ fn read_u16(bytes: &[u8], at: usize) -> u16 {
     u16::from_be_bytes([bytes[at], bytes[at + 1]])
 }
 
-/// Translates a well-formed IPv4 packet whose source or destination is a stand-in.
+/// Translates a well-formed IPv4 packet to IPv6 if its source or destination is a placeholder.
 pub fn translate(rng: &mut FuzzRng, frame: &mut Vec<u8>) {
     let packet = &frame[ETHERNET_HEADER_BYTES.min(frame.len())..];
     if packet.len() < IPV4_HEADER || frame[12..14] != [8, 0] || packet[0] >> 4 != 4 {
@@ -91,7 +91,7 @@ fn ipv6_header(rng: &mut FuzzRng, length: usize, next: u8, ends: [Ipv4Addr; 2]) 
     header
 }
 
-/// Returns the number of the first header behind the fixed one, and the extension headers in front of `protocol`.
+/// Returns random extension headers before `protocol`, and the header number to write into the fixed header.
 fn extension_headers(rng: &mut FuzzRng, ipv4: &[u8], protocol: u8) -> (u8, Vec<u8>) {
     let mut headers: Vec<(u8, Vec<u8>)> = Vec::new();
     if rng.chance(1, 8) {
@@ -115,7 +115,7 @@ fn extension_headers(rng: &mut FuzzRng, ipv4: &[u8], protocol: u8) -> (u8, Vec<u
     (numbers[0], headers.into_iter().flat_map(|(_, bytes)| bytes).collect())
 }
 
-/// Translates an ICMP message and the packet that it quotes.
+/// Translates an ICMP message to ICMPv6, with the header of the packet that it quotes.
 fn translate_icmp(rng: &mut FuzzRng, message: &[u8]) -> Vec<u8> {
     let mut translated = message[..ICMP_HEADER.min(message.len())].to_vec();
     if let Some(kind) = translated.first_mut() {
@@ -138,18 +138,18 @@ fn translate_icmp(rng: &mut FuzzRng, message: &[u8]) -> Vec<u8> {
     translated
 }
 
-/// Headers of an IPv6 packet, as far as they are well-formed.
+/// Fields of the headers of an IPv6 packet.
 pub struct Headers {
-    /// Source and destination.
+    /// Source and destination address.
     pub ends: [Ipv6Addr; 2],
     pub protocol: u8,
-    /// Offset of the transport header in the frame.
+    /// Offset of the transport header, counted from the start of the frame.
     pub transport_offset: usize,
-    /// Neither whole nor the first fragment.
+    /// Whether the packet is a fragment that is not the first one, and so has no transport header.
     pub is_later_fragment: bool,
 }
 
-/// Parses an IPv6 frame; `None` when it is another frame, or malformed.
+/// Parses the headers of an IPv6 frame; `None` when it is not IPv6, or malformed.
 pub fn read(frame: &[u8]) -> Option<Headers> {
     let packet = frame
         .get(ETHERNET_HEADER_BYTES..)

@@ -14,13 +14,13 @@ use libbpf_rs::{MapCore as _, MapHandle};
 
 type Recent = [u64; intf::RECENT_PLACEMENTS as usize];
 
-/// 64-bit words of a service's counters.
+/// Number of 64-bit words in the counters of a service.
 pub const COUNTER_WORDS: usize = size_of::<intf::lb_counters>() / size_of::<u64>();
 
-/// Memory-mapped maps of the program.
+/// Maps of the loaded program, mapped into the memory of this process.
 pub struct Memory {
     state: MmapArray<intf::lb_state>,
-    /// All rows: packets count in the row of receive queue 0, new and ended connections in the row of the CPU.
+    /// Counters in all rows. Packets count in the row of receive queue 0, new and ended connections in that of the CPU.
     counters: MmapArray<[intf::lb_counters]>,
     rows: usize,
     recent: MmapArray<Recent>,
@@ -30,7 +30,7 @@ pub struct Memory {
 }
 
 impl Memory {
-    /// Maps the program's maps. Fails when one cannot be found.
+    /// Maps the program's maps into memory. Fails when one of them cannot be found.
     pub fn of(program: BorrowedFd<'_>) -> anyhow::Result<Self> {
         let id = libbpf_rs::Program::id_from_fd(program).context("the program's id")?;
         let options = ProgInfoQueryOptions::default().include_map_ids(true);
@@ -51,7 +51,7 @@ impl Memory {
         })
     }
 
-    /// Returns word `word` of the counters of service `service`.
+    /// Returns the 64-bit word with this index of a service's counters, as the sum over all rows.
     pub fn counter(&self, service: usize, word: usize) -> u64 {
         let position =
             |row: usize| (row * intf::LB_COUNTERS_PER_ROW as usize + service) * size_of::<intf::lb_counters>();
@@ -76,7 +76,7 @@ impl Memory {
         }
     }
 
-    /// Limits the connection-table entries of one source prefix.
+    /// Limits the number of connection-table entries per source prefix; `None` removes the limit.
     pub fn limit_entries(&self, per_source: Option<u32>) {
         self.state.store(offset_of!(intf::lb_state, entries_per_source), per_source.unwrap_or(0).into());
     }
@@ -85,7 +85,7 @@ impl Memory {
         self.state.load(service_offset(service) + offset_of!(intf::service_state, round_robin))
     }
 
-    /// Returns the traffic of a server.
+    /// Returns the traffic counters of a server, as sums over all rows.
     pub fn traffic(&self, id: ServerId) -> ServerTraffic {
         let position = |row: usize| (row * ServerId::COUNT + usize::from(id.get())) * size_of::<intf::server_traffic>();
         let word = |field| (0..self.rows).map(|row| self.traffic.load(position(row) + field)).sum();
@@ -97,12 +97,12 @@ impl Memory {
         }
     }
 
-    /// Returns the `count` words of the flow table.
+    /// Returns the first `count` words of the flow table.
     pub fn flow_table_words(&self, count: usize) -> impl Iterator<Item = u64> + '_ {
         (0..count).map(|word| self.flows.load(word * size_of::<u64>()))
     }
 
-    /// Returns the map `recent_placements`.
+    /// Returns the words of the map `recent_placements`.
     pub fn recent_placements(&self) -> Vec<u64> {
         (0..intf::RECENT_PLACEMENTS as usize).map(|word| self.recent.load(word * size_of::<u64>())).collect()
     }

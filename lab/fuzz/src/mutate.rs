@@ -5,14 +5,14 @@ use crate::fuzz_rng::FuzzRng;
 use crate::gen_state::GenState;
 use crate::harness::OWN_MAC;
 
-/// Shortest frame that the kernel accepts for a test run (bytes).
+/// Minimum length of a frame that the kernel accepts for a test run (bytes).
 pub const MIN_FRAME_BYTES: usize = 14;
-/// Longest frame (bytes), far below the page of a test run's packet.
+/// Maximum length of a mutated frame (bytes), which is far below the page of a test run's packet.
 pub const MAX_FRAME_BYTES: usize = 2048;
 
 const INTERESTING_BYTES: [u8; 10] = [0, 1, 2, 7, 8, 0x0f, 0x40, 0x7f, 0x80, 0xff];
 
-/// Writes random bytes: a whole frame, or a payload behind valid headers.
+/// Writes a packet of random bytes, either the whole frame or the payload behind valid headers.
 pub fn write_random_bytes(state: &GenState, rng: &mut FuzzRng, packet: &mut Vec<u8>) {
     packet.resize(MIN_FRAME_BYTES + rng.below(200), 0);
     rng.fill(packet);
@@ -34,7 +34,7 @@ pub fn write_random_bytes(state: &GenState, rng: &mut FuzzRng, packet: &mut Vec<
     }
 }
 
-/// Applies one to three mutations.
+/// Applies one to three random mutations to the packet.
 pub fn mutate(rng: &mut FuzzRng, packet: &mut Vec<u8>) {
     for _ in 0..1 + rng.below(3) {
         mutate_once(rng, packet);
@@ -45,7 +45,7 @@ pub fn mutate(rng: &mut FuzzRng, packet: &mut Vec<u8>) {
     }
 }
 
-/// Returns an offset in the headers, rarely behind them.
+/// Returns a random offset, mostly in the headers, rarely behind them.
 fn offset(rng: &mut FuzzRng, packet: &[u8]) -> usize {
     let headers = packet.len().min(110);
     if rng.chance(1, 16) { rng.below(packet.len()) } else { rng.below(headers) }
@@ -79,7 +79,7 @@ fn mutate_once(rng: &mut FuzzRng, packet: &mut Vec<u8>) {
     }
 }
 
-/// Corrupts a length: of the IP packet, the IP header, the TCP header or the UDP datagram.
+/// Changes a length field by a random amount: that of the IP packet, the IP header, the TCP header or the UDP datagram.
 fn corrupt_length(rng: &mut FuzzRng, packet: &mut [u8]) {
     let header = packet.get(ETHERNET_HEADER_BYTES).map_or(20, |byte| usize::from(byte & 0xf) * 4);
     let by = rng.pick(&[-20i16, -12, -8, -4, -1, 1, 4, 8, 20]);

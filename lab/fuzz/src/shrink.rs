@@ -7,15 +7,15 @@ use crate::epoch::{Epoch, Step};
 use crate::harness::{Harness, HarnessSetup};
 use crate::mutate::MIN_FRAME_BYTES;
 
-/// Limit of the shrinking; it then returns the best result so far.
+/// Maximum duration of the shrinking, after which the smallest sequence found so far is returned.
 const TIMEOUT: Duration = Duration::from_secs(90);
 
-/// Smallest sequence found; its last packet differs.
+/// Smallest sequence of steps that was found to end with a difference.
 #[derive(Debug)]
 pub struct ShrunkSequence {
-    /// Steps in order.
+    /// Steps in their order; the last one is a packet.
     pub steps: Vec<Step>,
-    /// Difference after the last step.
+    /// Difference that is found after the last step.
     pub difference: Difference,
 }
 
@@ -25,7 +25,7 @@ struct Shrinker {
 }
 
 impl Shrinker {
-    /// Returns the difference after the last of `steps`, in the packet or the state.
+    /// Runs `steps` on a new harness. Returns the difference after the last step, in the packet or the state.
     fn difference(&self, steps: &[Step]) -> anyhow::Result<Option<Difference>> {
         let mut harness = Harness::new(self.setup, true)?;
         let mut last = None;
@@ -79,7 +79,7 @@ impl Shrinker {
         Ok(())
     }
 
-    /// Shortens the last packet, and zeroes bytes that do not affect the difference.
+    /// Shortens the last packet, and zeroes all bytes that do not affect the difference.
     fn simplify_packet(&self, shrunk: &mut ShrunkSequence) -> anyhow::Result<()> {
         let with = |shrunk: &mut ShrunkSequence, frame: Vec<u8>| -> anyhow::Result<()> {
             let mut steps = shrunk.steps.clone();
@@ -113,8 +113,8 @@ impl Shrinker {
     }
 }
 
-/// Shrinks a difference that the epoch of `seed` shows at packet number `packets`. `None`: the difference cannot be
-/// reproduced.
+/// Shrinks the steps of an epoch whose packet number `packets` shows a difference. Returns `None` if the difference
+/// cannot be reproduced.
 pub fn shrink(seed: u64, packets: u64) -> anyhow::Result<Option<ShrunkSequence>> {
     let (setup, mut steps) = Epoch::steps(seed, packets)?;
     let shrinker = Shrinker { setup, deadline: Instant::now() + TIMEOUT };

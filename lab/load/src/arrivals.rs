@@ -14,30 +14,30 @@ pub enum ArrivalProcess {
     Fixed,
 }
 
-/// Due times of requests, in ascending order from 0.
+/// Generator of the due times of requests, in ascending order from 0.
 #[derive(Debug)]
 pub struct ArrivalSchedule {
     arrivals: ArrivalProcess,
     mean_gap_ns: f64,
-    /// A float: at 600,000 requests per second, truncated nanoseconds would shift the rate by 0.04 %.
+    /// Due time of the next request (ns), a float: truncated to ns, 600,000 requests per second would be off by 0.04 %.
     next_due_ns: f64,
     rng: Xoshiro256PlusPlus,
 }
 
 impl ArrivalSchedule {
-    /// Returns a schedule of `rate` requests per second (above 0). Schedules of one seed differ by their `purpose`.
+    /// Creates a schedule of `rate` requests per second (above 0). Schedules of one seed differ by their `purpose`.
     pub fn new(arrivals: ArrivalProcess, rate: f64, seed: u64, purpose: u64) -> Self {
         let mut schedule = Self { arrivals, mean_gap_ns: 1e9 / rate, next_due_ns: 0.0, rng: seeded_rng(seed, purpose) };
         schedule.advance();
         schedule
     }
 
-    /// Returns the due time of the next request (ns since the start).
+    /// Returns the due time of the next request, in ns since the start of the schedule.
     pub fn next_due_ns(&self) -> u64 {
         self.next_due_ns as u64
     }
 
-    /// Advances to the following request.
+    /// Advances the schedule to the following request.
     pub fn advance(&mut self) {
         self.next_due_ns += match self.arrivals {
             ArrivalProcess::Poisson => exponential(&mut self.rng) * self.mean_gap_ns,

@@ -26,7 +26,7 @@ const RNG_STREAM_REQUESTS: u64 = 0x6c6f_6112;
 const RNG_STREAM_MEASURED_ARRIVALS: u64 = 0x6c6f_6113;
 const RNG_STREAM_MEASURED_REQUESTS: u64 = 0x6c6f_6114;
 
-/// Set by SIGINT and SIGTERM; the run then reports the results so far.
+/// Whether SIGINT or SIGTERM was received. The run then stops, and reports its results so far.
 static INTERRUPTED: AtomicBool = AtomicBool::new(false);
 
 /// Options of `coreward-lab load`.
@@ -135,8 +135,8 @@ fn parse_path(text: &str) -> Result<String, String> {
     if fits { Ok(text.to_owned()) } else { Err("expected a path from / on, without blanks".to_owned()) }
 }
 
-/// Loads a service and returns the report. Fails when an option is invalid, a source cannot be bound, or the target is
-/// unreachable.
+/// Sends requests to a service and returns the report. Fails when an option is invalid, a source address or port cannot
+/// be bound, or the target is unreachable.
 pub fn run(args: &LoadArgs) -> anyhow::Result<String> {
     let report = measure(args)?;
     Ok(report.render(args.format))
@@ -239,7 +239,7 @@ fn open_transport(args: &LoadArgs) -> anyhow::Result<Box<dyn Transport>> {
     })
 }
 
-/// Returns a progress bar, hidden unless stderr is a terminal.
+/// Returns a progress bar, which is hidden unless stderr is a terminal.
 fn progress_bar(seconds: f64) -> anyhow::Result<ProgressBar> {
     let style = ProgressStyle::with_template("{wide_bar} {elapsed} of {prefix} s, {msg}").context("progress bar")?;
     Ok(ProgressBar::new((seconds * 1e3) as u64).with_style(style).with_prefix(format!("{seconds}")))

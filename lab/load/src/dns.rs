@@ -4,15 +4,15 @@ use std::fmt;
 use std::str::FromStr;
 
 const HEADER_BYTES: usize = 12;
-/// QR of the flags' first byte: a response.
+/// Bit QR in the first byte of the flags, which marks a response.
 const QR_RESPONSE_BIT: u8 = 0x80;
-/// RCODE of the flags' second byte.
+/// Mask of the response code (RCODE) in the second byte of the flags.
 const RCODE_MASK: u8 = 0x0f;
 const CLASS_INTERNET: u16 = 1;
 const TYPE_OPT: u16 = 41;
-/// Largest datagram that a client accepts (bytes; RFC 9715, Sect. 3.2: it fits Ethernet with every header).
+/// Maximum length of a datagram to accept (bytes): with all headers it fits Ethernet (RFC 9715, Sect. 3.2).
 const EDNS_PAYLOAD_BYTES: u16 = 1_400;
-/// DO of the extended flags (RFC 6891, Sect. 6.1.4): requests signatures.
+/// Bit DO in the extended flags, which requests signatures (RFC 6891, Sect. 6.1.4).
 const DNSSEC_OK: u32 = 0x8000;
 const LABEL_MAX: usize = 63;
 const NAME_MAX: usize = 255;
@@ -20,17 +20,17 @@ const NAME_MAX: usize = 255;
 const QUERY_TYPES: [(&str, u16); 8] =
     [("A", 1), ("NS", 2), ("SOA", 6), ("MX", 15), ("TXT", 16), ("AAAA", 28), ("DNSKEY", 48), ("ANY", 255)];
 
-/// DNS question of a query.
+/// Question of a DNS query, which is sent without recursion.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct DnsQuery {
-    /// Name in wire format.
+    /// Domain name in wire format, as a sequence of labels.
     name: Vec<u8>,
     query_type: u16,
     dnssec: bool,
     text: String,
 }
 
-/// Text that is not a query.
+/// Error for a text that is not a query.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error(
     "query {0:?}: expected NAME/TYPE or NAME/TYPE/dnssec, as in www.example/A, with one of the types A, NS, SOA, MX, \
@@ -74,7 +74,7 @@ impl fmt::Display for DnsQuery {
 }
 
 impl DnsQuery {
-    /// Writes the query into the empty `datagram`.
+    /// Replaces the contents of `datagram` by the query with this id.
     pub fn write(&self, id: u16, datagram: &mut Vec<u8>) {
         datagram.clear();
         datagram.extend(id.to_be_bytes());
@@ -91,7 +91,7 @@ impl DnsQuery {
     }
 }
 
-/// Returns the id of a response and whether it has no error; `None` for other datagrams.
+/// Returns the id of a DNS response, and whether it has no error; `None` for other datagrams.
 pub fn parse_response(datagram: &[u8]) -> Option<(u16, bool)> {
     let header: &[u8; HEADER_BYTES] = datagram.first_chunk()?;
     let is_response = header[2] & QR_RESPONSE_BIT != 0;

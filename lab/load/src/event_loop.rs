@@ -6,18 +6,18 @@ use std::net::{TcpListener, TcpStream};
 use std::os::fd::{AsRawFd as _, BorrowedFd, FromRawFd as _, OwnedFd};
 use std::time::Duration;
 
-/// Returns CLOCK_MONOTONIC (ns), which is the same in every namespace and process.
+/// Returns the time of CLOCK_MONOTONIC (ns), which is the same in every namespace and process.
 pub fn now_ns() -> u64 {
     let now = nix::time::clock_gettime(nix::time::ClockId::CLOCK_MONOTONIC).expect("every kernel has this clock");
     Duration::from(now).as_nanos() as u64
 }
 
-/// Event of one descriptor.
+/// Event that epoll has reported for one descriptor.
 #[derive(Debug, Clone, Copy)]
 pub struct Event {
-    /// Token given to [`Epoll::add`].
+    /// Token with which the descriptor was added by [`Epoll::add`].
     pub token: u64,
-    /// EPOLLIN, EPOLLOUT, EPOLLERR, EPOLLHUP, EPOLLRDHUP.
+    /// Combination of EPOLLIN, EPOLLOUT, EPOLLERR, EPOLLHUP and EPOLLRDHUP.
     pub flags: u32,
 }
 
@@ -27,7 +27,7 @@ impl Event {
     }
 }
 
-/// An epoll set. A descriptor leaves it when it is closed.
+/// Set of descriptors that epoll(7) watches. A descriptor leaves the set when it is closed.
 #[derive(Debug)]
 pub struct Epoll {
     epoll_fd: OwnedFd,
@@ -35,7 +35,7 @@ pub struct Epoll {
 }
 
 impl Epoll {
-    /// Returns an empty set. Fails when the process has no descriptors left.
+    /// Creates an empty set. Fails when the process has no descriptors left.
     pub fn new() -> io::Result<Self> {
         // SAFETY: takes a flag, returns a new descriptor or -1.
         let epoll_fd = check_syscall(unsafe { libc::epoll_create1(libc::EPOLL_CLOEXEC) })?;
@@ -44,8 +44,8 @@ impl Epoll {
         Ok(Self { epoll_fd, ready_events: vec![libc::epoll_event { events: 0, u64: 0 }; 256] })
     }
 
-    /// Reports a descriptor's events with `token`; `flags` as epoll_ctl(2) takes them. Fails when the kernel refuses,
-    /// for instance because the descriptor is in the set already.
+    /// Adds a descriptor, whose events are then reported with `token`. `flags` are those of epoll_ctl(2). Fails when
+    /// the kernel refuses, for instance because the descriptor is in the set already.
     pub fn add(&self, descriptor: BorrowedFd<'_>, token: u64, flags: i32) -> io::Result<()> {
         let mut event = libc::epoll_event { events: flags as u32, u64: token };
         let (set, descriptor) = (self.epoll_fd.as_raw_fd(), descriptor.as_raw_fd());
@@ -54,7 +54,7 @@ impl Epoll {
         Ok(())
     }
 
-    /// Removes an open descriptor. Fails when the set does not contain it.
+    /// Removes an open descriptor from the set. Fails when the set does not contain it.
     pub fn remove(&self, descriptor: BorrowedFd<'_>) -> io::Result<()> {
         let (set, descriptor) = (self.epoll_fd.as_raw_fd(), descriptor.as_raw_fd());
         // SAFETY: both descriptors are open; removal takes no event.
@@ -62,8 +62,8 @@ impl Epoll {
         Ok(())
     }
 
-    /// Waits until a descriptor is ready, or until `until_ns` of [`now_ns`] (`None`: indefinitely). A signal ends the
-    /// wait early.
+    /// Waits until a descriptor is ready, or until the time `until_ns` of [`now_ns`] (`None`: indefinitely). A signal
+    /// ends the wait early.
     pub fn wait(&mut self, until_ns: Option<u64>) -> io::Result<impl Iterator<Item = Event> + use<'_>> {
         let timeout = until_ns.map(|until_ns| {
             let left = Duration::from_nanos(until_ns.saturating_sub(now_ns()));
@@ -84,7 +84,7 @@ impl Epoll {
     }
 }
 
-/// Accepts the next connection of a non-blocking listener as a non-blocking stream; `None` when no connection waits.
+/// Accepts the next connection of a nonblocking listener as a nonblocking stream; `None` when no connection waits.
 /// Fails when the process has no descriptors left.
 pub fn accept(listener: &TcpListener) -> io::Result<Option<TcpStream>> {
     loop {

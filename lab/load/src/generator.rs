@@ -13,13 +13,13 @@ use crate::results::Results;
 use crate::transport::{Answer, Transport};
 use crate::workload::Workload;
 
-/// Time between the start and the first due time (ns).
+/// Time between the start of the run and the start of the schedules (ns).
 const START_DELAY_NS: u64 = 10_000_000;
-/// Overdue requests are sent in batches of this size, so that responses are read in between.
+/// Maximum number of overdue requests that are sent before responses are read again.
 const BATCH_SIZE: usize = 64;
-/// Interval of progress reports (ns).
+/// Interval between two progress reports (ns).
 const PROGRESS_INTERVAL_NS: u64 = 100_000_000;
-/// Interval of the search for lost requests after the last due time (ns).
+/// Interval between two searches for lost requests after the last due time (ns).
 const EXPIRE_INTERVAL_NS: u64 = 10_000_000;
 
 #[derive(Debug)]
@@ -29,12 +29,12 @@ pub struct RequestStream {
     pub first_class: u8,
 }
 
-/// Durations of a run (ns).
+/// Durations of the parts of a run, and time-out of a request (ns).
 #[derive(Debug, Clone, Copy)]
 pub struct Durations {
-    /// Unmeasured time at the beginning.
+    /// Duration of the warm-up, in which nothing is measured.
     pub warm_up_ns: u64,
-    /// Measured time after the warm-up.
+    /// Duration of the measurement, which follows the warm-up.
     pub measured_ns: u64,
     /// Time after which an unanswered request is lost, counted from its due time.
     pub timeout_ns: u64,
@@ -45,7 +45,7 @@ struct Generator<'a> {
     transport: &'a mut dyn Transport,
     durations: Durations,
     outstanding: Outstanding,
-    /// Empty between calls; keeps its allocation.
+    /// Buffer for received answers, which is empty between calls but keeps its allocation.
     answers: Vec<Answer>,
     start_ns: u64,
     results: Results,
@@ -83,7 +83,7 @@ pub fn run(
 }
 
 impl Generator<'_> {
-    /// Sends due requests and receives responses. Returns `false` when every request is answered or lost.
+    /// Sends all due requests and receives responses. Returns `false` once every request is answered or lost.
     fn step(&mut self) -> io::Result<bool> {
         let end_ns = self.results.measured_window_ns.end;
         let mut next = self.next_stream(end_ns);
@@ -107,7 +107,7 @@ impl Generator<'_> {
         Ok(true)
     }
 
-    /// Returns the stream whose next request is due first, and its time; `None` when all have ended.
+    /// Returns the index of the stream whose request is due first, and the due time; `None` when all have ended.
     fn next_stream(&self, end_ns: u64) -> Option<(usize, u64)> {
         let due = self.streams.iter().map(|stream| self.start_ns + stream.schedule.next_due_ns());
         due.enumerate().filter(|(_, due_ns)| *due_ns < end_ns).min_by_key(|(_, due_ns)| *due_ns)

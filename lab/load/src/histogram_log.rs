@@ -11,17 +11,17 @@ use hdrhistogram::serialization::{V2DeflateSerializer, interval_log};
 
 use crate::results::Results;
 
-/// Duration of one line of the log (ns).
+/// Duration that one line of the log covers (ns).
 const INTERVAL_NS: u64 = 1_000_000_000;
 
-/// Output of a log; it outlives the [`HistogramLog`].
+/// Output file and serializer of a log, which must outlive the [`HistogramLog`].
 pub struct LogOutput {
     file: Box<dyn Write>,
     serializer: V2DeflateSerializer,
 }
 
 impl LogOutput {
-    /// Creates the file; without a path, nothing is written. Fails when the file cannot be created.
+    /// Creates the log file; without a path, everything written is discarded. Fails when the file cannot be created.
     pub fn create(path: Option<&Path>) -> anyhow::Result<Self> {
         let file: Box<dyn Write> = match path {
             Some(path) => {
@@ -34,7 +34,7 @@ impl LogOutput {
         Ok(Self { file, serializer: V2DeflateSerializer::new() })
     }
 
-    /// Flushes the file. Fails when the write fails.
+    /// Flushes the log file. Fails when it cannot be written.
     pub fn flush(&mut self) -> anyhow::Result<()> {
         self.file.flush().context("cannot write the histogram log")
     }
@@ -42,14 +42,14 @@ impl LogOutput {
 
 pub struct HistogramLog<'a> {
     writer: IntervalLogWriter<'a, 'a, Box<dyn Write>, V2DeflateSerializer>,
-    /// Tag of each class.
+    /// Tag of the log lines of each class.
     tags: Vec<String>,
-    /// Start of the interval that is not written yet (ns since the start).
+    /// Start of the interval that has not been written yet (ns since the start of the run).
     interval_start_ns: u64,
 }
 
 impl<'a> HistogramLog<'a> {
-    /// Begins a log of classes with these tags (no commas, no white space). Fails when it cannot be written.
+    /// Begins a log of classes with these tags (without commas and white space). Fails when it cannot be written.
     pub fn begin(output: &'a mut LogOutput, tags: Vec<String>, title: &str) -> anyhow::Result<Self> {
         let now = SystemTime::now();
         let writer = IntervalLogWriterBuilder::new()
@@ -63,12 +63,12 @@ impl<'a> HistogramLog<'a> {
         Ok(Self { writer, tags, interval_start_ns: 0 })
     }
 
-    /// Writes the current interval if it has ended at `since_ns` after the start. Fails when the write fails.
+    /// Writes the current interval if it has ended at `since_ns` (since the start). Fails when the write fails.
     pub fn advance(&mut self, since_ns: u64, results: &mut Results) -> anyhow::Result<()> {
         if since_ns >= self.interval_start_ns + INTERVAL_NS { self.write(since_ns, results) } else { Ok(()) }
     }
 
-    /// Writes the incomplete last interval. Fails when the write fails.
+    /// Writes the incomplete last interval, which ends at `since_ns`. Fails when the log cannot be written.
     pub fn finish(mut self, since_ns: u64, results: &mut Results) -> anyhow::Result<()> {
         self.write(since_ns, results)
     }
@@ -98,7 +98,7 @@ mod tests {
     use super::*;
     use crate::outstanding::SentRequest;
 
-    /// Returns start, length, tag and histogram of every line.
+    /// Returns the start, duration, tag and histogram of every line of the log.
     fn read(path: &Path) -> Vec<(Duration, Duration, String, Histogram<u64>)> {
         let bytes = std::fs::read(path).unwrap();
         let entries = IntervalLogIterator::new(&bytes).map(|entry| entry.expect("a log"));

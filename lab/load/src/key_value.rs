@@ -17,16 +17,16 @@ use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
 use crate::request_type::RequestType;
 
-/// Largest datagram that fits one Ethernet frame (bytes): 1500 less the IPv4 and UDP headers.
+/// Maximum length of a datagram that fits into one Ethernet frame (bytes): 1500 less the IPv4 and UDP headers.
 pub const DATAGRAM_BYTES_MAX: usize = 1_472;
-/// Longest key (bytes).
+/// Maximum length of a key (bytes).
 pub const KEY_BYTES_MAX: usize = 255;
-/// Longest value that a server stores (bytes): with the longest key it fits one datagram of a response.
+/// Maximum length of a stored value (bytes): with the longest key it fits into one datagram of a response.
 pub const VALUE_BYTES_MAX: usize =
     DATAGRAM_BYTES_MAX - size_of::<ResponseHeader>() - size_of::<PairHeader>() - KEY_BYTES_MAX;
-/// Offset of a datagram's type.
+/// Offset of the request type in every datagram.
 pub const TYPE_OFFSET: usize = 0;
-/// Offset of a datagram's id: 4 bytes, little-endian.
+/// Offset of the request id in every datagram; it has 4 bytes, little-endian.
 pub const ID_OFFSET: usize = 4;
 pub const REQUEST_HEADER_BYTES: usize = size_of::<RequestHeader>();
 
@@ -45,15 +45,15 @@ struct RequestHeader {
 #[repr(C)]
 pub struct ResponseHeader {
     pub request_type: u8,
-    /// [`Status`].
+    /// Outcome of the request, a value of [`Status`].
     pub status: u8,
-    /// Number of the worker that answers, from 0.
+    /// Number of the worker that answers the request, from 0.
     pub worker: U16,
-    /// Id of the request.
+    /// Id of the request, by which the client finds it.
     pub id: U32,
-    /// Number of the datagram in the response, from 0.
+    /// Index of this datagram among those of the response, from 0.
     pub part: u8,
-    /// Datagrams of the response, at least 1.
+    /// Number of datagrams of the response, at least 1.
     pub parts: u8,
     pub pairs: U16,
 }
@@ -69,33 +69,33 @@ struct PairHeader {
     value_length: U16,
 }
 
-/// Outcome of a request.
+/// Outcome of a request, as the response reports it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u8)]
 pub enum Status {
     Done = 0,
-    /// GET: the store does not have the key.
+    /// GET: the store does not contain the key.
     NotFound = 1,
-    /// PUT: the store is full.
+    /// PUT: the store has no room for another key.
     Full = 2,
 }
 
-/// Reason why a datagram is not a request.
+/// Reason why a datagram is not a valid request.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum BadRequest {
-    /// Shorter than a header.
+    /// Datagram that is shorter than a request header.
     #[error("{0} bytes: expected at least {REQUEST_HEADER_BYTES}")]
     Short(usize),
     /// Unknown request type in the first byte.
     #[error(transparent)]
     RequestType(#[from] crate::request_type::RequestTypeError),
-    /// Length that differs from the lengths in the header.
+    /// Length of the datagram that differs from the sum of the lengths in its header.
     #[error("{given} bytes: expected {expected} by the lengths in the header")]
     Length { given: usize, expected: usize },
-    /// A GET or PUT without a key.
+    /// GET or PUT request without a key.
     #[error("a {0} without a key")]
     NoKey(RequestType),
-    /// Value that fits no response.
+    /// Value that is too long for any response.
     #[error("a value of {0} bytes: expected at most {VALUE_BYTES_MAX}")]
     ValueTooLong(usize),
 }
@@ -103,13 +103,13 @@ pub enum BadRequest {
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub struct Request<'a> {
     pub request_type: RequestType,
-    /// Returned in the response.
+    /// Id that the server returns in its response.
     pub id: u32,
-    /// Service time for a paced server (ns); 0: the time of the server's table.
+    /// Service time that is requested from a paced server (ns); 0 for the time in the server's table.
     pub service_ns: u32,
-    /// Key of GET and PUT (not empty), or first key of a SCAN.
+    /// Key of a GET or PUT (not empty), or first key of a SCAN.
     pub key: &'a [u8],
-    /// Value of PUT.
+    /// Value of a PUT; empty for other requests.
     pub value: &'a [u8],
 }
 
@@ -140,8 +140,8 @@ impl<'a> Request<'a> {
         Ok(Self { request_type, id: header.id.get(), service_ns: header.service_ns.get(), key, value })
     }
 
-    /// Replaces the contents of `buffer` with the datagram. Panics when the key is longer than [`KEY_BYTES_MAX`] or the
-    /// value longer than 65,535 bytes.
+    /// Replaces the contents of `buffer` by the request's datagram. Panics when the key is longer than
+    /// [`KEY_BYTES_MAX`] or the value longer than 65,535 bytes.
     pub fn write(&self, buffer: &mut Vec<u8>) {
         let header = RequestHeader {
             request_type: self.request_type.byte(),
@@ -157,12 +157,12 @@ impl<'a> Request<'a> {
     }
 }
 
-/// Returns the name of key `number`. All names have the same length, so their order is the order of the numbers.
+/// Returns the name of key `number`. All names have the same length, so their order is that of the numbers.
 pub fn key_name(number: u32) -> String {
     format!("user{number:010}")
 }
 
-/// The datagrams of a response, filled pair by pair.
+/// Datagrams of a response, to which key-value pairs are added one by one.
 #[derive(Debug, Default)]
 pub struct ResponseWriter {
     datagrams: Vec<Vec<u8>>,
@@ -170,7 +170,7 @@ pub struct ResponseWriter {
 }
 
 impl ResponseWriter {
-    /// Begins a response of one datagram without pairs.
+    /// Begins a response of one datagram without pairs, and discards the previous response.
     pub fn begin(&mut self, request: &Request<'_>, status: Status, worker: u16) {
         self.used_datagrams = 0;
         self.add_datagram(ResponseHeader {
@@ -184,8 +184,8 @@ impl ResponseWriter {
         });
     }
 
-    /// Adds a pair, in another datagram if necessary. Returns `false` if no datagram can hold it, or after 255
-    /// datagrams.
+    /// Adds a key-value pair, in another datagram if necessary. Returns `false` if no datagram can hold it, or after
+    /// 255 datagrams.
     pub fn push(&mut self, key: &[u8], value: &[u8]) -> bool {
         let length = size_of::<PairHeader>() + key.len() + value.len();
         let (Ok(key_length), Ok(value_length)) = (u8::try_from(key.len()), u16::try_from(value.len())) else {
@@ -208,7 +208,7 @@ impl ResponseWriter {
         true
     }
 
-    /// Returns the datagrams in order.
+    /// Completes the headers, and returns the datagrams of the response in order.
     pub fn finish(&mut self) -> impl Iterator<Item = &[u8]> {
         let parts = self.used_datagrams as u8;
         (0..self.used_datagrams).for_each(|index| self.header(index).parts = parts);
@@ -232,7 +232,7 @@ impl ResponseWriter {
 
 pub type Pair<'a> = (&'a [u8], &'a [u8]);
 
-/// Returns header and pairs of a response's datagram; `None` for other datagrams.
+/// Returns the header and the key-value pairs of a response datagram; `None` for other datagrams.
 pub fn parse_response(datagram: &[u8]) -> Option<(ResponseHeader, Vec<Pair<'_>>)> {
     let (header, mut rest) = ResponseHeader::read_from_prefix(datagram).ok()?;
     let mut pairs = Vec::with_capacity(header.pairs.get().into());

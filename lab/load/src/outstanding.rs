@@ -2,10 +2,10 @@
 
 use std::collections::VecDeque;
 
-/// Request that was sent.
+/// Request that was sent, as far as its results need it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SentRequest {
-    /// Due time (ns).
+    /// Time at which the request was due (CLOCK_MONOTONIC, ns).
     pub due_ns: u64,
     pub class: u8,
 }
@@ -13,32 +13,32 @@ pub struct SentRequest {
 #[derive(Debug)]
 struct Entry {
     sent: SentRequest,
-    /// Bitmap of the received parts of the response.
+    /// Bitmap of the parts of the response that have been received.
     received_parts: u128,
     is_answered: bool,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum AnswerMatch {
-    /// Last missing part of the response to this request.
+    /// The answer completes the response to this request.
     Complete(SentRequest),
-    /// Part of a response that is not complete yet.
+    /// The answer is a part of a response that is not complete yet.
     Partial,
-    /// Part that was received before.
+    /// The answer repeats a part or response that was received before.
     Duplicate,
-    /// Part of a response to a request that has already timed out.
+    /// The answer belongs to a request that has already timed out.
     Late,
-    /// Response with an id that no request had.
+    /// The answer has an id that no request had, or an impossible part.
     Unknown,
 }
 
-/// Requests by their ids, which count up from 0 and wrap.
+/// Requests that were sent and have not timed out, by their ids, which count up from 0 and wrap.
 #[derive(Debug, Default)]
 pub struct Outstanding {
-    /// In the order of their ids, which is the order of sending.
+    /// Requests in the order of their ids, in which they were sent.
     entries: VecDeque<Entry>,
     first_id: u32,
-    /// Number of ids that were ever in use.
+    /// Number of requests that were ever added.
     sent_count: u64,
     unanswered_count: usize,
 }
@@ -46,7 +46,7 @@ pub struct Outstanding {
 const PARTS_MAX: u8 = 128;
 
 impl Outstanding {
-    /// Adds a request and returns its id.
+    /// Adds a request, and returns the id under which it must be sent.
     pub fn add(&mut self, sent: SentRequest) -> u32 {
         let id = self.first_id.wrapping_add(self.entries.len() as u32);
         self.entries.push_back(Entry { sent, received_parts: 0, is_answered: false });
@@ -55,7 +55,7 @@ impl Outstanding {
         id
     }
 
-    /// Records part `part` of `parts` of the response to `id`.
+    /// Records that part `part` (from 0) of the `parts` parts of the response to request `id` has arrived.
     pub fn match_answer(&mut self, id: u32, part: u8, parts: u8) -> AnswerMatch {
         let index = id.wrapping_sub(self.first_id) as usize;
         let Some(entry) = self.entries.get_mut(index) else {
@@ -79,7 +79,7 @@ impl Outstanding {
         AnswerMatch::Complete(entry.sent)
     }
 
-    /// Removes the requests that were due before `moment_ns`, and passes each unanswered one to `each`. Requests must
+    /// Removes all requests that were due before `moment_ns`, and passes each unanswered one to `each`. Requests must
     /// have been added in the order of their due times.
     pub fn expire(&mut self, moment_ns: u64, mut each: impl FnMut(SentRequest)) {
         while let Some(entry) = self.entries.front().filter(|entry| entry.sent.due_ns < moment_ns) {
@@ -92,7 +92,7 @@ impl Outstanding {
         }
     }
 
-    /// Returns the number of requests without a complete response.
+    /// Returns the number of requests that have not timed out and have no complete response.
     pub fn unanswered_count(&self) -> usize {
         self.unanswered_count
     }

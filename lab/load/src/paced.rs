@@ -5,44 +5,44 @@
 use zerocopy::byteorder::little_endian::U32;
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
-/// Longest service time (us): limits how long a corrupted request blocks a worker.
+/// Maximum service time of a request (us), which limits how long a corrupted request blocks a worker.
 pub const SERVICE_MAX_US: u32 = 10_000_000;
 
-/// Requests that a core is busy for a time.
+/// Request that makes one core of the server busy for a time.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
 pub struct Request {
-    /// Time for which a core is busy (us), at most [`SERVICE_MAX_US`].
+    /// Time for which the core is busy (us), at most [`SERVICE_MAX_US`].
     pub service_us: U32,
-    /// Returned in the response.
+    /// Id that the server returns in its response.
     pub id: U32,
 }
 
-/// Confirms that the work is done, and names the core.
+/// Response which confirms that the work is done, and names the core that did it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
 pub struct Response {
-    /// Id of the request.
+    /// Id of the request that is answered.
     pub id: U32,
     pub server: u8,
-    /// Number of the worker's core.
+    /// Number of the core on which the worker runs.
     pub core: u8,
-    /// Zero.
+    /// Reserved bytes, which are zero.
     pub reserved: [u8; 2],
 }
 
 pub const MESSAGE_BYTES: usize = size_of::<Request>();
 const _: () = assert!(size_of::<Response>() == MESSAGE_BYTES);
 
-/// Bytes from a socket, cut into messages of [`MESSAGE_BYTES`].
+/// Buffer that cuts the bytes of a stream into messages of [`MESSAGE_BYTES`] bytes.
 #[derive(Debug, Default)]
 pub struct MessageBuffer {
-    /// Beginning of an incomplete message.
+    /// First bytes of an incomplete message.
     partial: Vec<u8>,
 }
 
 impl MessageBuffer {
-    /// Appends `bytes`, and calls `each` for each complete message.
+    /// Appends received bytes, and calls `each` with each message that is now complete.
     pub fn for_each_message<M: FromBytes>(&mut self, mut bytes: &[u8], mut each: impl FnMut(M)) {
         if !self.partial.is_empty() {
             let missing = (MESSAGE_BYTES - self.partial.len()).min(bytes.len());

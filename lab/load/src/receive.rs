@@ -12,20 +12,20 @@ use nix::time::{ClockId, clock_gettime};
 
 use crate::event_loop::now_ns;
 
-/// Result of one receive call.
+/// Length, arrival time and sender of what one call has received.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ReceiveOutcome {
-    /// Bytes of the buffer that were filled; 0 at the end of a stream.
+    /// Number of bytes written to the buffer; 0 at the end of a stream.
     pub length: usize,
-    /// Time when the kernel received the bytes, by CLOCK_MONOTONIC (ns). On a stream: the time of the last segment.
+    /// Time when the kernel received the bytes (CLOCK_MONOTONIC, ns). On a stream, that of the last segment.
     pub arrived_ns: u64,
-    /// Sender; `None` on a stream.
+    /// Address of the sender; `None` on a stream.
     pub sender: Option<SocketAddr>,
-    /// The datagram was longer than the buffer.
+    /// Whether the datagram was longer than the buffer.
     pub is_truncated: bool,
 }
 
-/// Receives from sockets that were given to [`Receiver::enable_timestamps`].
+/// Receives from sockets whose arrival times [`Receiver::enable_timestamps`] has enabled.
 #[derive(Debug)]
 pub struct Receiver {
     control: Vec<u8>,
@@ -38,12 +38,12 @@ impl Default for Receiver {
 }
 
 impl Receiver {
-    /// Enables the kernel's arrival times for the socket (SO_TIMESTAMPNS).
+    /// Makes the kernel report arrival times for the socket (SO_TIMESTAMPNS).
     pub fn enable_timestamps(socket: &impl AsFd) -> io::Result<()> {
         Ok(setsockopt(socket, ReceiveTimestampns, &true)?)
     }
 
-    /// Receives a datagram, or the available part of a stream; blocks if the socket does. Fails as recvmsg(2):
+    /// Receives a datagram, or the available part of a stream. Blocks if the socket does. Fails like recvmsg(2):
     /// WouldBlock when nothing is available, ConnectionRefused without a listener.
     pub fn receive(&mut self, socket: &impl AsFd, buffer: &mut [u8]) -> io::Result<ReceiveOutcome> {
         let mut slices = [IoSliceMut::new(buffer)];
@@ -69,7 +69,7 @@ fn socket_address(address: &SockaddrStorage) -> Option<SocketAddr> {
     ipv4.or_else(|| address.as_sockaddr_in6().map(|address| SocketAddrV6::from(*address).into()))
 }
 
-/// Converts a past time of CLOCK_REALTIME, as in the kernel's time stamps, to CLOCK_MONOTONIC. The age of the packet is
+/// Converts a past time of CLOCK_REALTIME, as in the kernel's time stamps, to CLOCK_MONOTONIC. The packet's age is
 /// computed immediately, so a step of the clock (NTP) only affects packets in transit at that time.
 fn realtime_to_monotonic_ns(at: TimeSpec) -> u64 {
     let nanoseconds = |time: TimeSpec| Duration::from(time).as_nanos() as u64;
@@ -95,7 +95,7 @@ mod tests {
         assert!(in_time, "20 of 20 have the time of reading");
     }
 
-    /// Sends a datagram, reads it late, and returns whether its arrival time is its send time.
+    /// Sends a datagram and reads it late. Returns whether its arrival time is near its send time.
     fn arrived_when_it_was_sent(receiver: &UdpSocket, sender: &UdpSocket) -> bool {
         let before_ns = now_ns();
         sender.send_to(b"sent", receiver.local_addr().unwrap()).unwrap();

@@ -8,18 +8,18 @@ use crate::request_type::RequestType;
 use crate::results::{ClassResults, Results};
 use crate::transport::{TransportErrorCounts, Worker};
 
-/// Quantiles of times (us); `None` without any times.
+/// Quantiles of a number of times (us); `None` if there are none.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct Latency {
-    /// Median.
+    /// Median of the times.
     pub p50: Option<f64>,
-    /// 90th percentile.
+    /// 90th percentile of the times.
     pub p90: Option<f64>,
-    /// 99th percentile.
+    /// 99th percentile of the times.
     pub p99: Option<f64>,
-    /// 99.9th percentile.
+    /// 99.9th percentile of the times.
     pub p999: Option<f64>,
-    /// Largest.
+    /// Maximum of the times.
     pub max: Option<f64>,
 }
 
@@ -34,62 +34,62 @@ impl From<&Histogram<u64>> for Latency {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct ClassReport {
     pub class: RequestType,
-    /// Requests due in the measured time.
+    /// Number of requests that were due in the measured time.
     pub requests: u64,
-    /// Requests answered in time.
+    /// Number of these requests that were answered before the time-out.
     pub completed: u64,
-    /// Requests not answered in time.
+    /// Number of these requests that were not answered before the time-out.
     pub lost: u64,
-    /// Responses that arrived in the measured time.
+    /// Number of responses that arrived in the measured time.
     pub arrived: u64,
-    /// Time from the due time to the response.
+    /// Time from the due time of a request to its response.
     pub latency_us: Latency,
 }
 
-/// Responses of a worker.
+/// Number of requests that one worker has answered.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct WorkerReport {
     #[serde(flatten)]
     pub worker: Worker,
-    /// Requests that the worker answered.
+    /// Number of measured requests that the worker answered.
     pub completed: u64,
 }
 
-/// Report of a run. All fields but `measure` and `workers` cover only the load, not the measuring stream.
+/// Report of a run. All fields but `measure` and `workers` cover only the load, without the measuring stream.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Report {
-    /// Requests due per second.
+    /// Number of requests that were due per second.
     pub offered_rps: f64,
-    /// Responses that arrived per second of the measured time.
+    /// Number of responses that arrived per second of the measured time.
     pub completed_rps: f64,
-    /// Requests that were due in the measured time and not answered before the time-out.
+    /// Number of requests that were due in the measured time, and not answered before the time-out.
     pub lost: u64,
-    /// Time from the due time to the response, for answered requests.
+    /// Time from the due time of a request to its response, for answered requests.
     pub latency_us: Latency,
-    /// Measured time (s).
+    /// Length of the measured time (s).
     pub seconds: f64,
-    /// Requests that were due in the measured time.
+    /// Number of requests that were due in the measured time.
     pub requests: u64,
-    /// Requests answered in time.
+    /// Number of these requests that were answered before the time-out.
     pub completed: u64,
     pub classes: Vec<ClassReport>,
     pub measure: Option<ClassReport>,
-    /// Lateness of the generator. If it is much more than the latencies of interest, the machine was too busy.
+    /// Lateness of the generator's sends. If it is much more than the latencies of interest, the machine was too busy.
     pub lateness_us: Latency,
-    /// Answered requests of the load and the measuring stream, by worker.
+    /// Number of answered requests by worker, those of the measuring stream included.
     pub workers: Vec<WorkerReport>,
-    /// Responses that repeat an earlier one.
+    /// Number of responses that repeat an earlier one.
     pub duplicates: u64,
-    /// Responses after the time-out.
+    /// Number of responses that arrived after the time-out.
     pub late: u64,
-    /// Responses with an id that no request had.
+    /// Number of responses with an id that no request had.
     pub unknown: u64,
     #[serde(flatten)]
     pub errors: TransportErrorCounts,
 }
 
 impl Report {
-    /// Returns the report of `results`: classes of the load first, then the class of the measuring stream, if any.
+    /// Creates the report of `results`, whose classes are those of the load, then that of the measuring stream, if any.
     pub fn new(results: &Results, load: &[RequestType], measure: Option<RequestType>) -> Self {
         let class = |(of_class, class): (&ClassResults, &RequestType)| ClassReport {
             class: *class,

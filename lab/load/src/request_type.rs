@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-/// First byte of every request and response.
+/// Type of a request, which is the first byte of every request and response.
 ///
 /// | byte | written | what |
 /// |---|---|---|
@@ -23,40 +23,40 @@ pub enum RequestTypeError {
     /// Byte that is not a request type.
     #[error("request type {0}: expected 1 (GET), 2 (PUT), 16 to 31 (WORK) or 129 to 255 (SCAN)")]
     Byte(u8),
-    /// Name that is not a request type.
+    /// Name that is not that of a request type.
     #[error("request type {0:?}: expected GET, PUT, SCAN1 to SCAN127 or WORK0 to WORK15")]
     Name(String),
 }
 
 const WORK_BASE: u8 = 16;
-/// Largest number of pairs that a SCAN can request.
+/// Maximum number of key-value pairs that a SCAN can request.
 pub const SCAN_PAIRS_MAX: u8 = 127;
 const SCAN_BASE: u8 = 128;
 /// Number of classes of [`RequestType::work`].
 pub const WORK_CLASS_COUNT: u8 = 16;
 
 impl RequestType {
-    /// The value of a key.
+    /// Request for the value of a key.
     pub const GET: Self = Self(1);
-    /// A key's new value.
+    /// Request to store a value for a key.
     pub const PUT: Self = Self(2);
 
-    /// Returns a SCAN of `pairs` keys and their values (1 to [`SCAN_PAIRS_MAX`]); `None` when out of range.
+    /// Returns the type of a SCAN of `pairs` keys and their values (1 to [`SCAN_PAIRS_MAX`]); `None` when out of range.
     pub const fn scan(pairs: u8) -> Option<Self> {
         if pairs >= 1 && pairs <= SCAN_PAIRS_MAX { Some(Self(SCAN_BASE + pairs)) } else { None }
     }
 
-    /// Returns work of a class (below [`WORK_CLASS_COUNT`]); `None` when out of range.
+    /// Returns the type of requests that only take time, by class (below [`WORK_CLASS_COUNT`]); `None` if out of range.
     pub const fn work(class: u8) -> Option<Self> {
         if class < WORK_CLASS_COUNT { Some(Self(WORK_BASE + class)) } else { None }
     }
 
-    /// Returns the number of pairs of a SCAN; `None` for other types.
+    /// Returns the number of key-value pairs that a SCAN requests; `None` for other types.
     pub const fn scan_pairs(self) -> Option<u8> {
         if self.0 > SCAN_BASE { Some(self.0 - SCAN_BASE) } else { None }
     }
 
-    /// Returns the class of work; `None` for other types.
+    /// Returns the class of a WORK type; `None` for other types.
     pub const fn work_class(self) -> Option<u8> {
         if self.0 >= WORK_BASE && self.0 < WORK_BASE + WORK_CLASS_COUNT { Some(self.0 - WORK_BASE) } else { None }
     }
@@ -125,16 +125,16 @@ pub const TURBO_SERVICE_NS: [(RequestType, u32); 5] =
 
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 pub enum ServiceTimesError {
-    /// Entry that is not `TYPE=TIME`.
+    /// Part of the text that is not of the form `TYPE=TIME`.
     #[error("service time {0:?}: expected TYPE=MICROSECONDS, as in GET=200,SCAN46=2000")]
     NotAPair(String),
-    /// Unknown request type.
+    /// Name of a request type that does not exist.
     #[error(transparent)]
     RequestType(#[from] RequestTypeError),
-    /// Text that is not a time.
+    /// Text that is not a service time in the valid range.
     #[error("service time of {request_type}: {given:?}: expected microseconds, from 0 to 4294967")]
     Time { request_type: RequestType, given: String },
-    /// Multiplier that is out of range.
+    /// Multiplier outside the valid range.
     #[error("multiplier {0}: expected a number above 0, at most 100000")]
     Multiplier(f64),
 }
@@ -153,23 +153,23 @@ impl ServiceTimes {
         Ok(Self(times.into()))
     }
 
-    /// Returns these times, overridden by those of `other`.
+    /// Returns these service times, but those of `other` for the types that it contains.
     pub fn overridden_by(mut self, other: &Self) -> Self {
         self.0.extend(&other.0);
         self
     }
 
-    /// Returns the service time of a type; `None` when the table has no entry.
+    /// Returns the service time of a request type; `None` when it is not in the table.
     pub fn get(&self, request_type: RequestType) -> Option<Duration> {
         self.0.get(&request_type).map(|ns| Duration::from_nanos((*ns).into()))
     }
 
-    /// Returns the service time for a request's header (ns).
+    /// Returns the service time of a request type in ns, as requests contain it; `None` when it is not in the table.
     pub fn get_ns(&self, request_type: RequestType) -> Option<u32> {
         self.0.get(&request_type).copied()
     }
 
-    /// Returns whether the table has no entry.
+    /// Returns whether the table has no service times.
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
@@ -178,7 +178,7 @@ impl ServiceTimes {
 impl FromStr for ServiceTimes {
     type Err = ServiceTimesError;
 
-    /// Parses microseconds by type, as in `GET=200,SCAN46=2000`.
+    /// Parses service times in microseconds by request type, as in `GET=200,SCAN46=2000`.
     fn from_str(text: &str) -> Result<Self, ServiceTimesError> {
         let mut times = BTreeMap::new();
         for pair in text.split(',') {

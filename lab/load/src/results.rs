@@ -8,51 +8,51 @@ use hdrhistogram::Histogram;
 use crate::outstanding::SentRequest;
 use crate::transport::{TransportErrorCounts, Worker};
 
-/// Results of one class. All but `latency` count requests that were due in the measured time.
+/// Results of one class. All but `latency_ns` and `arrived` count requests that were due in the measured time.
 #[derive(Debug)]
 pub struct ClassResults {
-    /// Requests due in the measured time.
+    /// Number of requests that were due in the measured time.
     pub requests: u64,
-    /// Requests answered before the time-out.
+    /// Number of these requests that were answered before the time-out.
     pub completed: u64,
-    /// Not answered before the time-out.
+    /// Number of these requests that were not answered before the time-out.
     pub lost: u64,
-    /// Time from the due time to the response (ns).
+    /// Times from the due times of the requests to their responses (ns).
     pub latency_ns: Histogram<u64>,
-    /// Responses that arrived in the measured time, to requests due before or in it.
+    /// Number of responses that arrived in the measured time, to requests that were due before or in it.
     pub arrived: u64,
 }
 
-/// Results of all classes.
+/// Results of a run, for all classes of requests.
 #[derive(Debug)]
 pub struct Results {
-    /// The measured time (CLOCK_MONOTONIC, ns).
+    /// Start and end of the measured time (CLOCK_MONOTONIC, ns).
     pub measured_window_ns: Range<u64>,
     pub classes: Vec<ClassResults>,
-    /// Time from the due time to the send time (ns): lateness of the generator.
+    /// Times from the due times of requests to their send times (ns), by which the generator was late.
     pub lateness_ns: Histogram<u64>,
-    /// Answered requests by worker.
+    /// Number of measured requests that each worker answered.
     pub answers_by_worker: BTreeMap<Worker, u64>,
-    /// Responses that repeat an earlier one.
+    /// Number of responses that repeat an earlier one.
     pub duplicates: u64,
-    /// Responses after the time-out.
+    /// Number of responses that arrived after the time-out.
     pub late_responses: u64,
-    /// Responses with an id that no request had.
+    /// Number of responses with an id that no request had.
     pub unknown_responses: u64,
     pub errors: TransportErrorCounts,
     /// Time when the last request was answered or lost (ns since the start).
     pub ended_ns: u64,
-    /// Latencies of each class in the current interval; empty unless requested.
+    /// Latencies of each class in the current interval; empty unless they were requested.
     intervals: Vec<Histogram<u64>>,
 }
 
-/// Returns a histogram with three significant digits from 1 ns to ten minutes; longer times count as ten minutes.
+/// Returns a histogram of times (1 ns to ten minutes, three significant digits). Longer times count as ten minutes.
 fn new_histogram() -> anyhow::Result<Histogram<u64>> {
     Ok(Histogram::new_with_max(600_000_000_000, 3)?)
 }
 
 impl Results {
-    /// Returns empty results. Fails when memory is short.
+    /// Creates empty results. `intervals`: also record latencies by interval. Fails when memory is short.
     pub fn new(classes: usize, measured_window_ns: Range<u64>, intervals: bool) -> anyhow::Result<Self> {
         let class = |_| {
             let latency_ns = new_histogram()?;
@@ -74,17 +74,17 @@ impl Results {
         })
     }
 
-    /// Ends the measured time at `now_ns`, if it would last longer.
+    /// Ends the measured time at `now_ns`, unless it ends earlier.
     pub fn stop(&mut self, now_ns: u64) {
         self.measured_window_ns.end = self.measured_window_ns.end.min(now_ns.max(self.measured_window_ns.start));
     }
 
-    /// Returns each class's latencies since their last reset.
+    /// Returns the latencies of each class since they were last reset.
     pub fn intervals(&mut self) -> impl Iterator<Item = &mut Histogram<u64>> {
         self.intervals.iter_mut()
     }
 
-    /// Records a request sent at `now_ns`.
+    /// Records that a request was sent at `now_ns`.
     pub(crate) fn record_sent(&mut self, sent: SentRequest, now_ns: u64) {
         if let Some(class) = self.measured_class(sent) {
             class.requests += 1;
@@ -92,7 +92,7 @@ impl Results {
         }
     }
 
-    /// Records a response that arrived at `arrived_ns`.
+    /// Records that the response to a request arrived at `arrived_ns`.
     pub(crate) fn record_answer(&mut self, sent: SentRequest, arrived_ns: u64, worker: Option<Worker>) {
         if self.measured_window_ns.contains(&arrived_ns) {
             self.classes[usize::from(sent.class)].arrived += 1;
@@ -110,7 +110,7 @@ impl Results {
         }
     }
 
-    /// Records a request as lost.
+    /// Records that a request was lost.
     pub(crate) fn record_lost(&mut self, sent: SentRequest) {
         if let Some(class) = self.measured_class(sent) {
             class.lost += 1;

@@ -11,38 +11,38 @@ use rand_xoshiro::Xoshiro256PlusPlus;
 
 use crate::request_type::{RequestType, RequestTypeError, ServiceTimes, WORK_CLASS_COUNT};
 
-/// Parameters of a request.
+/// Parameters by which a request is made.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RequestParameters {
-    /// Index of its type in [`Workload::request_types`].
+    /// Index of the request's type in [`Workload::request_types`].
     pub class: u8,
     pub request_type: RequestType,
-    /// Service time (ns); 0: the server chooses it.
+    /// Service time that is requested (ns); 0 if the server chooses it.
     pub service_ns: u32,
 }
 
-/// Shares of request types: `GET=0.5,PUT=0.5`, or a preset's name.
+/// Shares of request types, written as `GET=0.5,PUT=0.5` or as the name of a preset.
 #[derive(Debug, Clone, PartialEq)]
 pub struct RequestMix(Vec<(RequestType, f64)>);
 
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 pub enum MixError {
-    /// Text that is neither a preset nor a list of shares.
+    /// Text that is neither the name of a preset nor a list of shares.
     #[error("mix {0:?}: expected TYPE=SHARE,..., as in GET=0.9,SCAN46=0.1, or turbo-7a, turbo-7b, turbo-7c, turbo-7d")]
     UnknownMix(String),
-    /// Unknown request type.
+    /// Name of a request type that does not exist.
     #[error(transparent)]
     RequestType(#[from] RequestTypeError),
-    /// Type that appears twice.
+    /// Request type that appears twice in the mix.
     #[error("mix: {0} is there twice")]
     DuplicateType(RequestType),
-    /// Text that is not a share.
+    /// Text that is not a share in the valid range.
     #[error("share of {request_type}: {given:?}: expected a number above 0, at most 1")]
     Share { request_type: RequestType, given: String },
-    /// Shares whose sum is not 1.
+    /// Sum of the shares, which is not 1.
     #[error("the shares of the mix add up to {0}: expected 1")]
     Sum(f64),
-    /// More types than the limit.
+    /// Number of request types that exceeds the maximum.
     #[error("mix of {0} types: expected at most 16")]
     Types(usize),
 }
@@ -112,11 +112,11 @@ impl fmt::Display for RequestMix {
     }
 }
 
-/// Distribution of service times: in microseconds as `exp:3`, or as in `coreward-lab sim rpc`.
+/// Distribution of service times, written with microseconds as `exp:3`, or as for `coreward-lab sim rpc`.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ServiceDistribution {
     service: ServiceTimeDistribution,
-    /// Service time of the shortest class, or the mean (us).
+    /// Time that one unit of the distribution takes (us): the service time of the shortest class, or the mean.
     unit_us: f64,
 }
 
@@ -149,7 +149,7 @@ impl fmt::Display for ServiceDistribution {
 }
 
 impl ServiceDistribution {
-    /// Returns the mean service time before any multiplier (us).
+    /// Returns the mean service time without any multiplier (us).
     pub fn mean_us(&self) -> f64 {
         self.service.mean() * self.unit_us
     }
@@ -157,9 +157,9 @@ impl ServiceDistribution {
 
 #[derive(Debug, Clone)]
 enum RequestSampler {
-    /// Type, cumulative share, and the requested service time (ns; 0: the server chooses it).
+    /// Mix of request types: type, cumulative share, and requested service time (ns; 0 if the server chooses it).
     Mix(Vec<(RequestType, f64, u32)>),
-    /// Distribution, and the length of its unit (ns).
+    /// Distribution of service times, and length of its unit (ns).
     ServiceTimeDistribution(Sampler, f64),
 }
 
@@ -171,7 +171,7 @@ pub struct Workload {
 }
 
 impl Workload {
-    /// Returns requests of a mix with the service times of `times`; the server chooses the others.
+    /// Creates a workload with the request types of `mix`. The server chooses service times that are not in `times`.
     pub fn from_mix(mix: &RequestMix, times: &ServiceTimes, seed: u64, purpose: u64) -> Self {
         let mut below = 0.0;
         let mut entry = |(request_type, share): &(RequestType, f64)| {
@@ -185,8 +185,8 @@ impl Workload {
         Self { draw: RequestSampler::Mix(entries), request_types, rng: seeded_rng(seed, purpose) }
     }
 
-    /// Returns requests with service times of a distribution times `multiplier`. Each class of the distribution is a
-    /// type of [`RequestType::work`].
+    /// Creates a workload whose service times follow a distribution, multiplied by `multiplier`. Each class of the
+    /// distribution is a type of [`RequestType::work`].
     pub fn from_service_times(service: &ServiceDistribution, multiplier: f64, seed: u64, purpose: u64) -> Self {
         let unit_ns = service.unit_us * 1e3 * multiplier;
         let count = service.service.class_times().len().min(WORK_CLASS_COUNT.into());
@@ -199,8 +199,8 @@ impl Workload {
         }
     }
 
-    /// Restricts a measuring stream to the first type. For a distribution: to the times of its shortest class, or to
-    /// its mean if it has no classes (Turbo's measuring client, Sect. VII-A).
+    /// Restricts the workload of a measuring stream to its first type. For a distribution, that is the service time of
+    /// its shortest class, or its mean if it has no classes (Turbo's measuring client, Sect. VII-A).
     pub fn first_type_only(mut self) -> Self {
         match &mut self.draw {
             RequestSampler::Mix(entries) => {
@@ -213,12 +213,12 @@ impl Workload {
         self
     }
 
-    /// Returns the request types; for a distribution the shortest first.
+    /// Returns the request types, of which the shortest is the first if they come from a distribution.
     pub fn request_types(&self) -> &[RequestType] {
         &self.request_types
     }
 
-    /// Returns the next request.
+    /// Returns the parameters of the next request.
     pub fn draw(&mut self) -> RequestParameters {
         match &self.draw {
             RequestSampler::Mix(entries) => {

@@ -12,18 +12,18 @@ use serde_json::Value;
 use crate::guest::Guest;
 use crate::wire::{FLOW_COUNT, VIP, VIP_IPV6};
 
-/// Time limit until a daemon is ready; under emulation the verifier alone takes seconds.
+/// Maximum time until a daemon is ready. Under emulation, the BPF verifier alone takes seconds.
 pub const START_TIMEOUT: Duration = Duration::from_secs(60);
-/// Time limit for the daemon to detect a change, for which it polls once a second.
+/// Maximum time until a daemon detects a change, for which it polls once a second.
 const DETECTION_TIMEOUT: Duration = Duration::from_secs(15);
 
-/// Id of the server in the fleet's file: the seed of its balanced table.
+/// Id of the server in the fleet document, which is the seed of its balanced indirection table.
 const SERVER_ID: u64 = 4711;
-/// RSS key of the fleet, in the controller's secret file.
+/// RSS key of the fleet, which is in the controller's secret file.
 const RSS_KEY: &str = "c0:4e:3a:dd:00:11:22:33:44:55:66:77:88:99:aa:bb:cc:dd:ee:ff:\
                          10:32:54:76:98:ba:dc:fe:0f:1e:2d:3c:4b:5a:69:78:87:96:a5:b4";
 
-/// Returns the files of the guest, each with its name without leading slash and its content.
+/// Returns the configuration files of the guest, as name (without leading slash) and content.
 pub fn files() -> [(&'static str, String); 5] {
     let controller = "listen = \"127.0.0.1:7400\"\nstore = \"/run/controller.redb\"\nfleet = \"fleet.toml\"\n\
                       rss_key_file = \"rss.key\"\n";
@@ -45,8 +45,8 @@ pub fn files() -> [(&'static str, String); 5] {
     ]
 }
 
-/// Returns the settings that an agent with `manage_rss` makes in a NIC with the settings `before`. A driver that does
-/// not show its key does not accept one either.
+/// Returns the RSS settings that an agent with `manage_rss` makes in a NIC that has the settings `before`. A driver
+/// that does not show its key does not accept one either.
 pub fn expected_managed_rss(before: &RssConfig, accepts_key: bool, receive_queues: u16) -> Result<RssConfig> {
     let key = if accepts_key { RSS_KEY.parse()? } else { before.key.clone() };
     let seed = ServerId::try_from(SERVER_ID)?.get().into();
@@ -54,7 +54,7 @@ pub fn expected_managed_rss(before: &RssConfig, accepts_key: bool, receive_queue
     Ok(RssConfig { key, indirection_table: IndirectionTable::balanced(seed, entries, receive_queues)? })
 }
 
-/// A line that `coreward agent rss --json` prints.
+/// Line of the output of `coreward agent rss --json`.
 #[derive(Deserialize)]
 #[serde(tag = "kind", rename_all = "snake_case")]
 enum RssWatchLine {
@@ -63,17 +63,17 @@ enum RssWatchLine {
     End { verdict: String },
 }
 
-/// Output of `coreward agent rss`.
+/// Parsed output of `coreward agent rss`.
 pub struct RssWatchOutput {
-    /// Key and table that the agent read.
+    /// RSS key and indirection table that the agent read from the NIC.
     pub shown_rss: RssConfig,
-    /// SYNs with the predicted and the actual queue.
+    /// Flow of each SYN, with its predicted and its actual queue.
     pub syns: Vec<(FourTuple, u16, u16)>,
-    /// `in_force`, `not_in_force` or `undecided`.
+    /// Verdict on the shown settings: `in_force`, `not_in_force` or `undecided`.
     pub verdict: String,
 }
 
-/// Starts `coreward agent rss` and waits until it samples. Fails when it does not start.
+/// Starts `coreward agent rss` and waits until it samples SYNs. Fails when it does not start.
 pub fn start_watch(guest: &mut Guest) -> Result<()> {
     let limit = START_TIMEOUT.as_secs();
     guest
@@ -105,12 +105,12 @@ fn parse_rss(key: &str, table: &[u32]) -> Result<RssConfig> {
     Ok(RssConfig { key: key.parse::<RssKey>()?, indirection_table: IndirectionTable::new(table)? })
 }
 
-/// Controller and agent (with `manage_rss`) that run in the guest.
+/// Controller and agent (with `manage_rss`) that run in a guest.
 pub struct Daemons;
 
 impl Daemons {
-    /// Starts controller and agent, and waits until the agent has reported `expected` as the NIC's settings. Fails
-    /// after a time limit, with the end of both logs.
+    /// Starts the controller and the agent, and waits until the agent has reported `expected` as the NIC's RSS
+    /// settings. Fails after a time limit, with the ends of both logs.
     pub fn start(guest: &mut Guest, expected: &RssConfig) -> Result<Self> {
         guest.run("start controller coreward controller --config /etc/controller.toml")?;
         guest.run("start agent coreward agent --config /etc/agent.toml")?;
@@ -121,7 +121,7 @@ impl Daemons {
         Ok(Self)
     }
 
-    /// Returns the SYNs that the agent has counted so far: (on the predicted queue, on other queues). Fails when the
+    /// Returns how many SYNs the agent has counted on the predicted queue, and how many on other queues. Fails when the
     /// controller has no counts.
     pub fn counted_syns(&self, guest: &mut Guest) -> Result<(u64, u64)> {
         let server = server(guest)?.context("the controller knows no server")?;
@@ -139,7 +139,7 @@ impl Daemons {
         matched.with_context(|| logs(guest))
     }
 
-    /// Waits until the agent warns (or no longer warns) that the table is not in force. Fails after a time limit.
+    /// Waits until the agent warns (or no longer warns) that the RSS table is not in force. Fails after a time limit.
     pub fn wait_for_warning(&self, guest: &mut Guest, expected: bool) -> Result<()> {
         let warned = poll(guest, DETECTION_TIMEOUT, |guest| {
             let Some(server) = server(guest)? else { return Ok(None) };
@@ -148,7 +148,7 @@ impl Daemons {
         warned.with_context(|| logs(guest))
     }
 
-    /// Stops the agent, then the controller. Fails when one does not end, or exits with an error.
+    /// Stops the agent, and then the controller. Fails when one of them does not end, or the agent exits with an error.
     pub fn stop(self, guest: &mut Guest) -> Result<()> {
         let (status, _) = guest.try_run("stop agent", DETECTION_TIMEOUT)?;
         ensure!(status == 0, "the agent ended with status {status}: {}", log(guest, "agent"));
@@ -159,7 +159,7 @@ impl Daemons {
 }
 
 /// Runs a controller and a load balancer until the load balancer's table is in force, which needs RCU grace periods.
-/// Fails after a time limit, with the end of both logs.
+/// Fails after a time limit, with the ends of both logs.
 pub fn balance(guest: &mut Guest) -> Result<String> {
     guest.run("ip addr add 10.2.0.1/24 dev eth0")?;
     guest.run("start controller coreward controller --config /etc/controller.toml")?;
@@ -180,12 +180,12 @@ pub fn balance(guest: &mut Guest) -> Result<String> {
     Ok(format!("generation {generation}"))
 }
 
-/// Returns the only server in `coreward status`.
+/// Returns the status of the only server, as `coreward status` reports it; `None` if there is none yet.
 fn server(guest: &mut Guest) -> Result<Option<Value>> {
     Ok(status(guest)?.and_then(|answer| answer["servers"].get(0).cloned()))
 }
 
-/// Returns the output of `coreward status`; nothing while the controller does not answer. Fails when it is no JSON.
+/// Returns the output of `coreward status`; `None` while the controller does not answer. Fails when it is no JSON.
 pub fn status(guest: &mut Guest) -> Result<Option<Value>> {
     let (status, answer) = guest.try_run(
         "COREWARD_TOKEN_FILE=/run/operator.token coreward status --format json --rss-keys 2>/dev/null",
@@ -203,7 +203,7 @@ fn reported_rss(server: &Value) -> Option<RssConfig> {
     parse_rss(server["rss"]["key"].as_str()?, &table?).ok()
 }
 
-/// Calls `ask` until it returns a value. Fails after `limit`.
+/// Calls `ask` repeatedly until it returns a value. Fails after the time `limit`, or when `ask` fails.
 pub fn poll<T>(guest: &mut Guest, limit: Duration, mut ask: impl FnMut(&mut Guest) -> Result<Option<T>>) -> Result<T> {
     let end = Instant::now() + limit;
     loop {
@@ -215,7 +215,7 @@ pub fn poll<T>(guest: &mut Guest, limit: Duration, mut ask: impl FnMut(&mut Gues
     }
 }
 
-/// Returns the last messages of a program that was started in the guest.
+/// Returns the last messages in the log of a program that was started in the guest.
 pub fn log(guest: &mut Guest, name: &str) -> String {
     guest.run(&format!("tail -n 5 /tmp/{name}.log")).unwrap_or_else(|error| error.to_string()).trim().to_owned()
 }

@@ -14,50 +14,50 @@ use crate::rss::{self, Measurement};
 use crate::tally::Tally;
 use crate::wire::{FLOW_COUNT, GuestLink, VIP};
 
-/// Files that all guests need.
+/// Files of the host that all guests need.
 pub struct GuestFiles {
-    /// Packages of QEMU and the kernels.
+    /// Fetched packages with QEMU and the kernels.
     pub packages: Packages,
-    /// The binary to test.
+    /// Path of the `coreward` binary that is tested.
     pub coreward: PathBuf,
-    /// Directory of the consoles' logs.
+    /// Directory for the logs of the guests' consoles.
     pub logs: PathBuf,
 }
 
-/// A guest and the checks of its NIC.
+/// Guest, and the checks that are made of its NIC.
 pub struct Case {
-    /// Kernel: `6.1` (Debian 12's own) or `6.12`.
+    /// Version of the kernel: `6.1` (that of Debian 12) or `6.12`.
     pub kernel: &'static str,
     pub nic: Nic,
-    /// Additional arguments of the kernel's command line.
+    /// Additional arguments on the kernel's command line.
     pub arguments: &'static str,
     checks: Checks,
 }
 
 enum Checks {
-    /// Checks of RSS and the agent in these settings of the NIC, one after the other.
+    /// Checks of RSS and of the agent, in each of these settings of the NIC.
     Settings(&'static [Setting]),
-    /// Check of the placement of new connections while a core forwards packets; the guest has two NICs.
+    /// Check of where new connections are placed while a core forwards packets. The guest has two NICs.
     Forwarding,
 }
 
 struct Setting {
     name: &'static str,
-    /// Command that makes the setting.
+    /// Shell command in the guest that makes the setting.
     command: &'static str,
-    /// Whether the NIC uses the settings that it shows, as measured with the kernels of November 2026
+    /// Whether the NIC uses the RSS settings that it shows, as measured with the kernels of November 2026
     /// (docs/results.md).
     expects_in_force: bool,
 }
 
-/// Time limit of the verifier for all programs, under emulation.
+/// Maximum time that the BPF verifier takes for all programs, under emulation.
 const CHECK_KERNEL_TIMEOUT: Duration = Duration::from_secs(120);
-/// Time limit of a command given by the user.
+/// Maximum time for a command that the user has given.
 const USER_COMMAND_TIMEOUT: Duration = Duration::from_secs(600);
 
 const DRIVER_DEFAULT: &str = "as the driver starts";
 
-/// All guests.
+/// All guests with their checks.
 pub const CASES: [Case; 7] = [
     Case {
         kernel: "6.1",
@@ -111,19 +111,19 @@ const IGB_SETTINGS: &[Setting] = &[
 ];
 
 impl Case {
-    /// Returns the name of the case for the user.
+    /// Returns the name of the case, by which users see and select it.
     pub fn name(&self) -> String {
         let and = if self.arguments.is_empty() { String::new() } else { format!(" and {}", self.arguments) };
         let forwards = if matches!(self.checks, Checks::Forwarding) { ", forwarding" } else { "" };
         format!("Linux {} with {}{and}{forwards}", self.kernel, self.nic.driver())
     }
 
-    /// Returns whether the name contains `text`.
+    /// Returns whether the case is selected, because its name contains `text`.
     pub fn is_selected(&self, text: &str) -> bool {
         self.name().contains(text)
     }
 
-    /// Boots the guest and runs its checks. With a `command`, prints the output of the command instead. Fails when the
+    /// Boots the guest and runs its checks. With a `command`, prints the output of that command instead. Fails when the
     /// guest does not boot.
     pub fn run(&self, parts: &GuestFiles, command: Option<&str>, tally: &mut Tally) -> Result<()> {
         let start = Instant::now();
@@ -160,7 +160,7 @@ impl Case {
         Ok(())
     }
 
-    /// Checks that the kernel uses the arguments: kernels ignore unknown ones.
+    /// Checks that the kernel uses its additional arguments, because kernels ignore unknown ones.
     fn check_arguments(&self, guest: &mut Guest) -> Result<String> {
         let cpus = guest.run("cat /sys/devices/system/cpu/nohz_full")?.trim().to_owned();
         ensure!(self.arguments == format!("nohz_full={cpus}"), "CPUs with nohz_full: {cpus:?}");
@@ -200,7 +200,7 @@ impl Case {
         Ok((guest, wire))
     }
 
-    /// Checks the NIC, the predicted queues and the agent in one of the NIC's settings.
+    /// Makes a setting of the NIC, and then checks the NIC's behaviour, the predicted queues and the agent.
     fn check_setting(&self, setting: &Setting, guest: &mut Guest, wire: &GuestLink, tally: &mut Tally) -> Result<()> {
         guest.run(setting.command)?;
         let named = |check: &str| self.check_name(&format!("{}: {check}", setting.name));
@@ -234,7 +234,7 @@ impl Case {
         if measured.is_in_force() { Ok(measured.to_string()) } else { Err(anyhow!(measured.to_string())) }
     }
 
-    /// Checks the daemon with `manage_rss = true`, from its start to its end.
+    /// Checks the agent with `manage_rss = true`, from its start to its end.
     fn check_managed_rss(&self, guest: &mut Guest, wire: &GuestLink, tally: &mut Tally) -> Result<()> {
         let named = |check: &str| self.check_name(&format!("manage_rss: {check}"));
         let before = rss::read_rss(guest)?;
@@ -276,7 +276,7 @@ impl Case {
     }
 }
 
-/// Runs `coreward check-kernel`, which prints `ok` or the verifier's error for each program.
+/// Runs `coreward check-kernel`, which loads every BPF program and prints `ok` or the verifier's error.
 fn check_kernel(guest: &mut Guest) -> Result<String> {
     let (status, printed) = guest.try_run("coreward check-kernel 2>/tmp/check-kernel.log", CHECK_KERNEL_TIMEOUT)?;
     let programs: Vec<&str> = printed.split_whitespace().collect();
@@ -285,8 +285,8 @@ fn check_kernel(guest: &mut Guest) -> Result<String> {
     Ok(programs.join(" "))
 }
 
-/// Checks the agent's results against a measurement: key, table, each flow's predicted and actual queue, and the
-/// verdict.
+/// Checks that the agent agrees with a measurement on the key, the table, each flow's predicted and actual queue, and
+/// the verdict.
 fn check_agreement(measured: &Measurement, watched: &RssWatchOutput) -> Result<String> {
     ensure!(
         watched.shown_rss == measured.shown_rss,
@@ -307,7 +307,7 @@ fn check_agreement(measured: &Measurement, watched: &RssWatchOutput) -> Result<S
     Ok(format!("key, table, queues of {FLOW_COUNT} flows, verdict {verdict}"))
 }
 
-/// Gives the guest its addresses and waits for the link.
+/// Gives the guest its addresses, and waits until its NIC has a link. Fails after 20 s.
 fn set_up_network(guest: &mut Guest) -> Result<()> {
     guest.run("ip link set eth0 up")?;
     guest.run(&format!("ip addr add {}/32 dev lo", VIP.ip()))?;

@@ -11,7 +11,7 @@ use crate::initrd::{self, EXECUTABLE_MODE, READABLE_MODE};
 use crate::packages::{self, Packages};
 use crate::process::{command_tied_to_parent, run};
 
-/// Kernel of the guests, which is the release's default.
+/// Version of the guests' kernel, which is the default of the Debian release.
 const KERNEL_VERSION: &str = "6.1";
 const MODULES: [&str; 17] = [
     "virtio_pci",
@@ -33,13 +33,13 @@ const MODULES: [&str; 17] = [
     "ipip",
     "fou",
 ];
-/// Packages that a minimal Debian lacks: for booting, for the daemons' packages, for the tests.
+/// Packages that a minimal Debian lacks: for booting, as dependencies of the daemons' packages, and for the tests.
 const PACKAGES: &str =
     "systemd-sysv,adduser,iproute2,procps,ethtool,libelf1,zlib1g,nginx-light,ipvsadm,keepalived,tcpdump";
-/// Size of the root file system: twice the size of the programs.
+/// Size of the root file system, which is twice the size of the installed programs.
 const IMAGE_SIZE: &str = "1500M";
 
-/// Kernel arguments without gettys: systemd would wait for udev, which the guest lacks, to report the serial lines.
+/// Kernel arguments without gettys, because systemd would wait for udev, which the guest lacks, to report the lines.
 const KERNEL_ARGUMENTS: &str = "systemd.getty_auto=no systemd.firstboot=no systemd.show_status=no";
 const TARGET_DROP_IN: &str = "[Unit]\nRequires=test-network.service test-serial.service\n";
 const SERIAL_UNIT: &str = "[Unit]\nDescription=Commands of the test\nDefaultDependencies=no\nAfter=basic.target\n\
@@ -47,10 +47,10 @@ const SERIAL_UNIT: &str = "[Unit]\nDescription=Commands of the test\nDefaultDepe
 const NETWORK_UNIT: &str = "[Unit]\nDescription=Network of the test\nBefore=network-online.target nginx.service\n\
                             [Service]\nType=oneshot\nRemainAfterExit=yes\nExecStart=/bin/sh -e /etc/test-network\n";
 
-/// File of the guest: path without leading slash, and content.
+/// File of the guest, as path (without leading slash) and content.
 pub type File = (&'static str, String);
 
-/// Returns an image of Debian's root file system, created now or by an earlier run.
+/// Returns the path of an image with Debian's root file system. Creates it unless an earlier run has done so.
 ///
 /// # Errors
 /// When debootstrap cannot fetch the packages.
@@ -81,13 +81,13 @@ pub fn root_image(packages: &Packages, cache: &Path) -> Result<PathBuf> {
     Ok(image)
 }
 
-/// Returns the end of debootstrap's log.
+/// Returns the last lines of debootstrap's log.
 fn debootstrap_log_tail(root: &Path) -> String {
     let text = fs::read_to_string(root.join("debootstrap/debootstrap.log")).unwrap_or_default();
     format!("debootstrap: {}", text.lines().rev().take(3).collect::<Vec<_>>().join(" < "))
 }
 
-/// Machine with Debian that can boot repeatedly.
+/// Virtual machine with Debian and systemd, which can be booted repeatedly.
 pub struct Debian<'a> {
     packages: &'a Packages,
     kernel: PathBuf,
@@ -97,8 +97,8 @@ pub struct Debian<'a> {
 }
 
 impl<'a> Debian<'a> {
-    /// Creates the machine. `files` are in the root file system; `/etc/test-network` runs before the services.
-    /// `/dev/vdb` is a tar archive of the directory `content`.
+    /// Creates the machine. `files` are copied to its root file system; its script `/etc/test-network` runs before the
+    /// services. `/dev/vdb` is a tar archive of the directory `content`.
     ///
     /// # Errors
     /// When Debian's packages cannot be fetched.

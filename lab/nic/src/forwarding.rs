@@ -19,26 +19,26 @@ use crate::segment::{HostEmulator, mac_of};
 use crate::tally::Tally;
 use crate::wire::{FORWARDED_DESTINATION, GuestLink, VIP, flows_of_round};
 
-/// Last bytes of the servers' addresses.
+/// Last bytes of the IPv4 addresses of the servers `s1` and `s2`.
 const HOSTS: [u8; 2] = [11, 12];
-/// Load of every core of `s2` (%): above the idle guest's, below that of a core that forwards.
+/// Published load of each core of `s2` (%), which is between that of the idle guest and that of a core that forwards.
 const OTHER_SERVER_LOAD_PCT: u32 = 50;
-/// Reported load of the forwarding core from which on SYNs are counted.
+/// Minimum reported load of the forwarding core while SYNs are counted.
 const FORWARDING_LOAD: f64 = 0.65;
-/// Initial and maximum rate (packets per second); the rate that loads a core depends on QEMU's emulation.
+/// Initial and maximum rate of forwarded packets (per second). The rate that loads a core depends on QEMU's emulation.
 const PACKETS_PER_SECOND: std::ops::RangeInclusive<u32> = 1_000..=64_000;
-/// Time until loads and tables follow a new rate.
+/// Time after which loads and tables have followed a new rate.
 const SETTLE_TIME: Duration = Duration::from_secs(3);
-/// Interval of flushes of the receive queues, which QEMU may leave full ([`Monitor::flush_receive_queues`]).
+/// Interval between flushes of the receive queues, which QEMU may leave full ([`Monitor::flush_receive_queues`]).
 const FLUSH_INTERVAL: Duration = Duration::from_millis(100);
-/// Number of rounds of SYNs per measurement.
+/// Number of rounds of SYNs in each measurement.
 const ROUND_COUNT: u8 = 4;
-/// Transmissions of a SYN, because the loaded core drops some.
+/// Maximum number of transmissions of a SYN, because the loaded core drops some.
 const MAX_TRANSMISSIONS: usize = 10;
-/// Number of measurements, of which one must have the expected result.
+/// Maximum number of measurements, of which one must have the expected result.
 const MEASUREMENT_COUNT: u8 = 5;
 
-/// Returns the files of the guest, each with its name without leading slash and its content.
+/// Returns the configuration files of the guest, as name (without leading slash) and content.
 pub fn files() -> Vec<(&'static str, String)> {
     let controller = "listen = \"127.0.0.1:7400\"\nstore = \"/run/forwarding.redb\"\n\
                       fleet = \"forwarding-fleet.toml\"\n";
@@ -64,8 +64,8 @@ pub fn files() -> Vec<(&'static str, String)> {
     ]
 }
 
-/// Starts the daemons, loads one core by forwarding, and checks which servers get new connections before and during the
-/// load. Fails when the daemons do not start.
+/// Starts the daemons, and checks which servers get new connections before and while one core is loaded by forwarding.
+/// Fails when the daemons do not start.
 pub fn check(guest: &mut Guest, wire: &GuestLink, name: &str, tally: &mut Tally) -> Result<()> {
     let segment = HostEmulator::new(&HOSTS)?;
     start(guest)?;
@@ -101,7 +101,7 @@ pub fn check(guest: &mut Guest, wire: &GuestLink, name: &str, tally: &mut Tally)
     Ok(())
 }
 
-/// Starts a controller, both agents and the load balancer, and adds the route of forwarded packets.
+/// Starts a controller, both agents and the load balancer, and adds the route of the packets to forward.
 fn start(guest: &mut Guest) -> Result<()> {
     guest.run("ip link set eth1 up && ip addr add 10.2.0.1/24 dev eth0 && echo 1 > /proc/sys/net/ipv4/ip_forward")?;
     // The next hop is a device of the guest, because otherwise QEMU's network thread would be busy before a core is.
@@ -129,7 +129,7 @@ fn start(guest: &mut Guest) -> Result<()> {
     Ok(())
 }
 
-/// Returns the load of each core of `s1` and `s2`.
+/// Returns the loads of all cores of `s1` and `s2` that a status contains.
 fn core_loads(status: &Value) -> Option<[Vec<f64>; 2]> {
     let of = |name: &str| {
         let server = status["servers"].as_array()?.iter().find(|server| server["name"] == name)?;
@@ -149,8 +149,8 @@ fn format_loads(guest: &mut Guest) -> Result<String> {
     Ok(format!("loads {s1} % against {s2} %"))
 }
 
-/// Forwards packets of `flow`, which arrive at `queue`, at a growing rate until the queue's core is loaded, then runs
-/// `measured`. Returns its result and the rate (packets per second).
+/// Forwards packets of `flow`, which arrive at `queue`, at a growing rate until the queue's core is loaded. Then runs
+/// `measured`, and returns its result and the rate (packets per second).
 fn measure_under_load<T>(
     guest: &mut Guest,
     wire: &GuestLink,
@@ -170,7 +170,7 @@ fn measure_under_load<T>(
     })
 }
 
-/// Raises the rate until two readings show a loaded core for `queue` at `s1`: one reading may be a burst of a daemon.
+/// Raises the rate until two readings show a loaded core for `queue`: a single one may be a burst of a daemon.
 fn load_core(guest: &mut Guest, queue: u16, rate: &AtomicU32) -> Result<()> {
     let mut loaded = 0;
     loop {
@@ -191,7 +191,7 @@ fn load_core(guest: &mut Guest, queue: u16, rate: &AtomicU32) -> Result<()> {
     }
 }
 
-/// Sends `rate` packets per second, in batches of one millisecond.
+/// Sends `rate` packets per second in batches of one millisecond, until `ended` is set.
 fn send_paced(
     wire: &GuestLink,
     mut monitor: Monitor,
@@ -213,12 +213,12 @@ fn send_paced(
     Ok(())
 }
 
-/// Flow of each SYN, and its server.
+/// Flow of each received SYN, and the last address byte of the server that received it.
 type PlacedFlows = Vec<(FourTuple, u8)>;
 
 struct MeasuredPlacement {
     placed: PlacedFlows,
-    /// Whether the result is as expected.
+    /// Whether the placement is as expected.
     is_expected: bool,
     next_round: u8,
 }
@@ -230,7 +230,7 @@ impl MeasuredPlacement {
     }
 }
 
-/// Measures until the result is `good`, at most [`MEASUREMENT_COUNT`] times, because the daemons' own load varies.
+/// Measures until the placement is `good`, at most [`MEASUREMENT_COUNT`] times, because the daemons' own load varies.
 fn measure_until(
     wire: &GuestLink,
     segment: &HostEmulator,
@@ -249,8 +249,8 @@ fn measure_until(
     Ok(measured)
 }
 
-/// Sends [`ROUND_COUNT`] rounds of SYNs from `first` on, and retransmits lost ones. Returns the SYNs that a server
-/// received.
+/// Sends the SYNs of [`ROUND_COUNT`] rounds, beginning with round `first`, and retransmits lost ones. Returns the
+/// servers that received them. Fails when a SYN is still lost.
 fn measure(wire: &GuestLink, segment: &HostEmulator, first: u8) -> Result<PlacedFlows> {
     segment.take_syns();
     let mut missing: Vec<FourTuple> = (first..first + ROUND_COUNT).flat_map(flows_of_round).collect();
@@ -278,7 +278,7 @@ fn measure(wire: &GuestLink, segment: &HostEmulator, first: u8) -> Result<Placed
     bail!("{} of {sent} SYNs are lost after {MAX_TRANSMISSIONS} transmissions", missing.len())
 }
 
-/// Returns how many SYNs selected by `chosen` reached `s1`, and the number of all selected SYNs.
+/// Returns how many of the SYNs selected by `chosen` reached `s1`, and the number of all selected SYNs.
 fn count_placed(placed: &PlacedFlows, chosen: impl Fn(&FourTuple) -> bool) -> [usize; 2] {
     let of = placed.iter().filter(|(flow, _)| chosen(flow));
     [of.clone().filter(|(_, host)| *host == HOSTS[0]).count(), of.count()]

@@ -14,15 +14,15 @@ use tempfile::TempDir;
 use crate::packages::Packages;
 
 pub const QUEUE_COUNT: u16 = 4;
-/// MAC address of the guest's `eth0`, locally administered; `eth1` has the next address.
+/// MAC address of the guest's `eth0`, which is locally administered. `eth1` has the next address.
 pub const MAC_ADDRESS: [u8; 6] = [0x02, 0xc0, 0x4e, 0x00, 0x00, 0x01];
-/// Tap of the guest's `eth0`, in the network namespace of this process.
+/// Name of the tap device of the guest's `eth0`, in the network namespace of this process.
 pub const TAP: &str = "nictest0";
 
-/// Name of the monitor's socket.
+/// File name of the QEMU monitor's socket.
 const MONITOR: &str = "monitor";
 
-/// Time limit of a start and of a shutdown on a busy machine.
+/// Maximum time for a start or a shutdown of a guest on a busy machine.
 const BOOT_TIMEOUT: Duration = Duration::from_secs(300);
 const COMMAND_TIMEOUT: Duration = Duration::from_secs(60);
 
@@ -30,14 +30,14 @@ const COMMAND_TIMEOUT: Duration = Duration::from_secs(60);
 pub enum Nic {
     /// virtio-net with RSS, on a tap with one queue per receive queue.
     Virtio,
-    /// Intel 82576.
+    /// Intel 82576, with the driver igb.
     Igb,
-    /// VMware's vmxnet3, whose table QEMU shows but does not use.
+    /// VMware's vmxnet3, whose indirection table QEMU shows but does not use.
     Vmxnet3,
 }
 
 impl Nic {
-    /// Returns the name of the driver's module, which is also the NIC's name.
+    /// Returns the name of the driver's kernel module, which also names the NIC.
     pub fn driver(self) -> &'static str {
         match self {
             Nic::Virtio => "virtio_net",
@@ -46,7 +46,7 @@ impl Nic {
         }
     }
 
-    /// Returns a command that prints the number of each receive queue and counters whose sum grows with every packet.
+    /// Returns a command that prints each receive queue's number, and counters whose sum grows with every packet.
     ///
     /// virtio on Linux 6.12 has no counters per queue in `ethtool -S`, so its interrupts are counted. igb raises
     /// interrupts of all queues every two seconds (igb_watchdog_task), so its packets are counted.
@@ -83,17 +83,17 @@ impl Nic {
     }
 }
 
-/// Hardware of a guest, in addition to its serial lines.
+/// Hardware of a guest, in addition to its serial lines and CPUs.
 #[derive(Clone, Copy)]
 pub struct Hardware<'a> {
     pub nics: &'a [Nic],
-    /// Images of `/dev/vda` and further disks.
+    /// Paths of the images of `/dev/vda` and further disks.
     pub disks: &'a [PathBuf],
     pub memory: &'a str,
 }
 
 impl<'a> Hardware<'a> {
-    /// Returns hardware without disks.
+    /// Returns hardware with these NICs, without disks, and with the default memory.
     pub fn with_nics(nics: &'a [Nic]) -> Self {
         Self { nics, disks: &[], memory: "512M" }
     }
@@ -115,18 +115,18 @@ impl<'a> Hardware<'a> {
     }
 }
 
-/// Booted guest. Dropping it kills QEMU, which also removes the tap.
+/// Booted guest. Dropping this value kills QEMU, which also removes the tap devices.
 pub struct Guest {
     qemu: Child,
     serial: UnixStream,
-    /// Output that was received from the serial line and not processed yet.
+    /// Output that was received from the serial line, but not processed yet.
     pending: Vec<u8>,
     console: PathBuf,
-    /// Directory of the monitor's socket.
+    /// Directory with the socket of QEMU's monitor.
     monitor_directory: TempDir,
 }
 
-/// Monitor of QEMU.
+/// Connection to the monitor of a QEMU process.
 pub struct Monitor(UnixStream);
 
 impl Monitor {
@@ -147,7 +147,7 @@ impl Monitor {
 }
 
 impl Guest {
-    /// Connects to QEMU's monitor. Fails when QEMU has ended.
+    /// Connects to the monitor of the guest's QEMU. Fails when QEMU has ended.
     pub fn monitor(&self) -> Result<Monitor> {
         let socket = UnixStream::connect(self.monitor_directory.path().join(MONITOR)).context("QEMU's monitor")?;
         socket.set_nonblocking(true)?;
@@ -155,8 +155,8 @@ impl Guest {
     }
 
     /// Boots a guest, and waits until its init is ready. `arguments` are appended to the kernel's command line; its
-    /// output goes to the file `console`. Fails when QEMU ends or the guest is not ready within BOOT_LIMIT, with the
-    /// last lines of the console.
+    /// output goes to the file `console`. Fails when QEMU ends or the guest is not ready within `BOOT_TIMEOUT`, with
+    /// the last lines of the console.
     pub fn boot(
         packages: &Packages,
         kernel: &Path,
@@ -195,7 +195,7 @@ impl Guest {
         Ok(guest)
     }
 
-    /// Shuts the guest down. Fails when QEMU does not end within BOOT_LIMIT.
+    /// Shuts the guest down, and waits for its end. Fails when QEMU does not end within `BOOT_TIMEOUT`.
     pub fn power_off(mut self) -> Result<()> {
         self.serial.write_all(b"poweroff\n").context("the guest is gone")?;
         let end = Instant::now() + BOOT_TIMEOUT;
@@ -218,8 +218,8 @@ impl Guest {
         Ok(output)
     }
 
-    /// Like [`Guest::run`], for commands that may fail: exit status and output. Fails when the command does not end
-    /// within `limit`, or the guest is gone.
+    /// Runs a command that may fail, like [`Guest::run`]. Returns its exit status and output. Fails when the command
+    /// does not end within `limit`, or the guest is gone.
     pub fn try_run(&mut self, command: &str, limit: Duration) -> Result<(i32, String)> {
         assert!(!command.contains('\n'), "the guest reads one line a command");
         self.serial.write_all(format!("{command}\n").as_bytes()).context("the guest is gone")?;
@@ -228,7 +228,7 @@ impl Guest {
         Ok((status, output))
     }
 
-    /// Returns the output up to a line that starts with `marker`, and that line.
+    /// Returns the output up to a line that starts with `marker`, and that line. Fails after `limit`.
     fn lines_until(&mut self, marker: &str, limit: Duration) -> Result<(String, String)> {
         let end = Instant::now() + limit;
         let mut output = String::new();
@@ -257,7 +257,7 @@ impl Guest {
         }
     }
 
-    /// Returns the last output of QEMU and the guest's kernel.
+    /// Returns the last output of QEMU and of the guest's kernel, as text for an error.
     fn last_output(&self) -> String {
         let tail = |path: &Path| {
             let text = fs::read(path).map(|bytes| String::from_utf8_lossy(&bytes).into_owned()).unwrap_or_default();

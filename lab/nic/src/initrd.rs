@@ -11,14 +11,14 @@ use crate::packages::Packages;
 use crate::process::{command_tied_to_parent, run};
 
 const DIRECTORY_MODE: u32 = 0o040_755;
-/// Mode of a program.
+/// Mode of an executable file.
 pub const EXECUTABLE_MODE: u32 = 0o100_755;
-/// Mode of a file that everyone may read.
+/// Mode of a file that all users may read.
 pub const READABLE_MODE: u32 = 0o100_644;
-/// Mode of secret files, because `coreward` rejects secrets that other users can read.
+/// Mode of a file that only its owner may read, because `coreward` rejects secrets that other users can read.
 const OWNER_ONLY_MODE: u32 = 0o100_600;
 
-/// Archive under construction.
+/// cpio archive to which files are added.
 #[derive(Default)]
 struct Archive {
     bytes: Vec<u8>,
@@ -26,7 +26,7 @@ struct Archive {
 }
 
 impl Archive {
-    /// Adds a file and the folders above it; `name` has no leading slash. A second file with the same name is ignored.
+    /// Adds a file and its parent folders; `name` has no leading slash. A second file with the same name is ignored.
     fn add(&mut self, name: &str, mode: u32, content: &[u8]) {
         if let Some((parent, _)) = name.rsplit_once('/') {
             self.add(parent, DIRECTORY_MODE, &[]);
@@ -61,8 +61,8 @@ impl Archive {
     }
 }
 
-/// Builds the guest's file system: busybox, ethtool, the `coreward` binary with its libraries, the modules and `files`
-/// (name without leading slash, content). Fails when a part is missing; the error names it.
+/// Builds the file system of a guest: busybox, ethtool, the `coreward` binary with its libraries, the kernel modules
+/// and `files` (name without leading slash, content). Fails when a part is missing; the error names it.
 pub fn build(
     packages: &Packages,
     kernel_folder: &Path,
@@ -85,8 +85,8 @@ pub fn build(
     Ok(archive.finish())
 }
 
-/// Builds an initial file system that loads the modules, mounts the first disk, copies `files` onto it and starts its
-/// init. Fails when a part is missing; the error names it.
+/// Builds an initial file system that loads the kernel modules, mounts the first disk, copies `files` onto it and
+/// starts its init. Fails when a part is missing; the error names it.
 pub fn build_for_disk(
     packages: &Packages,
     kernel_folder: &Path,
@@ -106,7 +106,7 @@ pub fn build_for_disk(
     Ok(archive.finish())
 }
 
-/// Adds `modules` with their dependencies, and the file `modules/order` with their names in the order of loading.
+/// Adds the kernel modules and their dependencies, and the file `modules/order` with the order of loading.
 fn add_modules(archive: &mut Archive, kernel_folder: &Path, modules: &[&str]) -> Result<()> {
     let mut order = String::new();
     for (name, content) in kernel::load_order(kernel_folder, modules)? {
@@ -117,8 +117,8 @@ fn add_modules(archive: &mut Archive, kernel_folder: &Path, modules: &[&str]) ->
     Ok(())
 }
 
-/// Adds ethtool in its own folder: it is from Debian's packages, and `coreward` from this machine has another C
-/// library.
+/// Adds ethtool and its libraries in a separate folder. It is from Debian's packages, and `coreward` from this machine
+/// has another C library.
 fn add_ethtool(archive: &mut Archive, packages: &Packages) -> Result<()> {
     let (program, libraries) = packages.ethtool();
     archive.add("ethtool/ethtool", EXECUTABLE_MODE, &read(&program)?);
@@ -131,8 +131,8 @@ fn add_ethtool(archive: &mut Archive, packages: &Packages) -> Result<()> {
     Ok(())
 }
 
-/// Adds the binary without its debug information (through the file `stripped`), and the libraries that `ldd` lists, at
-/// the same paths.
+/// Adds the `coreward` binary without its debug information (by way of the file `stripped`), and the libraries that
+/// `ldd` lists, at the same paths.
 fn add_coreward(archive: &mut Archive, coreward: &Path, stripped: &Path) -> Result<()> {
     run(command_tied_to_parent("strip").arg("-o").arg(stripped).arg(coreward)).context("binutils' strip is needed")?;
     archive.add("bin/coreward", EXECUTABLE_MODE, &read(stripped)?);

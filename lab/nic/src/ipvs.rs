@@ -13,7 +13,7 @@ use crate::tally::Tally;
 use crate::units::{self, Check, SETTLE_TIMEOUT, apt, retry_until_ok, start_in};
 
 const NAME: &str = "Debian with IPVS";
-/// Number of connections of each group.
+/// Number of connections in each group of connections that are held open.
 const OPEN_CONNECTION_COUNT: usize = 12;
 
 const NETWORK_SCRIPT: &str = "
@@ -55,9 +55,9 @@ virtual_server 10.200.0.1 80 {
 	}
 }
 ";
-/// $1: name of the group; $2: number of its connections, of which every fourth has no TCP timestamps. For each line in
-/// its FIFO the script sends a request over each connection. It prints the slowest answer in ms, and the number of
-/// connections that their first server did not answer.
+/// Script that holds a group of connections. $1: name of the group; $2: number of its connections, of which every
+/// fourth has no TCP timestamps. For each line in its FIFO, it sends a request over each connection. It prints the
+/// slowest answer in ms, and the number of each connection that its first server did not answer.
 const HOLD_SCRIPT: &str = "
 connections=()
 first=()
@@ -92,7 +92,7 @@ while read -r _ < /run/test-$1.in; do
 	echo $slowest $broken > /run/test-$1.out
 done
 ";
-/// Prints, when an answer is late, the state of all hosts, and packets of connections that have unacknowledged data.
+/// Script for late answers: prints the state of all hosts, and packets of connections with unacknowledged data.
 const DIAGNOSIS_SCRIPT: &str = "
 date
 tcp=\"ss -Htn -o state established ( sport = :80 or dport = :80 )\"
@@ -173,16 +173,16 @@ fn files() -> Vec<File> {
     fixed.into_iter().chain(of_servers).collect()
 }
 
-/// Checks the packages in the directory `old` of `debs`.
+/// Checks migration with the packages in the directory `old` of `debs`; with a `command`, only runs this.
 ///
 /// # Errors
-/// When there is no guest.
+/// When the guest does not boot.
 pub fn check(packages: &Packages, cache: &Path, debs: &Path, command: Option<&str>, tally: &mut Tally) -> Result<()> {
     let debian = Debian::new(packages, cache, "ipvs", &files(), debs)?;
     units::check_namespaces(NAME, &debian, &CHECKS, command, tally)
 }
 
-/// Checks, each of which continues where the previous one ended.
+/// Checks and their names. Each check continues where the previous one ended.
 const CHECKS: [(&str, Check); 4] = [
     ("keepalived's virtual server balances", balance),
     ("coreward adopts the pool, and no connection breaks", check_migration),
@@ -190,7 +190,7 @@ const CHECKS: [(&str, Check); 4] = [
     ("coreward is removed, and no connection breaks", remove),
 ];
 
-/// Opens a group of connections.
+/// Opens a group of connections, and waits until all of them are open.
 fn open(guest: &mut Guest, group: &str) -> Result<()> {
     start_in(
         guest,
@@ -202,8 +202,8 @@ fn open(guest: &mut Guest, group: &str) -> Result<()> {
     retry_until_ok(SETTLE_TIMEOUT, || guest.run(&ready)).with_context(|| format!("connections {group}")).map(drop)
 }
 
-/// Fails when a connection of the groups, or a new one since the last call, was broken.
-/// Returns the time of the slowest answer in ms.
+/// Fails when a connection of the groups was broken, or a new connection failed. Returns the time of the slowest answer
+/// in ms.
 fn check_connections(guest: &mut Guest, groups: &[&str]) -> Result<u64> {
     let mut slowest_of_all = 0;
     for group in groups {
@@ -273,12 +273,12 @@ fn check_migration(guest: &mut Guest) -> Result<String> {
     summary(guest, &["oldest", "older", "ours"])
 }
 
-/// Returns the output of `coreward status`, for messages.
+/// Returns the output of `coreward status` or the error, for messages.
 fn status_output(guest: &mut Guest) -> String {
     guest.run("ip netns exec controller coreward status").unwrap_or_else(|error| format!("{error:#}"))
 }
 
-/// Waits until a server's net.ipv4.tcp_timestamps has this value.
+/// Waits until the setting net.ipv4.tcp_timestamps of a server has this value.
 fn wait_for_timestamps(guest: &mut Guest, server: &str, value: &str) -> Result<()> {
     let found = format!("ip netns exec {server} sysctl -n net.ipv4.tcp_timestamps");
     retry_until_ok(SETTLE_TIMEOUT, || match guest.run(&found)?.trim() {

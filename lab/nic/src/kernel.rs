@@ -8,7 +8,7 @@ use anyhow::{Context as _, Result};
 
 use crate::process::{command_tied_to_parent, run};
 
-/// Modules that guests load, without their dependencies; some are built into Debian's kernels.
+/// Kernel modules that guests load, without their dependencies. Some of them are built into Debian's kernels.
 pub const MODULES: [&str; 19] = [
     "virtio_pci",
     "virtio_net",
@@ -58,7 +58,7 @@ pub fn extract(archive: &Path, folder: &Path, busybox: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Returns name and content of the modules for `names`, each after its dependencies. Fails when a file cannot be read.
+/// Returns names and contents of these modules and their dependencies, in the order of loading. Fails on read errors.
 pub fn load_order(folder: &Path, names: &[&str]) -> Result<Vec<(String, Vec<u8>)>> {
     let mut order: Vec<(String, Vec<u8>)> = Vec::new();
     for name in names {
@@ -81,7 +81,7 @@ fn add_with_dependencies(folder: &Path, name: &str, order: &mut Vec<(String, Vec
     Ok(())
 }
 
-/// Adds all modules below `folder` by name (with underscores), and the contents of `modules.builtin`.
+/// Adds the paths of all modules below `folder` by name (with underscores), and the contents of `modules.builtin`.
 fn list_modules(folder: &Path, found: &mut BTreeMap<String, PathBuf>, built_in: &mut String) -> Result<()> {
     for entry in fs::read_dir(folder)? {
         let entry = entry?;
@@ -112,7 +112,7 @@ fn read_module(path: &Path, busybox: &Path) -> Result<Vec<u8>> {
     Ok(output.stdout)
 }
 
-/// Returns the dependencies of a module: the line `depends=a,b` that modpost writes into its section .modinfo.
+/// Returns the names of a module's dependencies, from the line `depends=a,b` of modpost in its section .modinfo.
 fn dependencies(module: &[u8]) -> Vec<String> {
     const TAG: &[u8] = b"\0depends=";
     let Some(at) = module.windows(TAG.len()).position(|window| window == TAG) else { return Vec::new() };

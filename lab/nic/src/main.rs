@@ -89,7 +89,7 @@ fn main() -> ExitCode {
 
 type DebianCheck = fn(&Packages, &Path, &Path, Option<&str>, &mut Tally) -> Result<()>;
 
-/// Guests with Debian and their checks.
+/// Names of the guests with Debian, and functions that make their checks.
 const DEBIAN_CASES: [(&str, DebianCheck); 3] = [
     ("Debian with systemd", units::check),
     ("Debian with IPVS", ipvs::check),
@@ -111,7 +111,7 @@ fn check_units(arguments: &Arguments, debs: &Path, tally: &mut Tally) {
     }
 }
 
-/// Returns the files of the guests, and the lock that prevents a second run with the same directory. Fails with one
+/// Returns the files that guests need, and a lock that prevents a second run with the same directory. Fails with one
 /// sentence about the missing part.
 fn prepare(arguments: &Arguments) -> Result<(GuestFiles, Flock<fs::File>)> {
     if !nix::unistd::geteuid().is_root() {
@@ -132,7 +132,7 @@ fn prepare(arguments: &Arguments) -> Result<(GuestFiles, Flock<fs::File>)> {
     Ok((GuestFiles { packages, coreward: arguments.coreward.clone(), logs: cache }, lock))
 }
 
-/// Returns a lock that ends with this process, however it ends.
+/// Returns an exclusive lock on a file, which ends with this process, however it ends. Waits while another run has it.
 fn lock(path: &Path) -> Result<Flock<fs::File>> {
     let file = fs::File::create(path)?;
     let busy = match Flock::lock(file, FlockArg::LockExclusiveNonblock) {

@@ -13,11 +13,11 @@ use crate::tally::Tally;
 use crate::units::{self, Check, SETTLE_TIMEOUT, apt, retry_until_ok};
 
 const NAME: &str = "Debian with bonds, VLANs and tunnels";
-/// Number of connections per check.
+/// Number of connections that are opened in each check.
 const REQUEST_COUNT: usize = 20;
 
-/// Network with s1 in VLAN 20, as are second devices of client and controller. s2 decapsulates by devices of its
-/// kernel.
+/// Script that sets up the network. s1 and second devices of client and controller are in VLAN 20. s2 decapsulates by
+/// devices of its kernel.
 const NETWORK_SCRIPT: &str = "
 mkdir -p /var/lib/coreward
 ip netns add switch
@@ -133,7 +133,7 @@ fn nginx_config(server: &str) -> String {
     )
 }
 
-/// $1: the VIP; $2: number of connections, which are opened one by one, with two requests each.
+/// Script that opens connections one by one, with two requests each. $1: the VIP; $2: number of connections.
 const REQUEST_SCRIPT: &str = "
 for ((number = 0; number < $2; number++)); do
 	exec 3<>/dev/tcp/$1/80 || exit 1
@@ -163,16 +163,16 @@ fn files() -> Vec<File> {
     .into()
 }
 
-/// Checks the packages in the directory `old` of `debs`.
+/// Checks networks with the packages in the directory `old` of `debs`; with a `command`, only runs this.
 ///
 /// # Errors
-/// When there is no guest.
+/// When the guest does not boot.
 pub fn check(packages: &Packages, cache: &Path, debs: &Path, command: Option<&str>, tally: &mut Tally) -> Result<()> {
     let debian = Debian::new(packages, cache, "networks", &files(), debs)?;
     units::check_namespaces(NAME, &debian, &CHECKS, command, tally)
 }
 
-/// Checks, each of which continues where the previous one ended.
+/// Checks and their names. Each check continues where the previous one ended.
 const CHECKS: [(&str, Check); 5] = [
     ("the daemons start, with native XDP on a bond by LACP", start),
     ("a server with a VLAN device serves, and stamps its packets", check_tagged),
@@ -212,7 +212,7 @@ fn status(guest: &mut Guest) -> Result<String> {
     guest.run("ip netns exec controller coreward status")
 }
 
-/// Opens connections to a VIP, which this server must answer.
+/// Opens connections to a VIP and sends requests. Fails unless the server with this name answers.
 fn request(guest: &mut Guest, vip: &str, server: &str) -> Result<()> {
     let command = format!("ip netns exec client timeout 60 bash /etc/test-request {vip} {REQUEST_COUNT}");
     let served =
@@ -221,7 +221,7 @@ fn request(guest: &mut Guest, vip: &str, server: &str) -> Result<()> {
     Ok(())
 }
 
-/// Returns the number of packets for which the load balancer made this decision.
+/// Returns the number of packets for which the load balancer has made the decision with this name.
 fn decision_count(guest: &mut Guest, name: &str) -> Result<u64> {
     let status = status(guest)?;
     let mut words = status.split([' ', ',', '\n']).filter(|word| !word.is_empty());

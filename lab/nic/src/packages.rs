@@ -15,9 +15,9 @@ use anyhow::{Context as _, Result};
 use crate::kernel;
 use crate::process::{command_tied_to_parent, run};
 
-/// Kernels by their names here, each with the package that depends on the current point release.
+/// Kernel versions, each with the metapackage that depends on the package of its current point release.
 const KERNELS: [(&str, &str); 2] = [("6.1", "linux-image-amd64"), ("6.12", "linux-image-6.12-amd64")];
-/// Time limit of a download in seconds.
+/// Maximum duration of a download in seconds.
 const DOWNLOAD_SECONDS: &str = "300";
 const NO_MIRROR: &str = "this machine's apt-get has no Debian mirror";
 const ARCHITECTURE: &str = "x86_64-linux-gnu";
@@ -27,8 +27,8 @@ pub struct Packages {
 }
 
 impl Packages {
-    /// Takes the complete contents of an earlier run in `folder`, or fetches everything. Fails with one sentence that
-    /// names the missing part.
+    /// Uses the complete contents that an earlier run has left in `folder`, or fetches everything. Fails with one
+    /// sentence that names the missing part.
     pub fn fetch(folder: &Path) -> Result<Self> {
         let packages = Self { folder: folder.to_path_buf() };
         let expected = format!("{KERNELS:?} {:?} debootstrap\n", kernel::MODULES);
@@ -66,7 +66,7 @@ impl Packages {
         Ok(packages)
     }
 
-    /// Returns a command that runs a program of the packages with the packages' own libraries.
+    /// Returns a command that runs a program of the packages with the libraries of the packages.
     pub fn command(&self, program: &str) -> Command {
         let root = self.folder.join("root");
         let mut command = command_tied_to_parent(root.join("lib64/ld-linux-x86-64.so.2"));
@@ -74,7 +74,7 @@ impl Packages {
         command
     }
 
-    /// Returns the paths at which QEMU searches its firmware.
+    /// Returns the directories in which QEMU searches its firmware.
     pub fn firmware(&self) -> [PathBuf; 3] {
         ["qemu", "seabios", "../lib/ipxe/qemu"].map(|part| self.folder.join("root/usr/share").join(part))
     }
@@ -84,7 +84,7 @@ impl Packages {
         self.folder.join("root/bin/busybox")
     }
 
-    /// Returns the ethtool program, and its loader and libraries by name.
+    /// Returns the path of the ethtool program, and those of its loader and libraries.
     pub fn ethtool(&self) -> (PathBuf, Vec<PathBuf>) {
         let root = self.folder.join("root");
         let libraries = root.join("lib").join(ARCHITECTURE);
@@ -96,7 +96,7 @@ impl Packages {
         (root.join("sbin/ethtool"), files)
     }
 
-    /// Returns the command of debootstrap, without arguments.
+    /// Returns a command that runs debootstrap, without arguments.
     pub fn debootstrap(&self) -> Command {
         let root = self.folder.join("root");
         // debootstrap mounts file systems in its target, which end with the mount namespace.
@@ -106,13 +106,13 @@ impl Packages {
         command
     }
 
-    /// Returns the path of the tested binary without its debug information. It is fixed, so that a run overwrites the
+    /// Returns the path for the tested binary without its debug information. It is fixed, so that a run overwrites the
     /// file of an earlier run.
     pub fn stripped(&self) -> PathBuf {
         self.folder.join("coreward")
     }
 
-    /// Returns the directory of a kernel, by its name in `KERNELS`.
+    /// Returns the directory of the kernel with this version in `KERNELS`.
     pub fn kernel_directory(&self, name: &str) -> PathBuf {
         self.folder.join("kernels").join(name)
     }
@@ -123,10 +123,10 @@ impl Packages {
     }
 }
 
-/// apt-get of the machine with a private configuration.
+/// apt-get of this machine, with a private configuration.
 struct Apt {
     folder: PathBuf,
-    /// Debian release, such as `bookworm`.
+    /// Name of the Debian release, such as `bookworm`.
     release: String,
 }
 
@@ -164,7 +164,7 @@ impl Apt {
         run(self.command("apt-get").arg("-q").args(arguments)).map(drop)
     }
 
-    /// Returns the current kernel package that a metapackage depends on.
+    /// Returns the name of the current kernel package, on which a metapackage depends.
     fn kernel_of(&self, package: &str) -> Result<String> {
         let shown = run(self.command("apt-cache").args(["show", "--no-all-versions", package]))?;
         let names: BTreeSet<&str> = shown
@@ -177,7 +177,7 @@ impl Apt {
     }
 }
 
-/// Returns the machine's Debian sources and their backports, as lines of sources.list, and the release's name.
+/// Returns this machine's Debian sources and their backports, as lines of sources.list, and the name of the release.
 fn sources() -> Result<(String, String)> {
     let mut lines = BTreeSet::new();
     let mut release = None;
@@ -191,7 +191,7 @@ fn sources() -> Result<(String, String)> {
     Ok((lines.into_iter().collect(), release.context(NO_MIRROR)?))
 }
 
-/// Returns the machine's Debian mirror and release, for debootstrap.
+/// Returns the URI of this machine's Debian mirror and the name of its release, for debootstrap.
 ///
 /// # Errors
 /// Without a Debian source of apt-get.
@@ -199,7 +199,7 @@ pub fn mirror() -> Result<(String, String)> {
     repositories()?.into_iter().find(|(_, suite)| !suite.contains('-')).context(NO_MIRROR)
 }
 
-/// Returns the machine's Debian sources of programs: address and suite.
+/// Returns the URIs and suites of this machine's Debian sources of programs.
 fn repositories() -> Result<Vec<(String, String)>> {
     let mut targets = debian_targets()?;
     if targets.is_empty() {
@@ -220,7 +220,7 @@ fn debian_targets() -> Result<String> {
     run(command_tied_to_parent("apt-get").args(["indextargets", "--format", format]).args(filter))
 }
 
-/// Returns the downloaded packages that are not yet unpacked.
+/// Returns the paths of the downloaded packages that have not been unpacked yet.
 fn archives(folder: &Path) -> Result<Vec<PathBuf>> {
     let mut found = Vec::new();
     for entry in fs::read_dir(folder.join("archives"))? {

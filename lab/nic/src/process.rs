@@ -4,14 +4,14 @@ use std::process::{Command, Stdio};
 
 use anyhow::{Context as _, Result, bail};
 
-/// Returns a command that the kernel kills when this process ends for any reason.
+/// Returns a command that the kernel kills when this process ends, for whatever reason.
 pub fn command_tied_to_parent(program: impl AsRef<std::ffi::OsStr>) -> Command {
     let mut command = Command::new("setpriv");
     command.args(["--pdeathsig", "KILL", "--"]).arg(program).stdin(Stdio::null());
     command
 }
 
-/// Runs a command to its end and returns its output. Fails with its error output.
+/// Runs a command to its end and returns its output. Fails with the last line of its error output.
 pub fn run(command: &mut Command) -> Result<String> {
     let output = command.output().with_context(|| format!("{command:?} does not start"))?;
     if !output.status.success() {

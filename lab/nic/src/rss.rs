@@ -11,11 +11,11 @@ use coreward_model::rss::{IndirectionTable, RssConfig, RssKey};
 use crate::guest::{Guest, Nic};
 use crate::wire::{FLOWS_PER_FAMILY, GuestLink, flows, gue_flows};
 
-/// Time limit for a SYN to appear in the guest's counters.
+/// Maximum time until a SYN appears in the guest's counters.
 const ARRIVAL_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// Returns key and table of the guest's ethtool. Some drivers (igb) do not show their key, which is the kernel's. Fails
-/// without a table, or when it cannot be read.
+/// Returns the RSS key and table that the guest's ethtool shows. Some drivers (igb) do not show their key, which is
+/// that of the kernel. Fails without a table, or when it cannot be read.
 pub fn read_rss(guest: &mut Guest) -> Result<RssConfig> {
     let text = guest.run("ethtool -x eth0")?;
     let key = match parse_key(&text)? {
@@ -25,7 +25,7 @@ pub fn read_rss(guest: &mut Guest) -> Result<RssConfig> {
     Ok(RssConfig { key, indirection_table: parse_table(&text)? })
 }
 
-/// Parses the entries of `ethtool -x`: lines of `first entry: queue queue ...`.
+/// Parses the indirection table in the output of `ethtool -x`: lines of the form `first entry: queue queue ...`.
 fn parse_table(text: &str) -> Result<IndirectionTable> {
     let mut queues = Vec::new();
     for line in text.lines() {
@@ -39,38 +39,38 @@ fn parse_table(text: &str) -> Result<IndirectionTable> {
     IndirectionTable::new(&queues).with_context(|| format!("`ethtool -x` shows no usable table: {text:?}"))
 }
 
-/// Parses the line after `RSS hash key:`; `None` if the driver does not show it.
+/// Parses the line after `RSS hash key:` in the output of `ethtool -x`; `None` if the driver does not show its key.
 fn parse_key(text: &str) -> Result<Option<RssKey>> {
     let line = text.lines().skip_while(|line| !line.starts_with("RSS hash key:")).nth(1).unwrap_or_default();
     if line.contains(':') { Ok(Some(line.trim().parse()?)) } else { Ok(None) }
 }
 
-/// Returns the first 40 bytes of the kernel's key (52 bytes; Documentation/admin-guide/sysctl/net.rst, netdev_rss_key).
+/// Returns the first 40 of 52 bytes of the kernel's RSS key (Documentation/admin-guide/sysctl/net.rst, netdev_rss_key).
 fn kernel_key(text: &str) -> Result<RssKey> {
     let key: RssKey = text.trim().parse()?;
     Ok(RssKey::new(&key.bytes()[..40])?)
 }
 
-/// Settings that a NIC shows, and the measured behaviour of the NIC.
+/// RSS settings that a NIC shows, and the measured behaviour of that NIC.
 pub struct Measurement {
-    /// Shown key and table.
+    /// RSS key and indirection table that the NIC shows.
     pub shown_rss: RssConfig,
-    /// Flows with the queue that received the SYN.
+    /// Measured flows, each with the queue that received its SYN.
     pub flow_queues: Vec<(FourTuple, u16)>,
 }
 
 impl Measurement {
-    /// Returns whether all flows arrived on the queues predicted by key and table.
+    /// Returns whether all flows arrived on the queues that the shown key and table predict.
     pub fn is_in_force(&self) -> bool {
         self.is_in_force_by_family() == [true, true]
     }
 
-    /// Returns whether all IPv4 flows, and all IPv6 flows, arrived on the predicted queues.
+    /// Returns whether all IPv4 flows, and whether all IPv6 flows, arrived on the predicted queues.
     pub fn is_in_force_by_family(&self) -> [bool; 2] {
         self.matched_by_family().map(|matched| matched == FLOWS_PER_FAMILY)
     }
 
-    /// Returns the numbers of IPv4 and IPv6 flows that arrived on the queue predicted by key and table.
+    /// Returns how many IPv4 and how many IPv6 flows arrived on the queue that the shown key and table predict.
     fn matched_by_family(&self) -> [u16; 2] {
         let mut matched = [0; 2];
         for (flow, _) in
@@ -97,13 +97,13 @@ impl fmt::Display for Measurement {
     }
 }
 
-/// Returns the queue that `rss` predicts for a flow.
+/// Returns the receive queue that the RSS settings predict for a flow.
 pub fn predicted_queue(rss: &RssConfig, flow: &FourTuple) -> u16 {
     rss.indirection_table.queue(rss.key.toeplitz(&flow.bytes()))
 }
 
-/// Sends the SYN of each flow, and returns the queue whose driver counter grows. Fails when a SYN does not arrive, or
-/// changes more than one counter.
+/// Sends the SYN of each flow, and records the queue whose counter in the driver grows. Fails when a SYN does not
+/// arrive, or changes more than one counter.
 pub fn measure(guest: &mut Guest, nic: Nic, wire: &GuestLink) -> Result<Measurement> {
     measure_flows(guest, nic, flows(), |flow| wire.send_syn(flow))
 }
@@ -133,7 +133,7 @@ fn measure_flows(
 
 type QueueCounters = BTreeMap<u16, u64>;
 
-/// Waits until a counter changes. Returns its queue, and the new counters.
+/// Waits until the counter of one queue changes. Returns that queue, and the new counters.
 fn wait_for_arrival(guest: &mut Guest, nic: Nic, before: &QueueCounters) -> Result<(u16, QueueCounters)> {
     let end = Instant::now() + ARRIVAL_TIMEOUT;
     loop {
@@ -147,7 +147,7 @@ fn wait_for_arrival(guest: &mut Guest, nic: Nic, before: &QueueCounters) -> Resu
     }
 }
 
-/// Returns a counter of each receive queue that grows with every packet on that queue.
+/// Returns a counter of each receive queue, which grows with every packet on that queue.
 fn counters(guest: &mut Guest, nic: Nic) -> Result<QueueCounters> {
     let mut counters = QueueCounters::new();
     for line in guest.run(nic.counters_command())?.lines().filter(|line| !line.trim().is_empty()) {

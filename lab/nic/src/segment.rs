@@ -13,10 +13,10 @@ use anyhow::{Context as _, Result};
 use nix::sys::socket::{LinkAddr, MsgFlags, recvfrom, sendto};
 use socket2::{Domain, Protocol, SockFilter, Socket, Type};
 
-/// `ETH_P_ALL` of if_ether.h in network byte order, for socket(2): packet(7).
+/// Protocol `ETH_P_ALL` of if_ether.h for packet(7) sockets, in network byte order.
 const ALL_PROTOCOLS: i32 = (0x0003_u16.to_be()) as i32;
-/// Returns a filter for ARP, and for TCP over IPv4 without options with only the SYN flag: packets that the guest
-/// forwards would fill the socket's buffer. Classic BPF: Documentation/networking/filter.rst.
+/// Returns a socket filter for ARP, and for IPv4 packets without options that have only the TCP flag SYN. Packets that
+/// the guest forwards would fill the socket's buffer. Classic BPF: Documentation/networking/filter.rst.
 fn arp_or_syn() -> [SockFilter; 6] {
     let filter = |code: u32, if_true, if_false, operand| SockFilter::new(code as u16, if_true, if_false, operand);
     [
@@ -29,21 +29,21 @@ fn arp_or_syn() -> [SockFilter; 6] {
     ]
 }
 
-/// Offset of TCP's flags in a frame of IPv4 without options.
+/// Offset of the TCP flags in an Ethernet frame with an IPv4 header without options.
 const TCP_FLAGS_OFFSET: usize = 14 + 20 + 13;
 
-/// Addresses of the machines: 10.2.0.0/24.
+/// First bytes of the addresses of all emulated machines: 10.2.0.0/24.
 const NETWORK_PREFIX: [u8; 3] = [10, 2, 0];
 
-/// Returns the MAC address of a machine, whose last byte equals the last byte of the IPv4 address.
+/// Returns the MAC address of an emulated machine, whose last byte equals that of its IPv4 address.
 pub fn mac_of(host: u8) -> [u8; 6] {
     [0x02, 0xc0, 0x4e, 0x00, 0x01, host]
 }
 
-/// SYNs by client, with the machine that received each.
+/// Clients of received SYNs, with the last address byte of the machine that received each SYN.
 type Syns = BTreeMap<SocketAddrV4, u8>;
 
-/// Machines 10.2.0.`hosts`, which stop when this value is dropped.
+/// Emulated machines with the addresses 10.2.0.`hosts`, which stop when this value is dropped.
 pub struct HostEmulator {
     syns: Arc<Mutex<Syns>>,
     is_ended: Arc<AtomicBool>,
@@ -51,7 +51,7 @@ pub struct HostEmulator {
 }
 
 impl HostEmulator {
-    /// Starts a thread that answers for `hosts`. Fails when no packet socket can be opened.
+    /// Starts a thread that answers ARP for `hosts` and records SYNs. Fails when no packet socket can be opened.
     pub fn new(hosts: &'static [u8]) -> Result<Self> {
         let socket = Socket::new(Domain::PACKET, Type::RAW, Some(Protocol::from(ALL_PROTOCOLS)));
         let socket = socket.context("a packet socket")?;
@@ -65,7 +65,7 @@ impl HostEmulator {
         Ok(Self { syns, is_ended, thread: Some(thread) })
     }
 
-    /// Removes and returns the SYNs since the last call.
+    /// Removes and returns the SYNs that were received since the last call.
     pub fn take_syns(&self) -> Syns {
         std::mem::take(&mut self.syns.lock().unwrap_or_else(PoisonError::into_inner))
     }
@@ -99,7 +99,7 @@ fn answer(socket: &Socket, hosts: &[u8], syns: &Mutex<Syns>, ended: &AtomicBool)
     }
 }
 
-/// Returns the answer to an ARP request (RFC 826) for one of `hosts`.
+/// Returns the reply to an ARP request (RFC 826) for one of `hosts`; `None` for other frames.
 fn arp_reply(frame: &[u8], hosts: &[u8]) -> Option<[u8; 42]> {
     let request: &[u8; 42] = frame.get(..42)?.try_into().ok()?;
     let (target, host) = (&request[38..41], request[41]);
@@ -118,7 +118,7 @@ fn arp_reply(frame: &[u8], hosts: &[u8]) -> Option<[u8; 42]> {
     Some(reply)
 }
 
-/// Returns the client of a TCP SYN over IPv4, and the machine that the frame is addressed to.
+/// Returns the client of a TCP SYN over IPv4, and the last address byte of the machine that the frame is sent to.
 fn parse_syn(frame: &[u8]) -> Option<(SocketAddrV4, u8)> {
     if frame.len() <= TCP_FLAGS_OFFSET
         || frame[12..15] != [0x08, 0x00, 0x45]

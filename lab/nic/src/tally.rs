@@ -4,7 +4,7 @@ use std::process::ExitCode;
 
 use anyhow::Result;
 
-/// Counts checks and prints each as it ends.
+/// Numbers of passed, failed and skipped checks, each of which is printed as it ends.
 #[derive(Default)]
 pub struct Tally {
     passed: usize,
@@ -13,7 +13,7 @@ pub struct Tally {
 }
 
 impl Tally {
-    /// Counts and prints a check with its measurement or the reason of its failure.
+    /// Counts a check, and prints its measured values or the reason of its failure.
     pub fn check(&mut self, name: &str, result: Result<String>) {
         match result {
             Ok(measured) => {
@@ -27,13 +27,13 @@ impl Tally {
         }
     }
 
-    /// Counts a check that is impossible on this machine.
+    /// Counts and prints a check that cannot be made on this machine.
     pub fn skip(&mut self, name: &str, reason: &str) {
         self.skipped += 1;
         println!("skipped  {name}: {reason}");
     }
 
-    /// Prints the last line. Returns failure after a failed check.
+    /// Prints the numbers of checks. Returns failure if a check has failed.
     pub fn finish(self) -> ExitCode {
         println!("{} passed, {} failed, {} skipped", self.passed, self.failed, self.skipped);
         if self.failed == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE }

@@ -14,17 +14,17 @@ use crate::packages::Packages;
 use crate::tally::Tally;
 
 const NAME: &str = "Debian with systemd";
-/// Daemons in the order of their start.
+/// Names of the daemons, in the order of their start.
 const DAEMONS: [&str; 5] = ["controller", "rack", "agent", "lb", "orchestrate"];
-/// Time limit of a package installation, a start or a reboot, under emulation.
+/// Maximum time for a package installation, a start or a reboot, under emulation.
 const INSTALL_TIMEOUT: Duration = Duration::from_secs(300);
-/// Time limit for daemons to reconnect after all of them were restarted.
+/// Maximum time until daemons have reconnected after all of them were restarted.
 pub const SETTLE_TIMEOUT: Duration = Duration::from_secs(90);
-/// Number of connections that stay open while daemons are reloaded, upgraded and killed.
+/// Number of connections that are held open while daemons are reloaded, upgraded and killed.
 const OPEN_CONNECTION_COUNT: usize = 8;
-/// Number of new connections before the first change.
+/// Number of new connections that are opened before the first change.
 const NEW_CONNECTION_COUNT: usize = 20;
-/// Errors of a confined process, as strerror(3) words them.
+/// Pattern of errors that a confined process gets, as strerror(3) words them.
 const PERMISSION_ERRORS: &str = "Operation not permitted|Permission denied|Read-only file system";
 
 const NETWORK_SCRIPT: &str = "
@@ -54,19 +54,19 @@ ip address add 10.200.0.1/32 dev lo
 ip link set srv0 up
 ip -n client route add 10.200.0.1 via 10.2.0.1
 ";
-/// Sends a request to port $1 over a separate connection.
+/// Script that sends a request to port $1 over a new connection.
 pub const REQUEST_SCRIPT: &str = "
 exec 3<>/dev/tcp/10.200.0.1/$1 || exit 1
 printf 'GET / HTTP/1.0\\r\\n\\r\\n' >&3
 timeout 5 grep -q served <&3
 ";
-/// Prints a line for each new connection, until the script is killed.
+/// Script that opens a new connection every 0.1 s and prints whether it was served, until it is killed.
 pub const LOAD_SCRIPT: &str = "
 while sleep 0.1; do
 	if timeout 10 bash /etc/test-request 80; then echo served; else echo failed; fi
 done
 ";
-/// Holds $1 connections. For each line in the FIFO the script sends a request over each connection and prints the
+/// Script that holds $1 connections. For each line in its FIFO, it sends a request over each connection, and prints the
 /// number of answers.
 const HOLD_SCRIPT: &str = "
 connections=()
@@ -136,7 +136,7 @@ metrics = \"127.0.0.1:7440\"
 listen = \"10.2.0.11:400\"
 ";
 
-/// Returns the configuration of a controller at an address.
+/// Returns the configuration file of a controller that listens on an address.
 pub fn controller_config(address: &str) -> String {
     format!(
         "listen = \"{address}:7400\"\napi = \"127.0.0.1:7401\"\nstore = \"/var/lib/coreward/controller.redb\"\n\
@@ -163,10 +163,10 @@ fn files() -> Vec<File> {
     .to_vec()
 }
 
-/// Checks the packages in the directories `old` and `new` of `debs`; with a `command`, only runs this.
+/// Checks the Debian packages in the directories `old` and `new` of `debs`. With a `command`, only runs this.
 ///
 /// # Errors
-/// When there is no guest.
+/// When the guest does not boot.
 pub fn check(packages: &Packages, cache: &Path, debs: &Path, command: Option<&str>, tally: &mut Tally) -> Result<()> {
     let debian = Debian::new(packages, cache, "units", &files(), debs)?;
     let start = Instant::now();
@@ -186,7 +186,7 @@ pub fn check(packages: &Packages, cache: &Path, debs: &Path, command: Option<&st
     Ok(())
 }
 
-/// Makes the checks in a guest whose hosts are network namespaces, without Debian's nginx unit; with a `command`, only
+/// Makes the checks in a guest whose hosts are network namespaces, without Debian's nginx unit. With a `command`, only
 /// runs this.
 pub fn check_namespaces(
     name: &str,
@@ -204,7 +204,7 @@ pub fn check_namespaces(
     Ok(())
 }
 
-/// Makes the checks until one fails.
+/// Makes the checks until one fails. Returns whether all have passed.
 pub fn run_checks(name: &str, checks: &[(&str, Check)], guest: &mut Guest, tally: &mut Tally) -> bool {
     for (check, run) in checks {
         let start = Instant::now();
@@ -219,10 +219,10 @@ pub fn run_checks(name: &str, checks: &[(&str, Check)], guest: &mut Guest, tally
     true
 }
 
-/// Returns measured values.
+/// Function that makes a check in a guest, and returns the measured values as text.
 pub type Check = fn(&mut Guest) -> Result<String>;
 
-/// Checks, each of which continues where the previous one ended.
+/// Checks and their names. Each check continues where the previous one ended.
 const CHECKS: [(&str, Check); 9] = [
     ("installing starts nothing", install),
     ("the units start", start),
@@ -245,7 +245,7 @@ fn unit(daemon: &str) -> String {
     format!("coreward-{daemon}.service")
 }
 
-/// Returns the properties of a unit, in the order of `properties`.
+/// Returns the values of a unit's properties, in the order of `properties`.
 fn unit_properties<const N: usize>(guest: &mut Guest, daemon: &str, properties: [&str; N]) -> Result<[String; N]> {
     let mut values = Vec::new();
     for property in properties {
@@ -264,13 +264,13 @@ fn main_pids(guest: &mut Guest) -> Result<Vec<u32>> {
     DAEMONS.iter().map(|daemon| main_pid(guest, daemon)).collect()
 }
 
-/// Starts a command in the namespace of `host`.
+/// Starts a command as a transient systemd unit in the network namespace of `host`.
 pub fn start_in(guest: &mut Guest, unit: &str, host: &str, command: &str) -> Result<()> {
     let properties = format!("-p NetworkNamespacePath=/run/netns/{host} -p StandardOutput=truncate:/run/{unit}");
     guest.run(&format!("systemd-run -q --unit {unit} {properties} {command}")).map(drop)
 }
 
-/// Repeats `check` until it passes.
+/// Repeats `check` until it passes, and returns its value. Fails with the last error once `limit` has elapsed.
 pub fn retry_until_ok<T>(limit: Duration, mut check: impl FnMut() -> Result<T>) -> Result<T> {
     let end = Instant::now() + limit;
     loop {
@@ -282,7 +282,7 @@ pub fn retry_until_ok<T>(limit: Duration, mut check: impl FnMut() -> Result<T>) 
     }
 }
 
-/// Returns the state of the daemons' units, and lines of the journal that name a fault of them.
+/// Returns the states of the daemons' units, and the latest messages of the journal about them.
 fn journal(guest: &mut Guest) -> String {
     const UNIT_COMMANDS: [&str; 3] = [
         "systemctl show -p Id,ActiveState,SubState,Result,NRestarts,MainPID,ExecMainStatus 'coreward-*'",
@@ -292,7 +292,7 @@ fn journal(guest: &mut Guest) -> String {
     UNIT_COMMANDS.map(|command| guest.run(command).unwrap_or_else(|error| format!("no journal: {error:#}"))).join("\n")
 }
 
-/// Runs `apt-get` and returns its output.
+/// Runs `apt-get` with these arguments in the guest and returns its output.
 pub fn apt(guest: &mut Guest, arguments: &str) -> Result<String> {
     let command = format!("DEBIAN_FRONTEND=noninteractive apt-get -q -y {arguments} 2>&1");
     let (status, output) = guest.try_run(&command, INSTALL_TIMEOUT)?;
@@ -321,12 +321,12 @@ fn start(guest: &mut Guest) -> Result<String> {
     Ok(format!("processes {pids:?}"))
 }
 
-/// Sends one request over a separate connection.
+/// Sends one request to a port of the service over a new connection.
 fn request(guest: &mut Guest, port: u16) -> Result<()> {
     guest.run(&format!("ip netns exec client timeout 10 bash /etc/test-request {port}")).map(drop)
 }
 
-/// Checks the capabilities of each process in the kernel, not in the unit's file.
+/// Checks the confinement of each daemon's process in the kernel, not in the unit's file.
 fn check_confinement(guest: &mut Guest) -> Result<String> {
     let complaints = guest.run("journalctl --no-pager -q -b _PID=1 -p warning -o cat | grep coreward || true")?;
     ensure!(complaints.trim().is_empty(), "systemd complains: {complaints}");
@@ -339,7 +339,7 @@ fn check_confinement(guest: &mut Guest) -> Result<String> {
     Ok(format!("capabilities: {}", found.join(", ")))
 }
 
-/// Returns the number of capabilities in the daemon's bounding set.
+/// Checks the confinement of one daemon. Returns the number of capabilities in its bounding set.
 fn check_daemon_confinement(guest: &mut Guest, daemon: &str) -> Result<usize> {
     let pid = main_pid(guest, daemon)?;
     let [capabilities, user] = unit_properties(guest, daemon, ["CapabilityBoundingSet", "User"])?;
@@ -368,13 +368,13 @@ fn check_daemon_confinement(guest: &mut Guest, daemon: &str) -> Result<usize> {
     Ok(bounding)
 }
 
-/// Sends a request without a worker to take it. The service has a port below 1024.
+/// Sends a request that no worker takes, to a service whose port is below 1024.
 fn orchestrate(guest: &mut Guest) -> Result<String> {
     guest.run("printf request > /dev/udp/10.2.0.11/400")?;
     orchestrator_metric(guest, "coreward_orchestrate_waiting_requests{service=\"0\"}")
 }
 
-/// Waits until a metric of the orchestrator is not 0.
+/// Waits until a metric of the orchestrator is not 0, and returns its line on the metrics page.
 fn orchestrator_metric(guest: &mut Guest, metric: &str) -> Result<String> {
     let get = "exec 3<>/dev/tcp/127.0.0.1/7440; printf \"GET /metrics HTTP/1.0\\r\\n\\r\\n\" >&3; timeout 5 cat <&3";
     retry_until_ok(SETTLE_TIMEOUT, || {
@@ -386,7 +386,7 @@ fn orchestrator_metric(guest: &mut Guest, metric: &str) -> Result<String> {
     })
 }
 
-/// Checks requests by AF_XDP, with the drop-in of the package's examples.
+/// Checks that requests are received by AF_XDP, with the drop-in of the package's examples.
 fn orchestrate_by_af_xdp(guest: &mut Guest) -> Result<String> {
     guest.run(
         "directory=/etc/systemd/system/coreward-orchestrate.service.d; mkdir -p $directory && \
@@ -414,7 +414,7 @@ fn connect(guest: &mut Guest) -> Result<String> {
     check_connections(guest)
 }
 
-/// Sends requests over the open connections, and checks them and the new connections since.
+/// Sends requests over the held connections. Fails unless all of these, and all new connections so far, were served.
 fn check_connections(guest: &mut Guest) -> Result<String> {
     let answered = guest.run("timeout 50 sh -c 'echo > /run/test-hold.in; cat /run/test-hold.out'")?;
     ensure!(
@@ -475,7 +475,7 @@ fn check_watchdog(guest: &mut Guest) -> Result<String> {
     check_connections(guest)
 }
 
-/// Fails when a daemon has logged since the boot that an operation was not permitted.
+/// Fails when a daemon has logged, since the guest was booted, that an operation was not permitted.
 fn check_no_denials(guest: &mut Guest) -> Result<()> {
     let denied = guest.run(&format!("journalctl -q -o cat -u 'coreward-*' | grep -E '{PERMISSION_ERRORS}' || true"))?;
     ensure!(denied.trim().is_empty(), "the daemons were denied: {denied}");

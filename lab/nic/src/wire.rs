@@ -16,7 +16,7 @@ use crate::guest::{MAC_ADDRESS, TAP};
 use crate::packages::Packages;
 use crate::process::{command_tied_to_parent, run};
 
-/// Destination of IPv4 SYNs, an address on the guest's loopback.
+/// Destination of IPv4 SYNs, which is an address on the guest's loopback.
 pub const VIP: SocketAddrV4 = SocketAddrV4::new(Ipv4Addr::new(10, 200, 0, 1), 80);
 /// Destination of IPv6 SYNs. The guest has no such address, because its IPv6 is off.
 pub const VIP_IPV6: SocketAddrV6 = SocketAddrV6::new(ipv6_address(VIP.ip().to_bits()), VIP.port(), 0, 0);
@@ -25,26 +25,26 @@ pub const FORWARDED_DESTINATION: SocketAddrV4 = SocketAddrV4::new(Ipv4Addr::new(
 /// Load balancer that encapsulates, and the server's address in its outer headers.
 const LOAD_BALANCER: Ipv4Addr = Ipv4Addr::new(10, 2, 0, 2);
 const SERVER: Ipv4Addr = Ipv4Addr::new(10, 2, 0, 11);
-/// Flows of a measurement over each of IPv4 and IPv6.
+/// Number of flows in a measurement for each of IPv4 and IPv6.
 pub const FLOWS_PER_FAMILY: u16 = 64;
-/// Flows of a measurement.
+/// Number of all flows in a measurement.
 pub const FLOW_COUNT: u16 = 2 * FLOWS_PER_FAMILY;
 
-/// MAC address of the host's end.
+/// MAC address of the host's end of the link to the guest.
 const OWN_MAC: [u8; 6] = [0x02, 0xc0, 0x4e, 0x00, 0x01, 0xfd];
-/// A timestamp option (RFC 7323) after two no-operations (RFC 9293).
+/// Timestamps option (RFC 7323) after two no-operation options (RFC 9293).
 const TCP_OPTIONS: [u8; 12] = [1, 1, 8, 10, 0, 0, 0, 1, 0, 0, 0, 0];
 const TCP: u8 = 6;
 const UDP: u8 = 17;
 const SYN: u8 = 0x02;
 const ACK: u8 = 0x10;
 
-/// Returns the IPv6 address with the bits of an IPv4 address at its end.
+/// Returns the IPv6 address whose last bits are those of an IPv4 address.
 const fn ipv6_address(ipv4: u32) -> Ipv6Addr {
     Ipv6Addr::from_bits(0x2001_0db8 << 96 | ipv4 as u128)
 }
 
-/// Returns the flows of a measurement, each with another client address and port: first all of IPv4.
+/// Returns the flows of a measurement, each with another client address and port: all IPv4 flows, then all IPv6 flows.
 pub fn flows() -> impl Iterator<Item = FourTuple> {
     flows_of_round(0).chain(flows_of_round(0).map(|flow| in_ipv6(&flow)))
 }
@@ -62,7 +62,7 @@ fn in_ipv6(flow: &FourTuple) -> FourTuple {
     FourTuple::ipv6(client, vip)
 }
 
-/// Returns IPv4 flows, with different client addresses in each round (up to 250).
+/// Returns IPv4 flows whose client addresses differ from those of all other rounds (up to 250).
 pub fn flows_of_round(round: u8) -> impl Iterator<Item = FourTuple> + Clone {
     (0..FLOWS_PER_FAMILY).map(move |flow| {
         // Steps coprime to 250 and 60,000, so that no address or port repeats.
@@ -73,7 +73,7 @@ pub fn flows_of_round(round: u8) -> impl Iterator<Item = FourTuple> + Clone {
     })
 }
 
-/// Moves this process into a new network namespace, which ends with the process. Call it before threads are started.
+/// Moves this process into a new network namespace, which ends with the process. Call it before starting threads.
 pub fn enter_namespace() -> Result<()> {
     nix::sched::unshare(nix::sched::CloneFlags::CLONE_NEWNET).context("a network namespace cannot be made")?;
     // Without IPv6 no neighbour discovery disturbs the counted packets.
@@ -83,14 +83,14 @@ pub fn enter_namespace() -> Result<()> {
     }
 }
 
-/// Connection to the guest.
+/// Packet socket on the tap device of a guest, by which frames are sent to it.
 pub struct GuestLink {
     socket: Socket,
     tap: LinkAddr,
 }
 
 impl GuestLink {
-    /// Sets up the tap of a guest's QEMU. Fails when the tap does not exist.
+    /// Waits until QEMU has created the guest's tap device, and sets it up. Fails when it does not exist after 10 s.
     pub fn connect(packages: &Packages) -> Result<Self> {
         let end = Instant::now() + Duration::from_secs(10);
         let set_up = || run(command_tied_to_parent(packages.busybox()).args(["ip", "link", "set", TAP, "up"]));
@@ -107,7 +107,7 @@ impl GuestLink {
         Ok(Self { socket, tap: tap.with_context(|| format!("{TAP} has no index"))? })
     }
 
-    /// Sends the flow's SYN. Fails when the kernel rejects it.
+    /// Sends the SYN of a flow to the guest. Fails when the kernel rejects it.
     pub fn send_syn(&self, flow: &FourTuple) -> Result<()> {
         self.send(flow, &frame(flow, SYN)?, 1)
     }
@@ -118,7 +118,7 @@ impl GuestLink {
         self.send(outer, &gue_frame(outer, &packet(&inner, SYN)?.1)?, 1)
     }
 
-    /// Sends `count` packets of an established connection. Fails when the kernel rejects one.
+    /// Sends `count` ACKs of an established connection to the guest. Fails when the kernel rejects one.
     pub fn send_acks(&self, flow: &FourTuple, count: u32) -> Result<()> {
         self.send(flow, &frame(flow, ACK)?, count)
     }
@@ -135,7 +135,7 @@ impl GuestLink {
     }
 }
 
-/// Returns a TCP segment with a timestamp in a frame to the guest, like a Linux client's except for irrelevant options.
+/// Returns a frame to the guest with a TCP segment like a Linux client's, except for options other than timestamps.
 fn frame(flow: &FourTuple, flags: u8) -> Result<Vec<u8>> {
     let (ethertype, packet) = packet(flow, flags)?;
     Ok([&MAC_ADDRESS[..], &OWN_MAC, &ethertype, &packet].concat())
@@ -173,7 +173,7 @@ fn ip_header(flow: &FourTuple, protocol: u8, payload: u8) -> Result<([u8; 2], Ve
     })
 }
 
-/// Returns a TCP header without checksum.
+/// Returns a TCP segment without data, whose checksum is still 0.
 fn tcp_segment(flow: &FourTuple, flags: u8) -> Vec<u8> {
     let ports = [flow.client(), flow.vip()].map(|socket| socket.port().to_be_bytes()).concat();
     let data_offset = ((20 + TCP_OPTIONS.len()) / 4) as u8;
@@ -197,7 +197,7 @@ fn ipv6_header(addresses: [Ipv6Addr; 2], protocol: u8, payload: u8) -> Vec<u8> {
     [&fields[..], &addresses.map(|address| address.octets()).concat()].concat()
 }
 
-/// Returns the ones' complement checksum of an even number of bytes (RFC 1071).
+/// Returns the Internet checksum of an even number of bytes: the complement of their ones' complement sum (RFC 1071).
 fn internet_checksum(bytes: &[u8]) -> u16 {
     let sum: u32 = bytes.chunks_exact(2).map(|pair| u32::from(u16::from_be_bytes([pair[0], pair[1]]))).sum();
     let folded = (sum & 0xffff) + (sum >> 16);

@@ -21,7 +21,7 @@ enum SimCommand {
     Pcc(crate::pcc::cli::PccArgs),
 }
 
-/// Runs the simulation and returns its printable result. An error names the invalid value and its position.
+/// Runs the selected simulation and returns its result as text. An error names the invalid value and its position.
 pub fn run(args: SimArgs) -> anyhow::Result<String> {
     match args.command {
         SimCommand::Rpc(args) => args.run(),

@@ -18,7 +18,7 @@ pub mod trace;
 
 use rayon::prelude::*;
 
-/// Runs `simulate` for every input on all CPUs. Results are in the order of the inputs, whatever the number of threads.
+/// Runs `simulate` for every input, on all CPUs. Returns the results in the order of the inputs.
 pub fn par_map_ordered<I: Sync, O: Send>(inputs: &[I], simulate: impl Fn(&I) -> O + Sync + Send) -> Vec<O> {
     inputs.par_iter().map(simulate).collect()
 }

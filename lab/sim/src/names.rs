@@ -1,13 +1,13 @@
 //! Errors for unknown names, with a suggestion of the most similar known name.
 
-/// Name that does not exist.
+/// Error for a name that does not exist, with the known names of its kind.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{kind} {given:?} does not exist: {hint}expected one of {list}", hint = self.hint(), list = known.join(", "))]
 pub struct UnknownName {
-    /// Kind of the name: "policy", "figure" ...
+    /// Kind of thing that has such names: "policy", "figure" ...
     pub kind: &'static str,
     pub given: String,
-    /// All known names.
+    /// All names of this kind that exist.
     pub known: Vec<String>,
 }
 

@@ -18,10 +18,10 @@ pub enum Format {
 pub trait Printable: Serialize {
     fn columns(&self) -> Vec<&'static str>;
 
-    /// Returns the rows, each as long as [`Printable::columns`].
+    /// Returns the rows of the table, each with as many cells as [`Printable::columns`].
     fn rows(&self) -> Vec<Vec<String>>;
 
-    /// Returns remarks below the table, such as omitted parts or run time.
+    /// Returns the remarks to print below the table, such as omitted parts or the run time.
     fn remarks(&self) -> Vec<String> {
         Vec::new()
     }

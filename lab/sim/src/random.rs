@@ -14,14 +14,14 @@ const LAYER_COUNT: usize = 256;
 /// comparison suffice.
 #[derive(Debug)]
 struct Ziggurat {
-    /// Right ends of the layers, the lowest first (as if it had the tail's area too); the last one is 0.
+    /// Right ends of the layers, from the lowest layer up, whose end includes the tail's area; the last value is 0.
     ends: [f64; LAYER_COUNT + 1],
-    /// Density at the ends.
+    /// Density at the right ends of the layers.
     heights: [f64; LAYER_COUNT + 1],
 }
 
 impl Ziggurat {
-    /// `tail`: start of the tail. `area`: area of each layer. Both values are from the paper.
+    /// Computes the layers from the start of the tail and the area of each layer, which are given in the paper.
     fn new(tail: f64, area: f64, density: fn(f64) -> f64, inverse: fn(f64) -> f64) -> Self {
         let mut ends = [0.0; LAYER_COUNT + 1];
         (ends[0], ends[1]) = (area / density(tail), tail);
@@ -56,12 +56,12 @@ pub fn uniform_unit(rng: &mut impl Rng) -> f64 {
     (rng.next_u64() >> 11) as f64 * const { 1.0 / (1u64 << 53) as f64 }
 }
 
-/// Returns a uniform number in (0, 1], for logarithms.
+/// Returns a uniform number in (0, 1], whose logarithm is finite.
 fn above_zero(rng: &mut impl Rng) -> f64 {
     1.0 - uniform_unit(rng)
 }
 
-/// Returns an exponential number with mean 1.
+/// Returns an exponentially distributed number with mean 1.
 #[inline]
 pub fn exponential(rng: &mut impl Rng) -> f64 {
     let ziggurat = &*EXPONENTIAL;
@@ -83,7 +83,7 @@ pub fn exponential(rng: &mut impl Rng) -> f64 {
     }
 }
 
-/// Returns a normal number with mean 0 and variance 1.
+/// Returns a normally distributed number with mean 0 and variance 1.
 #[inline]
 pub fn standard_normal(rng: &mut impl Rng) -> f64 {
     let ziggurat = &*NORMAL;
@@ -104,8 +104,8 @@ pub fn standard_normal(rng: &mut impl Rng) -> f64 {
     }
 }
 
-/// Returns a number of the tail: Marsaglia, "Generating a variable from the tail of the normal distribution",
-/// Technometrics 6, 1964.
+/// Returns a number from the normal distribution's tail: Marsaglia, "Generating a variable from the tail of the normal
+/// distribution", Technometrics 6, 1964.
 #[cold]
 fn normal_tail(rng: &mut impl Rng) -> f64 {
     loop {
@@ -116,7 +116,7 @@ fn normal_tail(rng: &mut impl Rng) -> f64 {
     }
 }
 
-/// Returns the exponential of a normal number with this mean and standard deviation.
+/// Returns a log-normal number: the exponential of a normal number with this mean and standard deviation.
 pub fn log_normal(rng: &mut impl Rng, mean: f64, deviation: f64) -> f64 {
     libm::exp(mean + deviation * standard_normal(rng))
 }
@@ -129,7 +129,7 @@ mod tests {
 
     const DRAW_COUNT: usize = 1_000_000;
 
-    /// Returns Kolmogorov and Smirnov's distance between the draws and a distribution.
+    /// Returns the Kolmogorov-Smirnov distance between random draws and a distribution function.
     fn distance(draw: impl FnMut() -> f64, distribution: impl Fn(f64) -> f64) -> f64 {
         let mut draws: Vec<f64> = std::iter::repeat_with(draw).take(DRAW_COUNT).collect();
         draws.sort_by(f64::total_cmp);
@@ -137,7 +137,7 @@ mod tests {
         draws.iter().enumerate().map(apart).fold(0.0, f64::max)
     }
 
-    /// Distance that one in a thousand samples exceeds: 1.95 / sqrt(n).
+    /// Distance that only one in a thousand samples exceeds: 1.95 / sqrt(n).
     const LIMIT: f64 = 1.95e-3;
 
     #[test]

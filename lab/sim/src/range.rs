@@ -4,7 +4,7 @@
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{name} {value}: expected {expected}")]
 pub struct OutOfRange {
-    /// Name of its option.
+    /// Name of the option that sets the value.
     pub name: &'static str,
     pub value: String,
     pub expected: String,

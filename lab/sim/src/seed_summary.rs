@@ -13,7 +13,7 @@ pub struct SeedSummary {
 }
 
 impl SeedSummary {
-    /// Returns the summary; `None` without values.
+    /// Returns the summary of `values`; `None` without values.
     pub fn of(values: &[f64]) -> Option<Self> {
         Some(Self {
             median: median(values)?,

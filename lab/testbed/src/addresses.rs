@@ -2,28 +2,28 @@
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddrV4};
 
-/// Name of every host's device.
+/// Name of the network device in the namespace of every host.
 pub const DEVICE: &str = "eth0";
-/// First VIP, followed by the other VIPs.
+/// First IPv4 VIP; the other VIPs follow it.
 pub const VIP: Ipv4Addr = Ipv4Addr::new(10, 200, 0, 1);
-/// Service that the demo balances.
+/// Address and port of the service that the demo balances.
 pub const SERVICE_ADDRESS: SocketAddrV4 = SocketAddrV4::new(VIP, 80);
-/// All IPv6 VIPs.
+/// Prefix that contains all IPv6 VIPs.
 pub(crate) const VIP_PREFIX_IPV6: &str = "2001:db8:c8::/64";
-/// First IPv6 VIP, followed by the other IPv6 VIPs.
+/// First IPv6 VIP; the other IPv6 VIPs follow it.
 pub const VIP_IPV6: Ipv6Addr = Ipv6Addr::new(0x2001, 0xdb8, 0xc8, 0, 0, 0, 0, 1);
 pub const CONTROLLER_ADDRESS: Ipv4Addr = Ipv4Addr::new(10, 1, 0, 2);
-/// Least MTU of an IPv4 link (RFC 791).
+/// Minimum MTU of an IPv4 link (RFC 791).
 pub(crate) const MTU_MIN: u16 = 68;
-/// Least MTU of an IPv6 link (RFC 8200, Sect. 5).
+/// Minimum MTU of an IPv6 link (RFC 8200, Sect. 5).
 pub(crate) const IPV6_MTU_MIN: u16 = 1280;
-/// Length of the IPv4 prefix of the segment.
+/// Length of the IPv4 prefix of the segment that connects servers and load balancers.
 pub(crate) const SEGMENT_PREFIX_LENGTH: u8 = 16;
-/// MTU of Ethernet, and of all devices of the testbed.
+/// MTU of Ethernet; all devices of the testbed have it.
 pub(crate) const MTU_MAX: u16 = 1500;
 pub(crate) const ROUTER_ADDRESS: Ipv4Addr = Ipv4Addr::new(10, 1, 0, 3);
 
-/// Address family of the services. Hosts have IPv4 addresses in any case.
+/// Address family of the services. Every host has an IPv4 address, whatever the family.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, clap::ValueEnum)]
 pub enum AddressFamily {
     /// VIPs from 10.200.0.1 on.
@@ -36,7 +36,7 @@ pub enum AddressFamily {
 }
 
 impl AddressFamily {
-    /// Returns the address of this family for the host with an IPv4 address.
+    /// Returns the address in this family of the host with the IPv4 address `host`.
     pub fn address(self, host: Ipv4Addr) -> IpAddr {
         match self {
             AddressFamily::Ipv4 => host.into(),
@@ -44,7 +44,7 @@ impl AddressFamily {
         }
     }
 
-    /// Returns VIP `index`, counted from 0.
+    /// Returns the VIP with this index, counted from 0.
     pub fn vip(self, index: u8) -> IpAddr {
         match self {
             AddressFamily::Ipv4 => Ipv4Addr::from_bits(VIP.to_bits() + u32::from(index)).into(),
@@ -53,7 +53,7 @@ impl AddressFamily {
     }
 }
 
-/// Returns the IPv6 address of the host with an IPv4 address: 2001:db8:: with the IPv4 address in its last bytes.
+/// Returns the IPv6 address of the host with this IPv4 address: 2001:db8:: with the IPv4 address in its last bytes.
 pub fn ipv6_address(host: Ipv4Addr) -> Ipv6Addr {
     let network = Ipv6Addr::new(0x2001, 0xdb8, 0, 0, 0, 0, 0, 0);
     Ipv6Addr::from_bits(network.to_bits() | u128::from(host.to_bits()))
@@ -69,7 +69,7 @@ pub fn load_balancer_address(number: u16) -> Ipv4Addr {
     Ipv4Addr::new(10, 1, 2, number as u8)
 }
 
-/// Returns the name of load balancer `number`: the role of its namespace, its port, its daemon.
+/// Returns the name of load balancer `number`, which its namespace, its port and its daemon share.
 pub fn load_balancer_name(number: u16) -> String {
     format!("lb{number}")
 }
@@ -79,20 +79,20 @@ pub fn rack_address(number: u16) -> Ipv4Addr {
     Ipv4Addr::new(10, 1, 3, number as u8)
 }
 
-/// Returns the name of rack controller `number`: the role of its namespace, its port, its daemon.
+/// Returns the name of rack controller `number`, which its namespace, its port and its daemon share.
 pub fn rack_name(number: u16) -> String {
     format!("rack{number}")
 }
 
-/// An IPv4 prefix; [`ipv6_prefix`] is its counterpart.
+/// IPv4 prefix as (address, length in bits); [`ipv6_prefix`] returns its IPv6 counterpart.
 pub(crate) type Prefix = (Ipv4Addr, u8);
 
-/// Prefix of all addresses.
+/// IPv4 prefix of the default route, which contains all addresses.
 pub(crate) const DEFAULT_PREFIX: Prefix = (Ipv4Addr::UNSPECIFIED, 0);
-/// Prefix of the clients behind a router.
+/// IPv4 prefix of the clients behind a router.
 pub(crate) const ROUTED_CLIENTS_PREFIX: Prefix = (Ipv4Addr::new(10, 2, 0, 0), 16);
 
-/// Returns the IPv6 prefix of the hosts in an IPv4 prefix, as an argument of `ip`.
+/// Returns the IPv6 prefix of the hosts in an IPv4 prefix, as an argument of the command `ip`.
 pub(crate) fn ipv6_prefix((network, length): Prefix) -> String {
     match length {
         0 => "::/0".to_owned(),

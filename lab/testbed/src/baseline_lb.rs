@@ -22,19 +22,19 @@ use crate::namespace::{Namespace, ip_batch};
 use crate::process::{self, Process, TIMEOUT};
 use crate::topology::{Testbed, make_namespaces};
 
-/// IPv4 address of the load balancer, in the servers' segment.
+/// IPv4 address of the baseline load balancer, in the servers' segment.
 pub const BASELINE_ADDRESS: Ipv4Addr = Ipv4Addr::new(10, 1, 0, 5);
 const IPVS: &str = "/proc/net/ip_vs";
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum BaselineKind {
-    /// Forwarding at layer 2; answers bypass the load balancer.
+    /// Forwarding at layer 2; the servers' answers bypass the load balancer.
     Director,
-    /// Proxy with one connection to the client and one to the server.
+    /// TCP proxy with one connection to the client and one to the server.
     Proxy,
 }
 
-/// Running baseline load balancer; its processes and namespace end with this value.
+/// Running baseline load balancer; dropping it ends its processes and removes its namespace.
 #[derive(Debug)]
 pub struct BaselineBalancer {
     namespace: Namespace,
@@ -42,8 +42,8 @@ pub struct BaselineBalancer {
 }
 
 impl Testbed {
-    /// Starts a baseline load balancer; it gets packets after [`Testbed::route_vips_to_baseline`]. Fails when a program
-    /// is missing or a command fails.
+    /// Starts a baseline load balancer, which gets packets after [`Testbed::route_vips_to_baseline`]. Fails when a
+    /// program is missing or a command fails.
     pub fn start_baseline_balancer(&self, kind: BaselineKind) -> anyhow::Result<BaselineBalancer> {
         let namespace = self.instance_namespace("director");
         make_namespaces(&[&namespace])?;
@@ -154,7 +154,7 @@ impl Testbed {
 }
 
 impl BaselineBalancer {
-    /// Returns the load balancer's host.
+    /// Returns the network namespace of the load balancer's host.
     pub fn namespace(&self) -> &Namespace {
         &self.namespace
     }

@@ -44,55 +44,55 @@ pub struct ConformanceArgs {
     pub network: NetworkOptions,
 }
 
-/// Results of the test.
+/// Results of the conformance test.
 #[derive(Debug, Clone, PartialEq, serde::Serialize)]
 pub struct ConformanceOutcome {
-    /// Requests that wrk saw answered.
+    /// Number of requests of wrk that were answered.
     pub wrk_requests: u64,
-    /// Errors of wrk: connect, read, write, time-out, and responses other than 200.
+    /// Number of errors of wrk: connect, read, write, timeout, and responses other than 200.
     pub wrk_errors: u64,
-    /// Complete downloads.
+    /// Number of complete downloads.
     pub downloads: u64,
-    /// Failed downloads, with curl's errors for the first few.
+    /// Failed downloads, with the errors of curl for the first few.
     pub failed_downloads: Vec<String>,
-    /// Response time of the connection that was idle (ms); `Err`: the reason why it broke.
+    /// Response time of the idle connection after its pause (ms); `Err`: the reason why the connection broke.
     pub idle: Result<u64, String>,
-    /// Bytes that the busy connection received; `Err`: the reason why it broke or stalled.
+    /// Number of bytes that the busy connection received; `Err`: the reason why it broke or stalled.
     pub busy: Result<u64, String>,
-    /// Tables that were in force during the run.
+    /// Number of tables that were in force during the run.
     pub tables: u64,
-    /// Number of drains and undrains.
+    /// Number of drains and undrains during the run.
     pub pool_changes: u64,
-    /// Counters of the load balancer above 0.
+    /// Counters of the load balancer that are above 0, by name.
     pub load_balancer: BTreeMap<String, u64>,
-    /// TCP counters with coreward.
+    /// TCP counters of the run with coreward.
     pub tcp: TcpCounters,
-    /// TCP counters under the same load when the load balancer's kernel only routes; `None`: servers behind a router,
-    /// to which the kernel cannot send packets for a VIP.
+    /// TCP counters under the same load when the load balancer's kernel only routes; `None`: servers are behind a
+    /// router, where the kernel cannot route packets for a VIP to them.
     pub tcp_without: Option<TcpCounters>,
 }
 
-/// TCP counters of client and servers together.
+/// Growth of TCP counters during a run, as the sum over client and servers.
 #[derive(Debug, Clone, Default, PartialEq, serde::Serialize)]
 pub struct TcpCounters {
-    /// Segments sent.
+    /// Number of segments sent.
     pub sent: u64,
-    /// Retransmitted segments.
+    /// Number of retransmitted segments.
     pub retransmitted: u64,
-    /// Retransmitted segments per million.
+    /// Number of retransmitted segments per million segments sent.
     pub retransmitted_ppm: f64,
-    /// Retransmitted segments that the receiver already had (DSACK, RFC 2883): delayed, not lost.
+    /// Number of retransmitted segments that the receiver already had (DSACK, RFC 2883): delayed, not lost.
     pub retransmitted_needlessly: u64,
-    /// Segments that servers dropped for their timestamps, by counter (above 0).
+    /// Numbers of segments that servers dropped because of their timestamps, by counter (if above 0).
     pub timestamp_drops_at_servers: BTreeMap<String, u64>,
-    /// Segments that PAWS dropped at the client, by counter.
+    /// Numbers of segments that PAWS dropped at the client, by counter (if above 0).
     pub timestamp_drops_at_client: BTreeMap<String, u64>,
-    /// Pure acknowledgements that arrived after a newer segment.
+    /// Number of pure acknowledgements that arrived after a newer segment.
     pub overtaken_acks: u64,
 }
 
 impl ConformanceOutcome {
-    /// Returns whether nothing broke. Retransmissions are not judged; they are reported with and without coreward.
+    /// Returns whether no connection broke. Retransmissions do not count; they are reported with and without coreward.
     pub fn is_clean(&self) -> bool {
         self.wrk_errors == 0
             && self.failed_downloads.is_empty()
@@ -103,8 +103,8 @@ impl ConformanceOutcome {
 }
 
 impl TcpCounters {
-    /// Servers receive TSvals of their own kernels, clients those of coreward. Linux accepts a TSval that is one tick
-    /// too old, but coreward has 65,536 ticks per millisecond. A reordered segment is therefore sometimes dropped and
+    /// Returns whether reordering explains the drops. Servers get TSvals of their own kernels, clients those of
+    /// coreward, with 65,536 ticks per ms; Linux accepts one tick less. So a reordered segment is sometimes dropped and
     /// retransmitted (docs/limits.md). A wrong stamp would affect far more than one segment in a million.
     fn has_right_timestamps(&self) -> bool {
         let at_client =
@@ -113,7 +113,7 @@ impl TcpCounters {
     }
 }
 
-/// Runs all parts and prints the outcome as JSON. Fails when the setup fails or a connection breaks.
+/// Runs all parts of the test and prints the outcome as JSON. Fails when the setup fails or a connection breaks.
 pub fn main(options: ConformanceArgs) -> anyhow::Result<()> {
     let outcome = run(&instance::unique_name("conformance")?, options)?;
     println!("{}", serde_json::to_string_pretty(&outcome)?);
@@ -121,15 +121,15 @@ pub fn main(options: ConformanceArgs) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Read timeout of [`measure_busy_connection`]. At 4 kB/s, a piece arrives about once a second.
+/// Read timeout of [`measure_busy_connection`]: at 4 kB/s, data arrives about once a second.
 const READ_TIMEOUT: Duration = Duration::from_secs(5);
 const SERVER_COUNT: u16 = 4;
 const DOWNLOADER_COUNT: u32 = 4;
-/// Interval at which a server drains or returns.
+/// Interval at which a server is drained or undrained.
 const POOL_CHANGE_INTERVAL: Duration = Duration::from_millis(700);
 
-/// Runs all parts in a new testbed; `instance` is its name. Fails when the setup fails; broken connections are part of
-/// the outcome.
+/// Runs all parts of the test in a new testbed named `instance`. Fails when the setup fails; broken connections are
+/// part of the outcome.
 pub fn run(instance: &str, options: ConformanceArgs) -> anyhow::Result<ConformanceOutcome> {
     let testbed = Testbed::create(TestbedOptions {
         instance: instance.to_owned(),
@@ -147,8 +147,8 @@ pub fn run(instance: &str, options: ConformanceArgs) -> anyhow::Result<Conforman
     run_with_coreward(&testbed, options, without)
 }
 
-/// Runs the same load while the load balancer's kernel routes each connection to a server by a hash (ECMP). Its
-/// counters show the losses and retransmissions of the machine itself.
+/// Runs the same load while the load balancer's kernel routes each connection to a server by a hash (ECMP). The
+/// counters then show the losses and retransmissions of the machine itself.
 fn run_without_coreward(testbed: &Testbed, options: ConformanceArgs) -> anyhow::Result<TcpCounters> {
     let forwarding = |on: &str| match options.network.family {
         AddressFamily::Ipv4 => testbed.load_balancer(1)?.set_sysctls(&[
@@ -176,7 +176,7 @@ fn run_without_coreward(testbed: &Testbed, options: ConformanceArgs) -> anyhow::
     Ok(seen)
 }
 
-/// Changes the load balancer's route to the VIP.
+/// Adds or deletes (`verb`) the load balancer's route to the VIP.
 fn change_vip_route(testbed: &Testbed, verb: &str, hops: impl Iterator<Item = String>) -> anyhow::Result<()> {
     let mut command = Command::new("ip");
     command.args(["route", verb, &testbed.service().ip().to_string()]).args(hops);
@@ -236,7 +236,7 @@ fn run_with_coreward(
     })
 }
 
-/// Sets a flag when dropped, which ends the other threads even when one part fails.
+/// Flag that is set when this value is dropped, so that other threads end even when one part fails.
 pub(crate) struct SetOnDrop<'a>(pub(crate) &'a AtomicBool);
 
 impl Drop for SetOnDrop<'_> {
@@ -269,7 +269,7 @@ fn client_and_servers(testbed: &Testbed) -> anyhow::Result<Vec<&Namespace>> {
     std::iter::once(Ok(testbed.client())).chain(servers.into_iter().map(|number| testbed.server(number))).collect()
 }
 
-/// Returns the counters of the client, followed by those of the servers.
+/// Reads the kernel counters of the client, followed by those of the servers.
 fn all_counters(testbed: &Testbed) -> anyhow::Result<Vec<KernelCounters>> {
     client_and_servers(testbed)?.into_iter().map(counters::read).collect()
 }
@@ -299,7 +299,7 @@ fn timestamp_drops(before: &[KernelCounters], after: &[KernelCounters]) -> BTree
     TIMESTAMP_DROPS.into_iter().map(grown).filter(|(_, count)| *count > 0).collect()
 }
 
-/// Writes the cores' busy times (ns) into a paced server's file. Fails when it cannot be written.
+/// Writes the busy times of a paced server's cores (ns) into its core load file. Fails when the file cannot be written.
 pub fn write_busy_times(path: &Path, busy_ns: &[u64]) -> anyhow::Result<()> {
     let bytes: Vec<u8> = busy_ns.iter().flat_map(|busy| busy.to_le_bytes()).collect();
     // Written in place as one block, because readers have the file open.
@@ -307,7 +307,7 @@ pub fn write_busy_times(path: &Path, busy_ns: &[u64]) -> anyhow::Result<()> {
     file.write_all(&bytes).with_context(|| format!("cannot write {}", path.display()))
 }
 
-/// Writes a random load of every core ten times a second.
+/// Writes a random busy time of every core ten times a second, until `done` is set.
 pub(crate) fn change_loads(testbed: &Testbed, done: &AtomicBool) -> anyhow::Result<()> {
     const INTERVAL: Duration = Duration::from_millis(100);
     let mut rng = seeded_rng(testbed.options().seed, 5);
@@ -326,7 +326,7 @@ pub(crate) fn change_loads(testbed: &Testbed, done: &AtomicBool) -> anyhow::Resu
     Ok(())
 }
 
-/// Drains and undrains one server at a time.
+/// Drains and undrains the servers one after the other, until `done` is set.
 fn change_pool(testbed: &Testbed, fleet: &mut Fleet, done: &AtomicBool, changes: &AtomicU64) -> anyhow::Result<()> {
     let numbers = testbed.server_numbers();
     for turn in 0.. {
@@ -343,7 +343,7 @@ fn change_pool(testbed: &Testbed, fleet: &mut Fleet, done: &AtomicBool, changes:
     Ok(())
 }
 
-/// Returns the response time after an idle time (ms).
+/// Returns the response time of a connection after it was idle for `quiet` (ms).
 fn measure_idle_connection(service: SocketAddr, quiet: Duration) -> anyhow::Result<u64> {
     let mut connection = Connection::open_to(service, None)?;
     let before = connection.query_worker().context("before the silence")?;
@@ -357,7 +357,7 @@ fn measure_idle_connection(service: SocketAddr, quiet: Duration) -> anyhow::Resu
     Ok(start.elapsed().as_millis() as u64)
 }
 
-/// Returns the number of bytes that the busy connection received.
+/// Reads a slow response for `duration`. Returns the number of bytes received.
 fn measure_busy_connection(service: SocketAddr, duration: Duration) -> anyhow::Result<u64> {
     let mut stream = Connection::open_to(service, None)?.get(SLOW_FILE)?;
     stream.set_read_timeout(Some(READ_TIMEOUT))?;
@@ -373,7 +373,7 @@ fn measure_busy_connection(service: SocketAddr, duration: Duration) -> anyhow::R
     Ok(received)
 }
 
-/// Returns wrk's numbers of requests and errors.
+/// Runs wrk. Returns its numbers of requests and errors.
 fn run_wrk(testbed: &Testbed, seconds: u32) -> anyhow::Result<(u64, u64)> {
     let mut command = Command::new("wrk");
     command.args(["--threads", "1", "--connections", "64", "--timeout", "10s", "--duration"]);
@@ -382,7 +382,7 @@ fn run_wrk(testbed: &Testbed, seconds: u32) -> anyhow::Result<(u64, u64)> {
     parse_wrk(&String::from_utf8(output.stdout)?)
 }
 
-/// Parses wrk's output, which contains a line of errors only if errors occurred.
+/// Returns the numbers of requests and errors in wrk's output, which mentions errors only if they occurred.
 pub(crate) fn parse_wrk(text: &str) -> anyhow::Result<(u64, u64)> {
     let requests = text.lines().find_map(|line| line.trim().split_once(" requests in ")?.0.parse().ok());
     let numbers = |line: &str| -> u64 {
@@ -395,7 +395,7 @@ pub(crate) fn parse_wrk(text: &str) -> anyhow::Result<(u64, u64)> {
     Ok((requests.with_context(|| format!("wrk printed no requests: {text}"))?, errors.sum()))
 }
 
-/// Returns the number of complete downloads, and the errors of the others.
+/// Downloads `count` times. Returns the number of complete downloads, and the errors of the others.
 fn download(testbed: &Testbed, count: u32) -> anyhow::Result<(u64, Vec<String>)> {
     let (left, whole) = (AtomicU64::new(count.into()), AtomicU64::new(0));
     let failed = std::sync::Mutex::new(Vec::new());
@@ -416,7 +416,7 @@ fn download(testbed: &Testbed, count: u32) -> anyhow::Result<(u64, Vec<String>)>
     Ok((whole.into_inner(), failed))
 }
 
-/// Downloads once with curl and further `options`. Fails when the download is incomplete.
+/// Downloads a file once with curl and further `options`. Fails when the download is incomplete.
 pub(crate) fn download_once(testbed: &Testbed, options: &[&str]) -> anyhow::Result<()> {
     let mut command = Command::new("curl");
     command.args(options);

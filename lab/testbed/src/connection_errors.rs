@@ -5,33 +5,33 @@ use std::ops::AddAssign;
 
 use serde::{Deserialize, Serialize};
 
-/// Lateness of bytes after which a client counts its connection as timed out (ns). TCP has then retransmitted them at
-/// least seven times; on one busy CPU, bursts of broadcasts delayed connections by more than 10 s (docs/limits.md).
+/// Time without due bytes after which a client counts its connection as timed out (ns). TCP has then retransmitted them
+/// at least seven times. On one busy CPU, bursts of broadcasts delayed connections by more than 10 s (docs/limits.md).
 pub const LOSS_TIMEOUT_NS: u64 = 30_000_000_000;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct BrokenConnections {
-    /// Connections refused: the server of the SYN has no such socket.
+    /// Number of refused connections: the server that got the SYN has no such socket.
     pub refused: u64,
-    /// RST on an established connection: for example after a packet to a wrong server.
+    /// Number of established connections that ended with an RST, for example after a packet to a wrong server.
     pub reset: u64,
-    /// No data for [`LOSS_TIMEOUT_NS`] when data was due, or TCP gave up.
+    /// Number of connections without data for [`LOSS_TIMEOUT_NS`] when data was due, or on which TCP gave up.
     pub timed_out: u64,
-    /// FIN before the last response.
+    /// Number of connections that ended with a FIN before the last response.
     pub closed_early: u64,
-    /// Response to another request, or from another server or core than earlier responses.
+    /// Number of connections with a response to another request, or from another server or core than before.
     pub wrong_answer: u64,
-    /// Other errors, such as a missing route.
+    /// Number of connections with other errors, such as a missing route.
     pub other: u64,
 }
 
 impl BrokenConnections {
-    /// Returns the sum of all kinds.
+    /// Returns the number of broken connections of all kinds.
     pub fn total(&self) -> u64 {
         let Self { refused, reset, timed_out, closed_early, wrong_answer, other } = self;
         refused + reset + timed_out + closed_early + wrong_answer + other
     }
-    /// Counts a failure; `index` identifies the connection in the log of unexpected kinds.
+    /// Counts a failed connection; `index` identifies it in the log of unexpected failures.
     pub(crate) fn count_failure(&mut self, failure: &ConnectionFailure, index: usize) {
         let count = match failure {
             ConnectionFailure::ClosedEarly => &mut self.closed_early,

@@ -14,10 +14,10 @@ use crate::topology::Testbed;
 
 const ADDRESS: Ipv4Addr = Ipv4Addr::new(172, 17, 0, 2);
 const PORT: u16 = 8080;
-/// Body of every response.
+/// Body of every response of the container.
 pub const CONTAINER_RESPONSE: &str = "contained";
 
-/// Container that serves the testbed's service on one server. Its network namespace ends with it.
+/// Container that serves the testbed's service on one server. Its network namespace ends with the process.
 #[derive(Debug)]
 pub struct Container {
     server: u16,
@@ -25,8 +25,8 @@ pub struct Container {
 }
 
 impl Testbed {
-    /// Starts a container at a server and forwards the service to it. Fails when there is no such server, or a command
-    /// fails.
+    /// Starts a container at a server and forwards the service to it. Fails when the server does not exist, or a
+    /// command fails.
     pub fn start_container(&self, server: u16) -> anyhow::Result<Container> {
         let directory = self.directory().join(format!("container-s{server}"));
         fs::create_dir_all(&directory)?;
@@ -65,7 +65,7 @@ impl Container {
         Ok(())
     }
 
-    /// Returns the commands that connect the container to the server's bridge.
+    /// Returns a shell script that connects the container to the server's bridge.
     fn connect_script(&self) -> String {
         let (pid, vip, port) = (self.nginx.pid(), SERVICE_ADDRESS.ip(), SERVICE_ADDRESS.port());
         format!(
@@ -84,7 +84,7 @@ impl Container {
         )
     }
 
-    /// Sets a sysctl of the container's network namespace. Fails when the command fails.
+    /// Sets a sysctl in the container's network namespace. Fails when the command fails.
     pub fn set_sysctl(&self, testbed: &Testbed, name: &str, value: u32) -> anyhow::Result<()> {
         let mut command = Command::new("nsenter");
         command.arg(format!("--net=/proc/{}/ns/net", self.nginx.pid()));

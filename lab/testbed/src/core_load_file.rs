@@ -8,36 +8,36 @@ use std::sync::atomic::AtomicU64;
 
 use anyhow::{Context as _, bail};
 
-/// A core's queue in virtual time.
+/// Queue of an emulated core, in virtual time.
 #[derive(Debug, Default)]
 pub(crate) struct VirtualCore {
-    /// Service time of all accepted requests (ns).
+    /// Total service time of all accepted requests (ns).
     accepted_service_ns: u64,
-    /// End of the last accepted request (ns).
+    /// Time when the last accepted request will end (ns).
     busy_until_ns: u64,
 }
 
 impl VirtualCore {
-    /// Queues a request that arrived now and returns when it will be done.
+    /// Queues a request that arrives at `now_ns`. Returns the time when it will be done (ns).
     pub(crate) fn enqueue(&mut self, now_ns: u64, service_ns: u64) -> u64 {
         self.accepted_service_ns += service_ns;
         self.busy_until_ns = self.busy_until_ns.max(now_ns) + service_ns;
         self.busy_until_ns
     }
 
-    /// Returns whether requests are served or wait.
+    /// Returns whether the core serves a request at this time.
     pub(crate) fn is_busy(&self, now_ns: u64) -> bool {
         self.busy_until_ns > now_ns
     }
 
-    /// Returns the time served up to now (ns): the accepted time less the time until the last request ends. A core with
-    /// work is never idle in between.
+    /// Returns the time that the core has been busy until `now_ns` (ns): the accepted service time, less the time until
+    /// the last request ends. A core with work is never idle in between.
     pub(crate) fn busy_ns(&self, now_ns: u64) -> u64 {
         self.accepted_service_ns - self.busy_until_ns.saturating_sub(now_ns)
     }
 }
 
-/// File of numbers, mapped by all workers: for a paced server the busy time of each core (ns).
+/// File of counters, mapped by all workers; a paced server's file contains the busy time of each core (ns).
 pub(crate) struct CounterFile {
     counters: &'static [AtomicU64],
     temporary_path: PathBuf,
@@ -60,13 +60,13 @@ impl CounterFile {
         self.counters
     }
 
-    /// Unlinks the file: only the workers use it.
+    /// Unlinks the file, which only the workers use.
     pub(crate) fn unlink(&self) -> anyhow::Result<()> {
         fs::remove_file(&self.temporary_path)
             .with_context(|| format!("cannot remove {}", self.temporary_path.display()))
     }
 
-    /// Moves the file to its final path, where its existence shows that the sockets listen.
+    /// Moves the file to its final path; its existence shows that the sockets listen.
     pub(crate) fn publish(&self, path: &Path) -> anyhow::Result<()> {
         fs::rename(&self.temporary_path, path)
             .with_context(|| format!("cannot make the core load file {}", path.display()))
@@ -85,7 +85,7 @@ fn map_file(file: &File, count: usize) -> anyhow::Result<&'static [AtomicU64]> {
     Ok(unsafe { std::slice::from_raw_parts(start.cast(), count) })
 }
 
-/// Reads a core load file: nanoseconds per core. Fails when it cannot be read or is no whole number of cores long.
+/// Returns the cores' busy times (ns) from a core load file. Fails when it cannot be read or has an incomplete entry.
 pub fn read_busy_file(path: &Path) -> anyhow::Result<Vec<u64>> {
     let bytes = fs::read(path).with_context(|| format!("cannot read the core load file {}", path.display()))?;
     let (cores, rest) = bytes.as_chunks::<8>();

@@ -7,22 +7,22 @@ use anyhow::{Context as _, ensure};
 
 use crate::namespace::Namespace;
 
-/// Absolute counters by nstat's names (`TcpRetransSegs`, `TcpExtPAWSEstab` ...).
+/// Absolute values of the kernel's network counters, by nstat's names (`TcpRetransSegs`, `TcpExtPAWSEstab` ...).
 pub type KernelCounters = BTreeMap<String, u64>;
 
-/// Counters of segments dropped for their timestamps; a wrong cookie layout increases them.
+/// Names of the counters of segments dropped for their timestamps; a wrong cookie layout increases them.
 pub const TIMESTAMP_DROPS: [&str; 4] =
     ["TcpExtPAWSActive", PAWS_ESTABLISHED_DROPS, "TcpExtPAWSTimewait", "TcpExtTSEcrRejected"];
 
-/// Dropped data segments of established connections. Includes data that is older than a newer segment by more than a
-/// tick.
+/// Name of the counter of dropped data segments of established connections. It includes data older than a newer segment
+/// by more than a tick.
 pub const PAWS_ESTABLISHED_DROPS: &str = "TcpExtPAWSEstab";
 
-/// Pure acknowledgements that arrived after a newer segment. The kernel counts them separately since 6.14, because PAWS
-/// has not failed (net/ipv4/tcp_input.c, tcp_disordered_ack_check); veth reorders under load.
+/// Name of the counter of pure acknowledgements that arrived after a newer segment. The kernel counts them separately
+/// since 6.14, because PAWS has not failed (net/ipv4/tcp_input.c, tcp_disordered_ack_check); veth reorders under load.
 pub const PAWS_OLD_ACKS: &str = "TcpExtPAWSOldAck";
 
-/// Reads the counters of a namespace. Fails when it cannot be entered, or the kernel's files are not as expected.
+/// Reads the counters of a namespace. Fails when it cannot be entered, or the kernel's files have another format.
 pub fn read(namespace: &Namespace) -> anyhow::Result<KernelCounters> {
     namespace.within(|| {
         let mut counters = KernelCounters::new();
@@ -35,12 +35,12 @@ pub fn read(namespace: &Namespace) -> anyhow::Result<KernelCounters> {
     })
 }
 
-/// Returns the sum of a counter over several namespaces; a counter that the kernel lacks is 0.
+/// Returns the sum of a counter over several namespaces; a counter that the kernel lacks counts as 0.
 pub fn total_over_namespaces(all: &[KernelCounters], name: &str) -> u64 {
     all.iter().filter_map(|counters| counters.get(name)).sum()
 }
 
-/// Parses pairs of lines: `Tcp: Name Name ...`, `Tcp: 1 2 ...`.
+/// Parses pairs of lines with names and values: `Tcp: Name Name ...`, `Tcp: 1 2 ...`.
 fn parse(text: &str, counters: &mut KernelCounters) -> anyhow::Result<()> {
     let lines: Vec<&str> = text.lines().collect();
     for pair in lines.chunks(2) {

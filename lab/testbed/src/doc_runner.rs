@@ -14,26 +14,26 @@ use crate::namespace::Namespace;
 use crate::process::{Process, TIMEOUT};
 use crate::topology::Testbed;
 
-/// Longest run time of a block (s).
+/// Maximum run time of a block (s).
 const BLOCK_TIMEOUT_S: &str = "90";
-/// Path of the testbed's directory on a machine, whose `/run` is its own.
+/// Path of the testbed's directory on a machine, which has a `/run` of its own.
 const MACHINE_MOUNT_PATH: &str = "/mnt";
-/// Id of the user `coreward`, which the packages create.
+/// Id of the user `coreward`, whom the packages create.
 const USER_ID: u32 = 64_007;
 const HOLD_SECONDS: &str = "600";
 
-/// Shell block and its position in the document.
+/// Shell block of a document.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ShellBlock {
-    /// Line number, counted from 1.
+    /// Line number of the block in the document, counted from 1.
     pub line: usize,
-    /// Machines on which the block runs, one after the other.
+    /// Names of the machines on which the block runs, one after the other.
     pub machines: Vec<String>,
-    /// Commands of the block.
+    /// Shell commands of the block.
     pub commands: String,
 }
 
-/// Returns the blocks of a Markdown document that name a machine. Fails when a block has no end.
+/// Returns the shell blocks of a Markdown document that name a machine. Fails when a block has no end.
 pub fn parse_shell_blocks(document: &str) -> anyhow::Result<Vec<ShellBlock>> {
     let mut blocks = Vec::new();
     let mut lines = (1..).zip(document.lines());
@@ -49,7 +49,7 @@ pub fn parse_shell_blocks(document: &str) -> anyhow::Result<Vec<ShellBlock>> {
     Ok(blocks)
 }
 
-/// Machine: a namespace of the testbed, and its own mounts, which a sleeping process holds.
+/// Machine of the document: a namespace of the testbed with its own mounts, which a sleeping process keeps.
 #[derive(Debug)]
 pub struct Host {
     name: String,
@@ -111,7 +111,7 @@ impl Host {
         Ok(Self { name: name.to_owned(), holder })
     }
 
-    /// Runs a block's commands and returns their output. Fails when a command fails; the error contains the output.
+    /// Runs the commands of a block and returns their output. Fails with the output when a command fails.
     pub fn run(&self, block: &ShellBlock, log: &Path) -> anyhow::Result<String> {
         let mut command = Command::new("timeout");
         command.args([

@@ -21,10 +21,10 @@ use socket2::{Domain, Socket, Type};
 
 use crate::core_load_file::VirtualCore;
 
-/// Length of accept queues, large enough for a burst of connections to one core (limited by net.core.somaxconn, 4096).
+/// Length of each accept queue: enough for a burst of connections to one core (limit: net.core.somaxconn, 4096).
 const BACKLOG: i32 = 4096;
 
-/// Returns a listening socket; with `reuse_port` other sockets may listen on the same address.
+/// Returns a listening socket. With `reuse_port`, other sockets may listen on the same address.
 pub(crate) fn listen(address: SocketAddr, reuse_port: bool) -> anyhow::Result<TcpListener> {
     let open = || -> io::Result<TcpListener> {
         let socket = Socket::new(Domain::for_address(address), Type::STREAM, None)?;
@@ -38,35 +38,35 @@ pub(crate) fn listen(address: SocketAddr, reuse_port: bool) -> anyhow::Result<Tc
     open().with_context(|| format!("cannot listen on {address}"))
 }
 
-/// Protocol of an emulated server.
+/// Protocol that an emulated server speaks.
 pub(crate) trait Protocol {
-    /// State of a connection.
+    /// Protocol state of a connection.
     type State: Default;
-    /// Whether the connection ends when the client stops sending or the response is complete.
+    /// Whether a connection ends when the client stops sending or the response is complete.
     const CLOSES_AFTER_RESPONSE: bool;
-    /// Service time of an accepted connection (ns).
+    /// Service time of accepting a connection (ns).
     const ACCEPT_NS: u64;
-    /// Largest age of a busy core's published busy time (ns). Each publication costs a wake-up.
+    /// Maximum age of the published busy time of a busy core (ns). Each publication costs a wake-up.
     const PUBLISH_INTERVAL_NS: u64;
 
-    /// Parses bytes and queues packets of the response. Returns whether the bytes are a request or a part of one.
+    /// Parses received bytes and queues packets of responses. Returns whether the bytes are (part of) a request.
     fn receive(&self, state: &mut Self::State, bytes: &[u8], queue: &mut ResponseQueue<'_>) -> bool;
 
-    /// Appends packet `id` to `packet`.
+    /// Appends the contents of packet `id` of the response to `packet`.
     fn write(&self, state: &Self::State, id: u32, packet: &mut Vec<u8>, queue: &mut ResponseQueue<'_>);
 }
 
-/// Packet to send, ordered by due time.
+/// Packet of a response that is due later; packets are ordered by due time.
 #[derive(Debug, PartialEq, Eq, PartialOrd, Ord)]
 struct Packet {
     due_ns: u64,
-    /// Orders packets that are due at the same time as they were queued.
+    /// Number of the packet in the order of queueing, which orders packets that are due at the same time.
     sequence: u64,
     connection: u64,
     id: u32,
 }
 
-/// Queue of a connection's core, and of its packets to send.
+/// Access of a connection to its core's queue of work, and to the packets that are due later.
 pub(crate) struct ResponseQueue<'a> {
     pub(crate) now_ns: u64,
     virtual_core: &'a mut VirtualCore,
@@ -77,12 +77,12 @@ pub(crate) struct ResponseQueue<'a> {
 }
 
 impl ResponseQueue<'_> {
-    /// Queues work for the core and returns its end (ns).
+    /// Queues work for the core. Returns the time at which it will be done (ns).
     pub(crate) fn work(&mut self, service_ns: u64) -> u64 {
         self.virtual_core.enqueue(self.now_ns, service_ns)
     }
 
-    /// Queues packet `id` of the response.
+    /// Queues packet `id` of the response, to be sent at `due_ns`.
     pub(crate) fn send_at(&mut self, due_ns: u64, id: u32) {
         *self.sequence += 1;
         *self.pending += 1;
@@ -90,11 +90,11 @@ impl ResponseQueue<'_> {
     }
 }
 
-/// Emulated core with its listening socket.
+/// Emulated core with its own listening socket.
 pub(crate) struct Core<'a> {
     listener: &'a TcpListener,
     virtual_core: VirtualCore,
-    /// Busy time that is published (ns).
+    /// Busy time of the core (ns), as published in the core load file.
     busy_ns: &'a AtomicU64,
 }
 
@@ -108,18 +108,18 @@ struct Connection<S> {
     core: usize,
     stream: TcpStream,
     state: S,
-    /// Number of queued packets.
+    /// Number of packets that are queued for the connection.
     pending: u32,
-    /// Whether the client has finished sending.
+    /// Whether the client has closed its sending direction.
     has_ended: bool,
 }
 
-/// Event loop of several cores.
+/// Event loop that serves several emulated cores.
 pub(crate) struct EventLoop<'a, P: Protocol> {
     protocol: P,
     cores: Vec<Core<'a>>,
     epoll: Epoll,
-    /// By number. Numbers are never reused, so a late packet cannot be sent on another connection.
+    /// Connections by id. Ids are never reused, so a late packet cannot be sent on another connection.
     connections: HashMap<u64, Connection<P::State>>,
     next_connection_id: u64,
     packets: BinaryHeap<Reverse<Packet>>,
@@ -127,7 +127,7 @@ pub(crate) struct EventLoop<'a, P: Protocol> {
 }
 
 impl<'a, P: Protocol> EventLoop<'a, P> {
-    /// Creates the loop. The first tokens belong to the listeners.
+    /// Creates the event loop. The first epoll tokens belong to the listeners.
     pub(crate) fn new(protocol: P, cores: Vec<Core<'a>>) -> io::Result<Self> {
         let (epoll, next_connection_id) = (Epoll::new()?, cores.len() as u64);
         for (token, core) in (0..).zip(&cores) {
@@ -137,14 +137,14 @@ impl<'a, P: Protocol> EventLoop<'a, P> {
         Ok(Self { protocol, cores, epoll, connections, next_connection_id, packets, sequence: 0 })
     }
 
-    /// Serves; returns only after an error.
+    /// Serves connections; returns only after an error.
     pub(crate) fn run(mut self) -> anyhow::Result<Infallible> {
         loop {
             self.process_due_events()?;
         }
     }
 
-    /// Waits for the next event and processes all that are due.
+    /// Waits for the next event and processes all events and packets that are due.
     fn process_due_events(&mut self) -> anyhow::Result<()> {
         let before_ns = now_ns();
         let packet_ns = self.packets.peek().map(|Reverse(packet)| packet.due_ns);

@@ -38,7 +38,7 @@ use files::{
 };
 use names::DaemonName;
 
-/// Running daemons; all end with this value.
+/// Running daemons of a fleet, all of which end when it is dropped.
 #[derive(Debug)]
 pub struct Fleet {
     options: FleetOptions,
@@ -47,14 +47,14 @@ pub struct Fleet {
     racks: BTreeMap<u16, Process>,
     load_balancers: BTreeMap<u16, Process>,
     agents: BTreeMap<u16, Process>,
-    /// Other commands than [`coreward_command`], by daemon.
+    /// Path of the command of each daemon that does not run [`coreward_command`], by daemon.
     commands: BTreeMap<String, PathBuf>,
 }
 
 impl Fleet {
-    /// Starts the controller, racks, load balancers and, if enabled, an agent for each server of the testbed. All
-    /// servers are in the pool. Waits until every agent reports and a table is in force. Fails when a daemon cannot be
-    /// started or is not ready in time; the error contains the last lines of its log.
+    /// Starts the controllers, rack controllers, load balancers and, if enabled, an agent for each server of the
+    /// testbed. All servers are in the pool. Waits until every agent reports and a table is in force. Fails when a
+    /// daemon cannot be started or is not ready in time; the error contains the last lines of its log.
     pub fn start(testbed: &Testbed, options: FleetOptions) -> anyhow::Result<Self> {
         let pool: BTreeMap<u16, AdminState> =
             testbed.server_numbers().into_iter().map(|number| (number, AdminState::Active)).collect();
@@ -95,8 +95,8 @@ impl Fleet {
         Ok(fleet)
     }
 
-    /// Starts the daemon of a load balancer, or restarts a killed one. Fails when the load balancer does not exist or
-    /// the daemon cannot be started.
+    /// Starts the daemon of a load balancer, or restarts it after it was killed. Fails when the load balancer does not
+    /// exist or the daemon cannot be started.
     pub fn start_load_balancer(&mut self, testbed: &Testbed, number: u16) -> anyhow::Result<()> {
         self.issue_certificate(testbed, Role::Lb, &load_balancer_name(number))?;
         write_load_balancer_file(testbed, &self.options, number)?;
@@ -105,8 +105,8 @@ impl Fleet {
         Ok(())
     }
 
-    /// Adds a load balancer to the testbed, announces it once it has a table, and returns its number. Fails when it
-    /// cannot be created or started, or is not ready in time.
+    /// Adds a load balancer to the testbed, announces its routes once it has a table, and returns its number. Fails
+    /// when it cannot be created or started, or is not ready in time.
     pub fn add_load_balancer(&mut self, testbed: &mut Testbed) -> anyhow::Result<u16> {
         let number = testbed.add_load_balancer()?;
         self.start_load_balancer(testbed, number)?;
@@ -115,8 +115,8 @@ impl Fleet {
         Ok(number)
     }
 
-    /// Simulates a power failure of a load balancer: removes its daemon, data plane and pins. The routers notice after
-    /// `noticed`; until then its packets are lost. Fails when the load balancer does not exist.
+    /// Simulates a power failure of a load balancer: removes its daemon, data plane and pins. The routers notice it
+    /// after `noticed`; until then its packets are lost. Fails when the load balancer does not exist.
     pub fn kill_load_balancer(&mut self, testbed: &mut Testbed, number: u16, noticed: Duration) -> anyhow::Result<()> {
         testbed.remove_load_balancer(number)?;
         self.load_balancers.remove(&number);
@@ -124,7 +124,7 @@ impl Fleet {
         testbed.route_vips_to_load_balancers(&testbed.load_balancer_numbers())
     }
 
-    /// Restarts a load balancer without any state, as after a kernel crash; its packets are lost until it has tables
+    /// Restarts a load balancer without any state, as after a kernel crash. Its packets are lost until it has tables
     /// again. Fails when the load balancer does not exist, or is not ready in time.
     pub fn reboot_load_balancer(&mut self, testbed: &Testbed, number: u16) -> anyhow::Result<()> {
         self.kill(&load_balancer_name(number))?;
@@ -133,16 +133,16 @@ impl Fleet {
         self.wait_until_ready(testbed)
     }
 
-    /// Stops a daemon regularly and starts a new process on its state, as an upgrade does. Fails when the daemon does
-    /// not exist, stop or start.
+    /// Stops a daemon regularly and starts a new process that continues with its state, as an upgrade does. Fails when
+    /// the daemon does not exist, stop or start.
     pub fn upgrade(&mut self, testbed: &Testbed, name: &str) -> anyhow::Result<()> {
         let status = self.daemon(name)?.terminate(*TIMEOUT)?;
         ensure!(status.success(), "{name} ended with {status}");
         self.restart(testbed, name)
     }
 
-    /// Starts the agent of a server, or restarts a killed one. Fails when the server does not exist or the daemon
-    /// cannot be started.
+    /// Starts the agent of a server, or restarts it after it was killed. Fails when the server does not exist or the
+    /// daemon cannot be started.
     pub fn start_agent(&mut self, testbed: &Testbed, number: u16) -> anyhow::Result<()> {
         self.issue_certificate(testbed, Role::Agent, &format!("s{number}"))?;
         write_agent_file(testbed, &self.options, number)?;
@@ -151,7 +151,7 @@ impl Fleet {
         Ok(())
     }
 
-    /// Issues a certificate for a daemon without one.
+    /// Issues a certificate for a daemon, unless it already has one.
     fn issue_certificate(&self, testbed: &Testbed, role: Role, name: &str) -> anyhow::Result<()> {
         if self.options.tls && !credential_directory(testbed, role, name).exists() {
             issue(testbed, role, name, &fleet_name()?, Validity::from_now(DAY))?;
@@ -159,22 +159,22 @@ impl Fleet {
         Ok(())
     }
 
-    /// Writes the controller's file with a new pool and reloads it. Fails when the file cannot be written or the
-    /// controller has ended.
+    /// Writes a new pool into the controller's file and lets the controller reload it. Fails when the file cannot be
+    /// written or the controller has ended.
     pub fn set_pool(&mut self, testbed: &Testbed, pool: BTreeMap<u16, AdminState>) -> anyhow::Result<()> {
         write_controller_files(testbed, &self.options, &pool)?;
         self.pool = pool;
         self.daemon(&controller_name(1))?.signal(Signal::SIGHUP)
     }
 
-    /// Restarts a daemon with another binary of coreward, which it keeps; `None`: the default binary. Fails when the
-    /// daemon does not exist, stop or start.
+    /// Restarts a daemon with another binary of coreward, which later restarts use as well; `None`: the default binary.
+    /// Fails when the daemon does not exist, stop or start.
     pub fn replace_binary(&mut self, testbed: &Testbed, name: &str, binary: Option<&Path>) -> anyhow::Result<()> {
         self.set_command(name, binary.map_or_else(coreward_command, |binary| Ok(binary.to_owned()))?);
         self.upgrade(testbed, name)
     }
 
-    /// Sets the command (another version) that the daemon `name` runs from its next start.
+    /// Sets the command that the daemon `name` runs from its next start, for example another version of coreward.
     pub fn set_command(&mut self, name: &str, command: PathBuf) {
         self.commands.insert(name.to_owned(), command);
     }
@@ -195,7 +195,7 @@ impl Fleet {
         Ok(())
     }
 
-    /// Applies a document as soon as a controller leads.
+    /// Applies a document as soon as one of the controllers is the leader.
     fn apply(&self, testbed: &Testbed, document: &Path) -> anyhow::Result<()> {
         let end = Instant::now() + *TIMEOUT;
         loop {
@@ -207,7 +207,7 @@ impl Fleet {
         }
     }
 
-    /// Returns the output of `coreward ARGUMENTS` from the leading controller.
+    /// Runs `coreward ARGUMENTS` against the leading controller and returns its output.
     fn query_controller(&self, testbed: &Testbed, arguments: &[&str]) -> anyhow::Result<Vec<u8>> {
         let command = operator_command_for(testbed, self.controllers.keys().copied(), arguments)?;
         Ok(testbed.run(testbed.controller(), command)?.stdout)
@@ -224,7 +224,7 @@ impl Fleet {
         start_daemon(testbed, namespace, daemon, name, &self.options, &command)
     }
 
-    /// Returns the names of all daemons: controllers, racks, load balancers, agents.
+    /// Returns the names of all daemons: controllers, rack controllers, load balancers, agents.
     pub fn daemons(&self) -> Vec<String> {
         let load_balancers = self.load_balancers.keys().map(|number| load_balancer_name(*number));
         let agents = self.agents.keys().map(|number| agent_name(*number));
@@ -237,8 +237,8 @@ impl Fleet {
         &self.options
     }
 
-    /// Writes the controller's file with other options and reloads it. Fails when the file cannot be written or the
-    /// controller has ended.
+    /// Writes the controller's file with other options and lets the controller reload it. Fails when the file cannot be
+    /// written or the controller has ended.
     pub fn set_options(&mut self, testbed: &Testbed, options: FleetOptions) -> anyhow::Result<()> {
         self.options = options;
         self.set_pool(testbed, self.pool.clone())
@@ -250,12 +250,12 @@ impl Fleet {
         self.set_options(testbed, FleetOptions { fleet_text: more.to_owned(), ..self.options.clone() })
     }
 
-    /// Returns the pool in the controller's file.
+    /// Returns the servers in the controller's file, with their administrative state.
     pub fn pool(&self) -> &BTreeMap<u16, AdminState> {
         &self.pool
     }
 
-    /// Returns a daemon by name. Fails when it does not exist.
+    /// Returns the process of a daemon by name. Fails when the daemon does not exist.
     pub fn daemon(&mut self, name: &str) -> anyhow::Result<&mut Process> {
         let daemon = match DaemonName::parse(name)? {
             DaemonName::Controller(number) => self.controllers.get_mut(&number),
@@ -266,14 +266,14 @@ impl Fleet {
         daemon.with_context(|| format!("there is no daemon {name}"))
     }
 
-    /// Kills a daemon with SIGKILL. Fails when it does not exist.
+    /// Kills a daemon by SIGKILL. Fails when the daemon does not exist.
     pub fn kill(&mut self, name: &str) -> anyhow::Result<()> {
         let daemon = self.daemon(name)?;
         daemon.signal(Signal::SIGKILL)?;
         daemon.wait(*TIMEOUT).map(drop)
     }
 
-    /// Restarts a killed daemon. Fails when it does not exist or cannot be started.
+    /// Restarts a killed daemon. Fails when the daemon does not exist or cannot be started.
     pub fn restart(&mut self, testbed: &Testbed, name: &str) -> anyhow::Result<()> {
         match DaemonName::parse(name)? {
             DaemonName::Controller(number) => self.start_controller(testbed, number),

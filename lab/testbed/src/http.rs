@@ -9,30 +9,30 @@ use anyhow::{Context as _, ensure};
 use crate::addresses::SERVICE_ADDRESS;
 use crate::nginx::WORKER_PATH;
 
-/// Limit for opening a connection, and for a response.
+/// Timeout for opening a connection, and for a response.
 const RESPONSE_TIMEOUT: Duration = Duration::from_secs(10);
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RespondingWorker {
     pub server: u16,
-    /// Process id of the worker.
+    /// Process id of the worker that answered.
     pub worker: u32,
 }
 
-/// Connection to the service, with keep-alive.
+/// HTTP connection to the service, with keep-alive.
 #[derive(Debug)]
 pub struct Connection {
     stream: BufReader<TcpStream>,
 }
 
 impl Connection {
-    /// Opens a connection, from `source` if given; call it inside the client's namespace. Fails when the connection is
-    /// not accepted in time.
+    /// Opens a connection to the service, from `source` if given; call it inside the client's namespace. Fails when the
+    /// connection is not accepted in time.
     pub fn open(source: Option<SocketAddrV4>) -> anyhow::Result<Self> {
         Self::open_to(SERVICE_ADDRESS.into(), source.map(Into::into))
     }
 
-    /// Opens a connection to another address. Fails when the connection is not accepted in time.
+    /// Opens a connection to another address than the service. Fails when the connection is not accepted in time.
     pub fn open_to(address: SocketAddr, source: Option<SocketAddr>) -> anyhow::Result<Self> {
         let socket = socket2::Socket::new(socket2::Domain::for_address(address), socket2::Type::STREAM, None)?;
         if let Some(source) = source {
@@ -47,7 +47,7 @@ impl Connection {
         Ok(Self { stream: BufReader::new(socket.into()) })
     }
 
-    /// Returns the server and worker that answer. Fails when the connection broke, or no response arrives in time.
+    /// Sends a request. Returns the worker that answers. Fails when the connection is broken or no response is in time.
     pub fn query_worker(&mut self) -> anyhow::Result<RespondingWorker> {
         self.request(WORKER_PATH)?;
         let (mut line, mut length) = (String::new(), 0);
@@ -70,7 +70,7 @@ impl Connection {
     }
 
     /// Returns whether the connection's packets have TCP timestamps (struct tcp_info, tcpi_options; TCPI_OPT_TIMESTAMPS
-    /// of linux/tcp.h). Fails when the kernel does not report it.
+    /// of linux/tcp.h). Fails when the kernel does not report this.
     pub fn has_timestamps(&self) -> anyhow::Result<bool> {
         use std::os::fd::AsRawFd as _;
         const TCPI_OPT_TIMESTAMPS: u8 = 1;
@@ -87,7 +87,7 @@ impl Connection {
         Ok(information.tcpi_options & TCPI_OPT_TIMESTAMPS != 0)
     }
 
-    /// Requests a file; the caller reads the response. Fails when the connection broke.
+    /// Requests a file. The caller reads the response from the returned stream. Fails when the connection is broken.
     pub fn get(mut self, path: &str) -> anyhow::Result<TcpStream> {
         self.request(path)?;
         Ok(self.stream.into_inner())

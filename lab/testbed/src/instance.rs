@@ -13,23 +13,23 @@ use crate::namespace::{self, Namespace};
 const RUN_DIRECTORY: &str = "/run/coreward-testbed";
 const BPF_FILESYSTEM: &str = "/sys/fs/bpf";
 const PIN_DIRECTORY: &str = "/sys/fs/bpf/coreward-testbed";
-/// File in the testbed's directory that the owner locks; it contains the owner's process id.
+/// Name of the file in the testbed's directory that the owner locks; the file contains the owner's process id.
 const OWNER_FILE: &str = "owner";
-/// Limit that keeps names of namespaces readable and paths of sockets below their limit of 107 bytes.
+/// Maximum length of a name, which keeps namespace names readable and socket paths below their limit of 107 bytes.
 const NAME_MAX: usize = 40;
-/// Environment variable with a prefix of all names, so that two checkouts can run tests on one machine.
+/// Environment variable with a prefix of all testbed names, so that two checkouts can run tests on one machine.
 const PREFIX_VARIABLE: &str = "COREWARD_TESTBED_PREFIX";
 
 /// Ownership of a testbed's name: a lock on its owner file, which the kernel releases when the process ends.
 #[derive(Debug)]
 pub(crate) struct Instance {
-    /// Name with the prefix.
+    /// Full name of the testbed, with the prefix.
     name: String,
     _lock: File,
 }
 
 impl Instance {
-    /// Acquires the name, and removes the remains of a killed testbed of this name.
+    /// Acquires a testbed name, and removes the remains of a killed testbed of this name.
     pub(crate) fn acquire(name: &str) -> anyhow::Result<Self> {
         if name.is_empty() {
             bail!("testbed instance \"\": expected a name");
@@ -69,7 +69,7 @@ impl Instance {
         Namespace::new(format!("{}{role}", namespace_prefix(&self.name)))
     }
 
-    /// Removes processes, then namespaces, then pins and files; continues after a failure and returns the first.
+    /// Removes processes, then namespaces, then pins and files. Continues after a failure and returns the first one.
     fn remove_remains(&self) -> anyhow::Result<()> {
         let mut outcome = Ok(());
         for namespace in namespace::with_prefix(&namespace_prefix(&self.name)) {
@@ -106,8 +106,8 @@ impl Drop for Instance {
     }
 }
 
-/// Returns a testbed name that is unique to this process, so that the command `command` can run twice at a time.
-/// Removes the remains of killed processes of the same command. Fails when something cannot be removed.
+/// Returns a testbed name that is unique to this process, so that two processes can run `command` at a time. Removes
+/// the remains of killed processes of the same command. Fails when something cannot be removed.
 pub fn unique_name(command: &str) -> anyhow::Result<String> {
     let own = |name: &String| {
         let pid = name.strip_prefix(&prefixed(command)).unwrap_or_default();
@@ -117,8 +117,8 @@ pub fn unique_name(command: &str) -> anyhow::Result<String> {
     Ok(format!("{command}{}", std::process::id()))
 }
 
-/// Removes the remains of killed testbeds with these names, or of all testbeds without names. Testbeds in use stay.
-/// Returns the removed names, with the prefix. Fails when something cannot be removed.
+/// Removes the remains of killed testbeds with these names, or of all killed testbeds if there are no names. Testbeds
+/// in use are kept. Returns the removed names, with the prefix. Fails when something cannot be removed.
 pub fn clean(names: &[String]) -> anyhow::Result<Vec<String>> {
     if names.is_empty() {
         return remove_unowned(all_names());
@@ -127,7 +127,7 @@ pub fn clean(names: &[String]) -> anyhow::Result<Vec<String>> {
     remove_unowned(all_names().filter(|name| named.contains(name)))
 }
 
-/// Returns the directories and namespaces of a testbed, running or killed.
+/// Returns the paths of a testbed's directories and namespaces, whether it runs or was killed.
 pub fn find_remains(name: &str) -> Vec<PathBuf> {
     let name = prefixed(name);
     let directories = [directory(&name), pin_directory(&name)].into_iter().filter(|path| path.exists());
@@ -152,7 +152,7 @@ fn remove_unowned(names: impl Iterator<Item = String>) -> anyhow::Result<Vec<Str
     Ok(removed)
 }
 
-/// Returns the names, with the prefix, of all testbeds whose names start with the prefix, running or killed.
+/// Returns the full names of all testbeds whose names start with the prefix, running or killed.
 fn all_names() -> impl Iterator<Item = String> {
     let entries = fs::read_dir(RUN_DIRECTORY).into_iter().flatten().flatten();
     let prefix = prefixed("");
@@ -171,13 +171,13 @@ fn pin_directory(name: &str) -> PathBuf {
     Path::new(PIN_DIRECTORY).join(name)
 }
 
-/// Returns the prefix of the instance's namespaces. Names have no dash, so that no instance's prefix starts another's.
+/// Returns the prefix of a testbed's namespaces. Names have no dash, so that no prefix is the start of another.
 fn namespace_prefix(name: &str) -> String {
     format!("cw{name}-")
 }
 
-/// Returns the process that owns the running testbed `name`; `None` without an owner. Does not lock the file, so that
-/// another process can acquire the name.
+/// Returns the process id of the owner of testbed `name`; `None`: it has no running owner. Does not lock the file, so
+/// that another process can acquire the name.
 fn running_owner_pid(name: &str) -> Option<String> {
     let path = directory(name).join(OWNER_FILE);
     let file = File::open(&path).ok()?;
@@ -216,7 +216,7 @@ fn lock_owner_file(name: &str) -> anyhow::Result<File> {
     }
 }
 
-/// Returns an exclusive lock. It belongs to the open file, not to the process: a process cannot acquire a name twice.
+/// Returns an exclusive lock that belongs to the open file, so that even one process cannot acquire a name twice.
 fn exclusive_lock() -> libc::flock {
     libc::flock {
         l_type: libc::F_WRLCK as libc::c_short,
@@ -234,7 +234,7 @@ fn ignore_not_found(outcome: io::Result<()>) -> anyhow::Result<()> {
     }
 }
 
-/// Mounts bpffs, as Debian does at boot; containers and rescue systems may not.
+/// Mounts bpffs, as Debian does at boot; in containers and rescue systems it may be missing.
 fn mount_bpf_filesystem() -> anyhow::Result<()> {
     let kind = nix::sys::statfs::statfs(BPF_FILESYSTEM).map(|status| status.filesystem_type());
     if kind == Ok(nix::sys::statfs::BPF_FS_MAGIC) {

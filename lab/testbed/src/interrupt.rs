@@ -14,12 +14,12 @@ extern "C" fn record_signal(_signal: i32) {
     request();
 }
 
-/// Sets the flag, as a signal does.
+/// Requests an interruption, as SIGINT does.
 pub fn request() {
     INTERRUPTED.store(true, Ordering::Relaxed);
 }
 
-/// Makes SIGINT and SIGTERM set the flag for [`ensure_not_interrupted`].
+/// Installs handlers of SIGINT and SIGTERM, after which [`ensure_not_interrupted`] fails.
 pub fn catch() -> anyhow::Result<()> {
     for signal in [Signal::SIGINT, Signal::SIGTERM] {
         set_handler(signal, SigHandler::Handler(record_signal))?;
@@ -40,7 +40,7 @@ fn set_handler(signal: Signal, handler: SigHandler) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Fails after a signal.
+/// Fails if SIGINT or SIGTERM has arrived, or an interruption was requested.
 pub fn ensure_not_interrupted() -> anyhow::Result<()> {
     if INTERRUPTED.load(Ordering::Relaxed) {
         bail!("interrupted");
@@ -48,7 +48,7 @@ pub fn ensure_not_interrupted() -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Waits until a time of CLOCK_MONOTONIC (ns). Fails after a signal.
+/// Sleeps until a time of CLOCK_MONOTONIC (ns). Fails after SIGINT or SIGTERM.
 pub fn sleep_until(moment_ns: u64) -> anyhow::Result<()> {
     loop {
         ensure_not_interrupted()?;

@@ -22,9 +22,9 @@ use crate::connection_errors::{BrokenConnections, ConnectionFailure, LOSS_TIMEOU
 use coreward_load::event_loop::{Epoll, Event, now_ns};
 use coreward_load::paced::{MESSAGE_BYTES, MessageBuffer, Request, Response};
 
-/// Interval of the search for broken connections (ns).
+/// Interval between searches for timed-out connections (ns).
 const SWEEP_INTERVAL_NS: u64 = 500_000_000;
-/// Time between start and the log's time 0, when none is given (ns).
+/// Time from the start to time 0 of the arrival log, when no start time is given (ns).
 const START_DELAY_NS: u64 = 50_000_000;
 
 /// Options of `coreward-lab testbed load`.
@@ -44,36 +44,36 @@ pub struct LoadArgs {
     pub start_at: Option<u64>,
 }
 
-/// Result of a replay; printed as JSON.
+/// Results of the replay of an arrival log, printed as JSON.
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
 pub struct LoadReport {
-    /// Opened connections.
+    /// Number of opened connections.
     pub opened: u64,
-    /// Connections with a response to every request.
+    /// Number of connections with a response to every request.
     pub completed: u64,
-    /// Broken connections by kind.
+    /// Numbers of broken connections, by kind.
     pub broken: BrokenConnections,
-    /// Answered requests.
+    /// Number of answered requests.
     pub answered: u64,
-    /// Time from the due time to the response.
+    /// Latency of requests: time from the due time of a request to its response.
     pub latency_us: Latency,
-    /// Time from a request's due time to its send time, on open connections: lateness of the load generator. Above a
-    /// millisecond the machine is too busy for a measurement.
+    /// Lateness of the load generator: time from a request's due time to its send time, on open connections. Above a
+    /// millisecond, the machine is too busy for a measurement.
     pub lateness_us: Latency,
-    /// Connections by the server and core that answered.
+    /// Numbers of connections by the server and core that answered.
     pub placed: Vec<CoreConnections>,
 }
 
-/// Distribution of times (us).
+/// Percentiles, maximum and mean of times (us).
 #[derive(Debug, Clone, Copy, PartialEq, Default, Serialize, Deserialize)]
 pub struct Latency {
-    /// Median.
+    /// Median time.
     pub p50: u64,
     /// 99th percentile.
     pub p99: u64,
-    /// Largest.
+    /// Longest time.
     pub max: u64,
-    /// Mean.
+    /// Mean time.
     pub mean: f64,
 }
 
@@ -83,18 +83,18 @@ impl From<&Histogram<u64>> for Latency {
     }
 }
 
-/// Number of connections that one core answered.
+/// Number of connections that one core of a server answered.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct CoreConnections {
-    /// Number of the server.
+    /// Number of the server, as in its responses.
     pub server: u8,
-    /// Number of the core.
+    /// Number of the core in the server.
     pub core: u8,
     pub connections: u64,
 }
 
-/// Replays the log and prints the report as one line of JSON. Fails when the log cannot be read or parsed, or a source
-/// address and port cannot be bound.
+/// Replays the arrival log and prints the report as one line of JSON. Fails when the log cannot be read or parsed, or a
+/// source address and port cannot be bound.
 pub fn run(args: &LoadArgs) -> anyhow::Result<()> {
     let text = std::fs::read_to_string(&args.log);
     let text = text.with_context(|| format!("cannot read the arrival log {}", args.log.display()))?;
@@ -131,7 +131,7 @@ fn replay(log: &ArrivalLog, args: &LoadArgs) -> anyhow::Result<LoadReport> {
     Ok(client.into_report())
 }
 
-/// Returns the address `index` addresses after `first`.
+/// Returns the address that follows `first` by `index` addresses.
 pub(crate) fn nth_address(first: IpAddr, index: u16) -> IpAddr {
     match first {
         IpAddr::V4(first) => Ipv4Addr::from_bits(first.to_bits() + u32::from(index)).into(),
@@ -139,7 +139,7 @@ pub(crate) fn nth_address(first: IpAddr, index: u16) -> IpAddr {
     }
 }
 
-/// Returns a histogram with three significant digits from 1 us to a minute; longer times count as a minute.
+/// Returns an empty histogram with three significant digits, from 1 us to a minute; longer times count as a minute.
 pub(crate) fn new_histogram() -> anyhow::Result<Histogram<u64>> {
     Ok(Histogram::new_with_max(60_000_000, 3)?)
 }
@@ -149,11 +149,11 @@ struct Connection {
     stream: TcpStream,
     is_connected: bool,
     messages: MessageBuffer,
-    /// Requests that were due, sent and answered (`answered` <= `sent` <= `due`).
+    /// Number of requests that were due, with those that were sent and answered (`answered` <= `sent` <= `due`).
     due: u32,
     sent: u32,
     answered: u32,
-    /// Server and core of the first response.
+    /// Server and core of the first response, from which all others must come.
     serving_core: Option<(u8, u8)>,
 }
 
@@ -163,9 +163,9 @@ struct Client<'a> {
     first_address: IpAddr,
     start_ns: u64,
     epoll: Epoll,
-    /// By position in the log.
+    /// Open connections, by their index in the arrival log.
     connections: HashMap<usize, Connection>,
-    /// Next request of each open connection, by due time: (due time, connection).
+    /// Time of the next request of each open connection, as (due time, connection), earliest first.
     due_requests: BinaryHeap<Reverse<(u64, usize)>>,
     next_arrival: usize,
     next_sweep_ns: u64,
@@ -184,7 +184,7 @@ impl Client<'_> {
         self.start_ns + self.arrival(index).due_us(request) * 1_000
     }
 
-    /// Waits for the next event and processes all that are due. Returns false at the end.
+    /// Waits for the next event and processes all events that are due. Returns false when the replay is finished.
     fn process_due_events(&mut self) -> anyhow::Result<bool> {
         let next_arrival_ns = (self.next_arrival < self.log.arrivals.len()).then(|| self.due_ns(self.next_arrival, 0));
         if next_arrival_ns.is_none() && self.connections.is_empty() {
@@ -217,7 +217,7 @@ impl Client<'_> {
         Ok(true)
     }
 
-    /// Opens a connection from the log's source address and port.
+    /// Opens the connection of an arrival, from its source address and port in the log.
     fn open(&mut self, index: usize) -> anyhow::Result<()> {
         let arrival = *self.arrival(index);
         let source =
@@ -302,8 +302,8 @@ impl Client<'_> {
         if event.has_flags(libc::EPOLLIN) { self.receive(index, event.has_flags(libc::EPOLLRDHUP)) } else { Ok(()) }
     }
 
-    /// Reads all available bytes. A short read means that the socket is empty (epoll(7), question 9), unless the end of
-    /// the stream follows the data.
+    /// Reads all available responses. A short read means that the socket is empty (epoll(7), question 9), unless the
+    /// end of the stream follows the data.
     fn receive(&mut self, index: usize, ended: bool) -> Result<(), ConnectionFailure> {
         let now_ns = now_ns();
         let (start_ns, arrival) = (self.start_ns, self.log.arrivals[index]);
@@ -353,7 +353,7 @@ impl Client<'_> {
         self.finish(&connection);
     }
 
-    /// Counts connections as broken whose oldest unanswered request has timed out.
+    /// Counts connections as broken if their oldest unanswered request has timed out.
     fn fail_timed_out_connections(&mut self, now_ns: u64) {
         let late = |(index, connection): (&usize, &Connection)| {
             let waits = connection.answered < connection.due;

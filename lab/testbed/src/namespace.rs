@@ -9,10 +9,10 @@ use std::process::{Command, Stdio};
 use anyhow::{Context as _, bail};
 use nix::sched::{CloneFlags, setns};
 
-/// Directory of the namespaces of `ip netns`.
+/// Directory of the named network namespaces of `ip netns`.
 const NETNS_DIRECTORY: &str = "/run/netns";
 
-/// A network namespace made by `ip netns add`.
+/// Network namespace made by `ip netns add`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Namespace {
     name: String,
@@ -23,18 +23,18 @@ impl Namespace {
         Self { name }
     }
 
-    /// Returns the name, as `ip netns` shows it.
+    /// Returns the name of the namespace, as `ip netns` shows it.
     pub fn name(&self) -> &str {
         &self.name
     }
 
-    /// Returns the path for `nsenter --net=PATH`, which keeps bpffs mounted, unlike `ip netns exec`.
+    /// Returns the path of the namespace for `nsenter --net=PATH`, which keeps bpffs mounted, unlike `ip netns exec`.
     pub fn path(&self) -> PathBuf {
         Path::new(NETNS_DIRECTORY).join(&self.name)
     }
 
-    /// Runs `action` inside the namespace in a new thread; the caller's thread stays in its namespace. Fails when the
-    /// namespace does not exist or cannot be entered, or as `action` fails.
+    /// Runs `action` in a new thread inside the namespace; the caller's thread stays in its own namespace. Fails when
+    /// the namespace does not exist or cannot be entered, or when `action` fails.
     pub fn within<T: Send>(&self, action: impl FnOnce() -> anyhow::Result<T> + Send) -> anyhow::Result<T> {
         let file = self.open()?;
         std::thread::scope(|scope| {
@@ -47,8 +47,8 @@ impl Namespace {
         })
     }
 
-    /// Writes `value` to `/proc/sys/net/PATH` of this namespace, for each (path, value). Fails when one cannot be
-    /// written; the error names it.
+    /// Writes sysctls of this namespace: `value` to `/proc/sys/net/PATH` for each (path, value). Fails when one cannot
+    /// be written; the error names it.
     pub fn set_sysctls(&self, settings: &[(&str, &str)]) -> anyhow::Result<()> {
         self.within(|| {
             for (path, value) in settings {
@@ -59,7 +59,7 @@ impl Namespace {
         })
     }
 
-    /// Returns the MAC address of a device. Fails when there is no such device.
+    /// Returns the MAC address of a device in this namespace. Fails when the device does not exist.
     pub fn mac_address(&self, device: &str) -> anyhow::Result<String> {
         self.within(|| {
             let mut entries = nix::ifaddrs::getifaddrs()?.filter(|entry| entry.interface_name == device);
@@ -73,13 +73,13 @@ impl Namespace {
         File::open(self.path()).with_context(|| format!("cannot open network namespace {}", self.name))
     }
 
-    /// Kills all processes inside, then removes the namespace with all its devices.
+    /// Kills all processes in the namespace, then removes the namespace with all its devices.
     pub(crate) fn remove(&self) -> anyhow::Result<()> {
         self.kill_processes()?;
         ip_batch(None, &format!("netns delete {}\n", self.name))
     }
 
-    /// Kills every process in this network namespace, found by comparing namespaces, not names or pids.
+    /// Kills every process in this namespace. It finds them by comparing namespaces, not by names or pids.
     fn kill_processes(&self) -> anyhow::Result<()> {
         use std::os::unix::fs::MetadataExt as _;
         let Ok(namespace) = self.open()?.metadata() else { return Ok(()) };
@@ -113,7 +113,7 @@ fn is_zombie(pid: i32) -> bool {
     status.rsplit_once(')').is_none_or(|(_, rest)| rest.trim_start().starts_with(['Z', 'X']))
 }
 
-/// Sends SIGKILL by pidfd: the pid cannot be reused between opening the pidfd and `still`.
+/// Sends SIGKILL if `still` returns true. The pidfd ensures that the pid is not reused after this check.
 fn kill_if(pid: i32, still: impl Fn() -> bool) {
     // SAFETY: pidfd_open takes two integers and returns a new descriptor or -1.
     let descriptor = unsafe { libc::syscall(libc::SYS_pidfd_open, pid, 0) };
@@ -130,14 +130,14 @@ fn kill_if(pid: i32, still: impl Fn() -> bool) {
     }
 }
 
-/// Returns the namespaces whose names start with `prefix`.
+/// Returns the network namespaces whose names start with `prefix`.
 pub(crate) fn with_prefix(prefix: &str) -> Vec<Namespace> {
     let entries = std::fs::read_dir(NETNS_DIRECTORY).into_iter().flatten().flatten();
     let names = entries.filter_map(|entry| entry.file_name().into_string().ok());
     names.filter(|name| name.starts_with(prefix)).map(Namespace::new).collect()
 }
 
-/// Runs a batch of `ip` commands in `namespace`, or in this process's namespace.
+/// Runs a batch of `ip` commands in `namespace`; `None`: in the namespace of this process.
 pub(crate) fn ip_batch(namespace: Option<&Namespace>, commands: &str) -> anyhow::Result<()> {
     use io::Write as _;
     let mut ip = Command::new("ip");

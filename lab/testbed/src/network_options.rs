@@ -7,7 +7,7 @@ use crate::addresses::AddressFamily;
 use crate::fleet::FleetOptions;
 use crate::topology::TestbedOptions;
 
-/// Options of the network of a testbed.
+/// Options for the network of a testbed.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, clap::Args)]
 pub struct NetworkOptions {
     /// Forwarding to the servers; with ipip and gue the servers are behind a router
@@ -19,7 +19,7 @@ pub struct NetworkOptions {
 }
 
 impl NetworkOptions {
-    /// Returns the options of a testbed with this network.
+    /// Returns the options of a testbed that has this network.
     pub fn testbed_options(self) -> TestbedOptions {
         TestbedOptions {
             routed_servers: self.forwarding.encapsulates(),
@@ -28,7 +28,7 @@ impl NetworkOptions {
         }
     }
 
-    /// Returns the options of a fleet in this network.
+    /// Returns the options of a fleet that runs in this network.
     pub fn fleet_options(self) -> FleetOptions {
         FleetOptions { forwarding: self.forwarding, servers_family: self.family, ..FleetOptions::default() }
     }

@@ -13,15 +13,15 @@ use crate::addresses::{SERVICE_ADDRESS, server_address};
 use crate::topology::Testbed;
 use crate::{Process, TIMEOUT};
 
-/// Size of the file at [`LARGE_FILE`].
+/// Size of the file at [`LARGE_FILE`] (bytes).
 pub const LARGE_FILE_BYTES: usize = 1_000_000;
 pub const LARGE_FILE: &str = "/large";
-/// Path of [`LARGE_FILE`] at 4 kB/s: keeps a connection busy for minutes.
+/// Path by which the file at [`LARGE_FILE`] is sent at 4 kB/s, which keeps a connection busy for minutes.
 pub const SLOW_FILE: &str = "/slow";
-/// Path whose response has the server's number and the worker's process id.
+/// Path whose response contains the server's number and the worker's process id.
 pub const WORKER_PATH: &str = "/who";
 
-/// nginx on a server; ends with this value.
+/// Running nginx on a server; dropping it ends the processes.
 #[derive(Debug)]
 pub struct Nginx {
     master: Process,
@@ -29,8 +29,8 @@ pub struct Nginx {
 }
 
 impl Testbed {
-    /// Starts nginx on a server, with one `reuseport` worker per core, listening on port 80 of every VIP and of the
-    /// server's own address. Fails when there is no such server, or nginx does not start; the error has its output.
+    /// Starts nginx on server `number` with one `reuseport` worker per core. It listens on port 80 of all VIPs and of
+    /// the server's address. Fails without the server, or when nginx does not start; the error has its output.
     pub fn start_nginx(&self, number: u16) -> anyhow::Result<Nginx> {
         let namespace = self.server(number)?;
         let directory = self.directory().join(format!("nginx-s{number}"));
@@ -91,7 +91,7 @@ http {{
 }
 
 impl Nginx {
-    /// Returns the process id of the master.
+    /// Returns the process id of the master process.
     pub fn pid(&self) -> u32 {
         self.master.pid()
     }

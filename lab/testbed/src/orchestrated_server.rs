@@ -29,7 +29,7 @@ use crate::key_value::store::{Database, MAX_ADDED_PAIR_COUNT, Store};
 use core_clock::CoreClock;
 
 const RETRY_INTERVAL: Duration = Duration::from_millis(20);
-/// Duration of a `yield_point` call above which it has served another request.
+/// Duration of a `yield_point` call above which the call must have served another request.
 const YIELD_TIME: Duration = Duration::from_micros(1);
 
 /// Options of `coreward-lab testbed orchestrated-server`.
@@ -100,11 +100,11 @@ impl OrchestratedServerArgs {
 
 struct SharedState {
     database: Box<dyn Database>,
-    /// `None`: every service runs on every core.
+    /// Allocator of cores to services; `None`: every service runs on every core.
     allocator: Option<CoreAllocator>,
-    /// Number of workers that have connected.
+    /// Number of workers that have connected so far.
     connected: AtomicUsize,
-    /// Time on the cores, by service.
+    /// Core load file with the time on all cores, by service.
     busy: Option<CounterFile>,
 }
 
@@ -117,10 +117,10 @@ impl SharedState {
     }
 }
 
-/// Server on one core.
+/// Request handler of one core.
 struct CoreServer<'s> {
     shared: &'s SharedState,
-    /// Clock of a paced core; `None`: the core computes.
+    /// Clock of a paced core; `None`: the core really computes.
     clock: Option<CoreClock>,
 }
 
@@ -150,7 +150,7 @@ impl Handler for CoreServer<'_> {
     }
 }
 
-/// Computes for `time`, not counting requests that preempt it.
+/// Keeps the core busy for `time`, not counting the requests that preempt it.
 fn compute(time: Duration, context: &mut serve::Context<'_>) {
     let mut end = Instant::now() + time;
     loop {
@@ -205,7 +205,7 @@ pub fn run(args: &OrchestratedServerArgs) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Waits for a signal. Publishes the core load file once all cores are connected.
+/// Waits for a signal. Publishes the core load file as soon as all cores are connected.
 fn wait(args: &OrchestratedServerArgs, server: &SharedState) -> anyhow::Result<()> {
     let mut unpublished = server.busy.as_ref().zip(args.busy_file.as_ref());
     while interrupt::ensure_not_interrupted().is_ok() {
@@ -219,7 +219,7 @@ fn wait(args: &OrchestratedServerArgs, server: &SharedState) -> anyhow::Result<(
     Ok(())
 }
 
-/// Serves a core and reconnects after each error. Returns the number of served requests.
+/// Serves the requests of a core, and reconnects after each error. Returns the number of served requests.
 fn serve_core(args: &OrchestratedServerArgs, core: u16, shared: &SharedState, stop: &AtomicBool) -> u64 {
     if args.paced {
         // The default of 50 us delays each wake-up. An error is ignored, because the core then only wakes later.
@@ -268,7 +268,7 @@ fn connect_and_serve(
     worker.serve(server, args.serve_options(), stop)
 }
 
-/// Enables the load monitor of service 0.
+/// Enables the load monitor of service 0 on a worker.
 fn enable_monitor(args: &OrchestratedServerArgs, worker: &mut Worker<'_>) -> Result<(), RuntimeError> {
     let epoch = Epoch::new(NonZeroU64::new(args.epoch_us * 1000).expect("an epoch of 1 us or more"));
     let down = ScaleDownCondition { epoch, threshold: 0, calm_epochs: 4 };

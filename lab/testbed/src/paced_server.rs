@@ -36,7 +36,7 @@ pub struct PacedServerArgs {
     pub server: u8,
 }
 
-/// Serves until killed. Fails when it cannot listen, when the core load file cannot be made, or when a worker ends.
+/// Serves until killed. Fails when it cannot listen, the core load file cannot be created, or a worker ends.
 pub fn run(args: &PacedServerArgs) -> anyhow::Result<()> {
     let listeners: Vec<TcpListener> =
         (0..args.workers).map(|_| listen(args.listen, true)).collect::<anyhow::Result<_>>()?;
@@ -52,7 +52,7 @@ pub fn run(args: &PacedServerArgs) -> anyhow::Result<()> {
     bail!("a worker of the paced server ended: {ended:?}");
 }
 
-/// Protocol of a paced server at one core.
+/// Protocol of a paced server, as one of its cores speaks it.
 struct PacedProtocol {
     server: u8,
     core: u8,
@@ -62,7 +62,7 @@ impl Protocol for PacedProtocol {
     type State = MessageBuffer;
     const CLOSES_AFTER_RESPONSE: bool = false;
     const ACCEPT_NS: u64 = 0;
-    /// 4 % of a report interval of 100 ms. A request of the demo (7.5 ms) then needs one wake-up.
+    /// Interval of 4 % of a report interval of 100 ms. A request of the demo (7.5 ms) then needs one wake-up.
     const PUBLISH_INTERVAL_NS: u64 = 4_000_000;
 
     fn receive(&self, messages: &mut MessageBuffer, bytes: &[u8], queue: &mut ResponseQueue<'_>) -> bool {
@@ -82,7 +82,7 @@ impl Protocol for PacedProtocol {
     }
 }
 
-/// Paced server on a server of the testbed; killed when dropped.
+/// Running paced server on a server of the testbed; killed when dropped.
 #[derive(Debug)]
 pub struct PacedServer {
     process: Process,
@@ -90,20 +90,20 @@ pub struct PacedServer {
 }
 
 impl PacedServer {
-    /// Returns the process id of the master.
+    /// Returns the process id of the master process.
     pub fn pid(&self) -> u32 {
         self.process.pid()
     }
 
-    /// Returns the busy time of each core (ns). Fails when the core load file cannot be read.
+    /// Reads the busy time of each core (ns). Fails when the core load file cannot be read.
     pub fn busy_ns(&self) -> anyhow::Result<Vec<u64>> {
         read_busy_file(&self.busy_file)
     }
 }
 
 impl Testbed {
-    /// Starts a paced server with one worker per core on a server. Fails when there is no such server, or it does not
-    /// listen in time.
+    /// Starts a paced server on server `number`, with one worker per core. Fails when the server does not exist, or
+    /// does not listen in time.
     pub fn start_paced_server(&self, number: u16) -> anyhow::Result<PacedServer> {
         let busy_file = fleet::busy_file(self, number);
         let mut command = Command::new(fleet::lab_command()?);

@@ -9,21 +9,21 @@ use std::process::Command;
 
 use anyhow::Context as _;
 
-/// Library that build.rs compiles.
+/// Contents of the shared library that build.rs compiles from fault_shim.c.
 const LIBRARY: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/preload.so"));
-/// `struct faults` of fault_shim.c: two 64-bit numbers.
+/// Offset in the faults file, which is `struct faults` of fault_shim.c: two 64-bit numbers.
 const CLOCK_OFFSET_POSITION: u64 = 0;
 const DISK_FULL_POSITION: u64 = 8;
 const FAULTS_FILE_BYTES: u64 = 16;
 
-/// Faults of a testbed's daemons, by name.
+/// Faults of wall clock and disk, which a preloaded library emulates for each daemon of a testbed.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PreloadedFaults {
     directory: PathBuf,
 }
 
 impl PreloadedFaults {
-    /// Creates the library in an existing directory. Fails when it cannot be written.
+    /// Writes the library into an existing directory. Fails when it cannot be written.
     pub fn create(directory: &Path) -> anyhow::Result<Self> {
         let preload = Self { directory: directory.to_owned() };
         let library = preload.library_path();
@@ -31,19 +31,19 @@ impl PreloadedFaults {
         Ok(preload)
     }
 
-    /// Sets the offset of the daemon's wall clock from the machine's (ns). It takes effect immediately and remains
+    /// Sets the offset of a daemon's wall clock from the machine's clock (ns). It takes effect immediately and remains
     /// after the daemon's end. Fails when the daemon was never started.
     pub fn set_clock(&self, daemon: &str, offset_ns: i64) -> anyhow::Result<()> {
         self.write_fault(daemon, CLOCK_OFFSET_POSITION, offset_ns)
     }
 
-    /// Sets whether writes of the daemon at a file position fail, as on a full disk. Fails when the daemon was never
+    /// Sets whether a daemon's writes at a file position fail, as on a full disk. Fails when the daemon was never
     /// started.
     pub fn set_disk_full(&self, daemon: &str, full: bool) -> anyhow::Result<()> {
         self.write_fault(daemon, DISK_FULL_POSITION, full.into())
     }
 
-    /// Loads the library with the daemon's faults into the process of `command`.
+    /// Lets the process of `command` load the library, with the faults of `daemon`.
     pub(crate) fn apply_faults(&self, daemon: &str, command: &mut Command) -> anyhow::Result<()> {
         let path = self.faults_path(daemon);
         let build = || -> io::Result<()> {
@@ -73,7 +73,7 @@ impl PreloadedFaults {
 mod tests {
     use super::*;
 
-    /// Returns the time of `date` with the faults of a daemon (s).
+    /// Returns the time that `date` prints under the faults of a daemon (s).
     fn read_date(preload: &PreloadedFaults) -> i64 {
         let mut command = Command::new("date");
         preload.apply_faults("d", command.arg("+%s")).unwrap();
@@ -92,7 +92,7 @@ mod tests {
         assert!(preload.set_clock("nobody", 1).is_err());
     }
 
-    /// truncate(1) makes files longer by ftruncate.
+    /// Uses truncate(1), which extends files by ftruncate.
     #[test]
     fn full_disk_affects_one_process_only() {
         let directory = tempfile::tempdir().unwrap();

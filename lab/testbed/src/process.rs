@@ -14,15 +14,15 @@ use serde::de::DeserializeOwned;
 
 use crate::namespace::Namespace;
 
-/// Timeout of every wait for a condition that holds soon unless something is broken: 60 s, or the environment's
-/// `COREWARD_TEST_TIMEOUT` (s). A wait ends as soon as its condition holds, so a long timeout costs no time.
+/// Timeout for conditions that hold soon unless something is broken: 60 s, or `COREWARD_TEST_TIMEOUT` (s) of the
+/// environment. A wait ends as soon as its condition holds, so a long timeout costs no time.
 pub static TIMEOUT: LazyLock<Duration> = LazyLock::new(|| {
     let seconds = std::env::var("COREWARD_TEST_TIMEOUT").ok();
     let seconds = seconds.map(|text| text.parse().expect("COREWARD_TEST_TIMEOUT: expected a whole number of seconds"));
     Duration::from_secs(seconds.unwrap_or(60))
 });
 
-/// A running process; killed when dropped.
+/// Running child process, which is killed when dropped.
 #[derive(Debug)]
 pub struct Process {
     child: Child,
@@ -30,9 +30,9 @@ pub struct Process {
 }
 
 impl Process {
-    /// Starts `command` in `namespace`. The kernel kills it when the *thread* of the caller ends (PR_SET_PDEATHSIG), so
-    /// that no process remains after a killed testbed: call it from a thread that lives as long as the process should.
-    /// Fails when the namespace cannot be opened or the program cannot be started.
+    /// Starts `command` in `namespace`. The kernel kills the process when the *thread* of the caller ends
+    /// (PR_SET_PDEATHSIG), so that no process remains after a killed testbed. Call it from a thread that lives as long
+    /// as the process should. Fails when the namespace cannot be opened or the program cannot be started.
     pub fn spawn(namespace: &Namespace, mut command: Command) -> anyhow::Result<Self> {
         enter_namespace(namespace, &mut command)?;
         let name = command.get_program().to_string_lossy().into_owned();
@@ -45,23 +45,23 @@ impl Process {
         self.child.id()
     }
 
-    /// Returns the process with its pipes.
+    /// Returns the child process, with its pipes.
     pub fn child(&mut self) -> &mut Child {
         &mut self.child
     }
 
-    /// Sends a signal. Fails when the process has ended.
+    /// Sends a signal to the process. Fails when the process has ended.
     pub fn signal(&self, signal: Signal) -> anyhow::Result<()> {
         kill(Pid::from_raw(self.child.id() as i32), signal)
             .with_context(|| format!("cannot send {signal} to {} (pid {})", self.name, self.child.id()))
     }
 
-    /// Returns the exit status; `None` while the process runs. Fails when the kernel does not have the process.
+    /// Returns the exit status; `None` while the process runs. Fails when the kernel does not know the process.
     pub fn try_wait(&mut self) -> anyhow::Result<Option<ExitStatus>> {
         Ok(self.child.try_wait()?)
     }
 
-    /// Waits for the end of the process. Fails when it still runs after `limit`.
+    /// Waits for the end of the process and returns its exit status. Fails when it still runs after `limit`.
     pub fn wait(&mut self, limit: Duration) -> anyhow::Result<ExitStatus> {
         let end = Instant::now() + limit;
         loop {
@@ -99,7 +99,7 @@ impl Process {
         Ok(serde_json::from_reader(self.child.stdout.take().context("stdout is no pipe")?)?)
     }
 
-    /// Sends SIGTERM and waits. Fails when the process still runs after `limit`.
+    /// Sends SIGTERM and waits for the end of the process. Fails when it still runs after `limit`.
     pub fn terminate(&mut self, limit: Duration) -> anyhow::Result<ExitStatus> {
         if let Some(status) = self.try_wait()? {
             return Ok(status);
@@ -117,8 +117,8 @@ impl Drop for Process {
     }
 }
 
-/// Runs `command` in `namespace` to its end and returns its output. Fails when it cannot be started or does not exit
-/// with 0; the error contains its stderr.
+/// Runs `command` in `namespace` until it ends, and returns its output. Fails when it cannot be started or does not
+/// exit with 0; the error contains its stderr.
 pub fn run(namespace: &Namespace, mut command: Command) -> anyhow::Result<Output> {
     enter_namespace(namespace, &mut command)?;
     let output = command.output().with_context(|| format!("cannot run {command:?}"))?;
@@ -129,8 +129,8 @@ pub fn run(namespace: &Namespace, mut command: Command) -> anyhow::Result<Output
     Ok(output)
 }
 
-/// Moves the command to the namespace and to a new process group. When a group with a stopped process loses its shell,
-/// the kernel sends SIGHUP to the group (kernel/exit.c, kill_orphaned_pgrp), and nginx would reload.
+/// Lets the command start in the namespace and in a new process group. When a group with a stopped process loses its
+/// shell, the kernel sends SIGHUP to the group (kernel/exit.c, kill_orphaned_pgrp), and nginx would reload.
 fn enter_namespace(namespace: &Namespace, command: &mut Command) -> anyhow::Result<()> {
     command.process_group(0);
     let namespace = namespace.open()?;

@@ -32,10 +32,10 @@ pub(crate) mod skeletons {
     }
 }
 
-/// Priority of the tc program: after access ports.
+/// Priority of the tc program, by which it runs after that of the access port.
 const PRIORITY: u32 = 2;
 
-/// Attaches the emulation at egress of `port` in `switch`, with its registers pinned at `pin`.
+/// Attaches the RSS emulation at egress of `port` in `switch`, and pins its registers at the path `pin`.
 pub(crate) fn attach(switch: &Namespace, port: &str, pin: &Path, rss: &RssConfig) -> anyhow::Result<()> {
     let mut storage = MaybeUninit::uninit();
     let open = skeletons::rss_emulation::RssEmulationSkelBuilder::default().open(&mut storage)?;
@@ -47,8 +47,8 @@ pub(crate) fn attach(switch: &Namespace, port: &str, pin: &Path, rss: &RssConfig
         .with_context(|| format!("cannot attach the RSS emulation to port {port}"))
 }
 
-/// Writes key and indirection table, as the agent does with `manage_rss = true`. Fails when `pin` is not a pinned map
-/// of registers, or the key has not 40 bytes.
+/// Writes the key and the indirection table into the emulated registers, as the agent does with `manage_rss = true`.
+/// Fails when `pin` is not a pinned map of registers, or the key does not have 40 bytes.
 pub fn write_registers(pin: &Path, rss: &RssConfig) -> anyhow::Result<()> {
     let generation = read(pin)?.mapping.generation.wrapping_add(1);
     let registers = rss.emulated(generation)?;
@@ -56,14 +56,14 @@ pub fn write_registers(pin: &Path, rss: &RssConfig) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Makes frames of open TCP connections use the table entry `shift` further on, until registers are written again. A
-/// NIC's flow director has this effect (ATR of ixgbe and i40e). Fails when `pin` is not a pinned map of registers.
+/// Shifts the table entries of open TCP connections by `shift`, until registers are written again. A NIC's flow
+/// director has this effect (ATR of ixgbe and i40e). Fails when `pin` is not a pinned map of registers.
 pub fn move_established(pin: &Path, shift: u32) -> anyhow::Result<()> {
     let registers = intf::emulated_rss { established_shift: shift, ..*read(pin)? };
     Ok(open(pin)?.update(&0u32.to_ne_bytes(), registers.as_bytes(), MapFlags::ANY)?)
 }
 
-/// Returns key and indirection table. Fails when `pin` is not a pinned map of registers, or has no table.
+/// Reads the key and the indirection table. Fails when `pin` is not a pinned map of registers, or has no table.
 pub fn read_registers(pin: &Path) -> anyhow::Result<RssConfig> {
     Ok(RssConfig::from_emulated(&*read(pin)?)?)
 }
@@ -78,7 +78,7 @@ fn read(pin: &Path) -> anyhow::Result<Box<intf::emulated_rss>> {
     Ok(Box::new(registers.map_err(|_| anyhow::anyhow!("{} does not hold an emulated RSS", pin.display()))?))
 }
 
-/// Attaches a native XDP program that passes all frames. On a switch's port it lets in frames that the port's peer
+/// Attaches a native XDP program that passes all frames. On a port of a switch, it admits frames that the port's peer
 /// sends by XDP_TX: see xdp_pass.bpf.c. Fails when the device does not support native XDP.
 pub fn attach_xdp_pass(namespace: &Namespace, device: &str) -> anyhow::Result<()> {
     let mut storage = MaybeUninit::uninit();
@@ -91,13 +91,13 @@ pub fn attach_xdp_pass(namespace: &Namespace, device: &str) -> anyhow::Result<()
     })
 }
 
-/// Recorder of the receive queues at which flows arrive, for tests.
+/// Records the receive queues at which flows arrive, for tests.
 pub struct ReceiveQueueRecorder {
     map: MapHandle,
 }
 
 impl ReceiveQueueRecorder {
-    /// Starts to record, until the device is removed. Fails when the program does not load or attach.
+    /// Starts to record; the record ends when the device is removed. Fails when the program does not load or attach.
     pub fn start(namespace: &Namespace, device: &str) -> anyhow::Result<Self> {
         let mut storage = MaybeUninit::uninit();
         let open = skeletons::receive_queues::ReceiveQueuesSkelBuilder::default().open(&mut storage)?;
@@ -106,8 +106,8 @@ impl ReceiveQueueRecorder {
         Ok(Self { map: MapHandle::try_from(&program.maps.received_flows)? })
     }
 
-    /// Returns receive queue and hash of the last frame of a flow, by the kernel; `None` without a frame or queue.
-    /// Fails when the map cannot be read.
+    /// Returns the receive queue and the hash of the last frame of a flow, as the kernel reports them; `None` without a
+    /// frame or queue. Fails when the map cannot be read.
     pub fn queue_and_hash(&self, flow: &coreward_model::FourTuple) -> anyhow::Result<Option<(u16, u32)>> {
         let mut key = [0; intf::RSS_INPUT_IPV6_BYTES as usize];
         key[..flow.bytes().len()].copy_from_slice(&flow.bytes());
@@ -118,7 +118,7 @@ impl ReceiveQueueRecorder {
     }
 }
 
-/// Attaches a program with clsact instead of tcx: clsact exists before Linux 6.6, and ends with the device.
+/// Attaches a tc program with clsact instead of tcx: clsact exists before Linux 6.6, and ends with the device.
 pub(crate) fn attach_tc(
     namespace: &Namespace,
     device: &str,

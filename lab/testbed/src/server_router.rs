@@ -17,11 +17,11 @@ use crate::topology::{Testbed, make_namespaces};
 const SERVER_ROUTER_ADDRESS: Ipv4Addr = Ipv4Addr::new(10, 1, 4, 1);
 const ROUTER_ADDRESS_AT_SERVERS: Ipv4Addr = Ipv4Addr::new(10, 1, 1, 254);
 const SERVERS_PREFIX: Prefix = (Ipv4Addr::new(10, 1, 1, 0), 24);
-/// Device of the router at the servers' side.
+/// Name of the router's device in the servers' network.
 const SERVER_LINK: &str = "servers";
 
 impl Testbed {
-    /// Creates the router and the servers' bridge, if enabled.
+    /// Creates the router in front of the servers and the servers' bridge, if the testbed has them.
     pub(crate) fn make_server_router(&self) -> anyhow::Result<()> {
         let Some(router) = self.server_router() else { return Ok(()) };
         make_namespaces(&[router])?;
@@ -46,7 +46,7 @@ impl Testbed {
         if self.server_router().is_some() { "br1" } else { "br0" }
     }
 
-    /// Returns a server's address and routes, as lines for `ip`.
+    /// Returns `ip` commands for a server's address and routes.
     pub(crate) fn server_ip_commands(&self, address: Ipv4Addr) -> String {
         match self.server_router() {
             None => self.address_lines(address, SEGMENT_PREFIX_LENGTH, DEVICE) + &self.client_route_lines(),
@@ -57,7 +57,7 @@ impl Testbed {
         }
     }
 
-    /// Returns the route to servers behind the router, as lines for `ip`.
+    /// Returns `ip` commands for the route to the servers behind the router.
     pub(crate) fn route_to_servers(&self) -> String {
         match self.server_router() {
             None => String::new(),

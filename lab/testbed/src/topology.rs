@@ -36,55 +36,54 @@ const LOAD_BALANCERS_MAX: u16 = 32;
 const RACKS_MAX: u16 = 32;
 const CORES_MAX: u16 = 64;
 
-/// [`seeded_rng`]'s stream for the initial keys of emulated NICs.
+/// Random number stream of [`seeded_rng`] for the initial RSS keys of emulated NICs.
 const RNG_STREAM_NIC_KEY: u64 = 3;
 
-/// Options of a testbed.
+/// Options by which a testbed is created.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TestbedOptions {
-    /// Name among the testbeds of this machine: 1 to 40 lower-case letters and digits, the environment's
-    /// `COREWARD_TESTBED_PREFIX` included.
+    /// Name among the testbeds of this machine: 1 to 40 lower-case letters and digits, including the prefix in the
+    /// environment's `COREWARD_TESTBED_PREFIX`.
     pub instance: String,
-    /// Servers to start with (0 to 250); more can be added.
+    /// Number of servers at the start (0 to 250); more can be added.
     pub servers: u16,
-    /// Cores (receive queues) of each server (1 to 64).
+    /// Number of cores, and of their receive queues, of each server (1 to 64).
     pub cores: u16,
     /// Whether each server has a ring of 256 packets per receive queue, like a NIC. Otherwise all hosts share one
     /// backlog per CPU, which is too small for packets to many servers. With rings, agents see one receive queue more
     /// than there are cores.
     pub has_rings: bool,
-    /// Load balancers to start with (1 to 32), each a next hop of the VIPs; more can be added.
+    /// Number of load balancers at the start (1 to 32), each a next hop of the VIPs; more can be added.
     pub load_balancers: u16,
-    /// Hosts for rack controllers (0 to 32).
+    /// Number of hosts for rack controllers (0 to 32).
     pub racks: u16,
-    /// Number of client addresses (1 to 200), from 10.1.0.7 on; behind a router from 10.2.0.7 on.
+    /// Number of client addresses (1 to 200), from 10.1.0.7 on, or behind a router from 10.2.0.7 on.
     pub client_addresses: u16,
-    /// MTU (68 to 1500) of the link from a router to the client behind it; `None`: the client is on the servers'
+    /// MTU of the link from the router to the client behind it (68 to 1500); `None`: the client is on the servers'
     /// segment.
     pub router_mtu: Option<u16>,
-    /// Whether servers reach the client through load balancer 1, whose kernel routes; otherwise directly. Needs a
-    /// router.
+    /// Whether servers reach the client through load balancer 1, whose kernel routes, or directly. Needs a router.
     pub routes_answers_via_load_balancer: bool,
-    /// Whether servers are behind a router: [`crate::server_router`].
+    /// Whether the servers are behind a router of their own: [`crate::server_router`].
     pub routed_servers: bool,
-    /// VLANs of clients and servers; `None`: all frames are untagged. Without routers and racks only.
+    /// VLANs of clients and servers; `None`: all frames are untagged. Only without routers and racks.
     pub vlans: Option<Vlans>,
-    /// VIPs on the servers (1 to 250).
+    /// Number of VIPs on the servers (1 to 250).
     pub vips: u8,
-    /// Address family of the VIPs, and of the client's packets.
+    /// Address family of the VIPs, and of the packets between the client and the services.
     pub family: AddressFamily,
-    /// Entries of the emulated NICs' indirection tables (a power of two up to 2048).
+    /// Number of entries of the emulated NICs' indirection tables (a power of two up to 2048).
     pub indirection_entries: usize,
     /// Seed of the initial RSS keys of emulated NICs.
     pub seed: u64,
 }
 
-/// VLANs of a testbed; 0: untagged.
+/// VLAN ids of a testbed; 0 means untagged.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Vlans {
-    /// VLAN of clients' packets.
+    /// VLAN id of clients' packets to the VIPs.
     pub vip_vlan: u16,
-    /// VLAN of server K at (K - 1) modulo their number, at least one.
+    /// VLAN ids of the servers, at least one; server K has that at index (K - 1) modulo their number.
     pub server_vlans: Vec<u16>,
 }
 
@@ -110,7 +109,7 @@ impl Default for TestbedOptions {
     }
 }
 
-/// Running testbed. Dropping it removes everything; after a SIGKILL the next testbed of the same name does.
+/// Running testbed. Dropping it removes everything; after a SIGKILL, the next testbed of the same name does so.
 #[derive(Debug)]
 pub struct Testbed {
     options: TestbedOptions,
@@ -120,15 +119,15 @@ pub struct Testbed {
     server_router: Option<Namespace>,
     controller: Namespace,
     switch: Namespace,
-    /// Load balancer K at K - 1; `None` once removed.
+    /// Namespace of load balancer K at index K - 1; `None` after its removal.
     load_balancers: Vec<Option<Namespace>>,
-    /// Rack K at K - 1.
+    /// Namespace of rack controller K at index K - 1.
     racks: Vec<Namespace>,
-    /// Server K at K - 1; `None` once removed.
+    /// Namespace of server K at index K - 1; `None` after its removal.
     servers: Vec<Option<Namespace>>,
 }
 
-/// Returns the reason why this process cannot create a testbed, in one sentence; `None` when it can.
+/// Returns why this process cannot create a testbed, in one sentence; `None` if it can.
 pub fn missing_privilege() -> Option<String> {
     if !nix::unistd::geteuid().is_root() {
         return Some(
@@ -150,16 +149,16 @@ pub fn missing_privilege() -> Option<String> {
     map.err().map(|error| format!("the testbed needs the right to load BPF programs (CAP_BPF): {error}"))
 }
 
-/// Returns the rights that this process lacks, for tests. scripts/test sets the variable when scripts/capabilities
-/// reports missing rights.
+/// Returns the rights that a test lacks for a testbed. scripts/test sets the variable when scripts/capabilities reports
+/// missing rights.
 pub fn missing_testbed_rights() -> Option<String> {
     let reported = std::env::var_os("COREWARD_WITHOUT_RIGHTS");
     reported.map(|_| "scripts/capabilities names what is missing".to_owned()).or_else(missing_privilege)
 }
 
 impl Testbed {
-    /// Creates the testbed after removing the remains of a killed one of the same name. Fails without root, when a
-    /// living process uses the name, or when a command fails.
+    /// Creates a testbed, after removing the remains of a killed one of the same name. Fails without root, when a
+    /// running process uses the name, or when a command fails.
     pub fn create(options: TestbedOptions) -> anyhow::Result<Self> {
         for (value, min, max, name) in [
             (options.servers, 0, SERVERS_MAX, "servers"),
@@ -251,8 +250,8 @@ impl Testbed {
     }
 
     /// Adds a load balancer and returns its number, counted from 1 and never reused.
-    /// [`Testbed::route_vips_to_load_balancers`] makes it a next hop of the VIPs. Fails when `ip` or the kernel rejects
-    /// something.
+    /// [`Testbed::route_vips_to_load_balancers`] can then make it a next hop of the VIPs. Fails when `ip` or the kernel
+    /// rejects a setting.
     pub fn add_load_balancer(&mut self) -> anyhow::Result<u16> {
         let number = self.load_balancers.len() as u16 + 1;
         if number > LOAD_BALANCERS_MAX {
@@ -287,8 +286,8 @@ impl Testbed {
         Ok(number)
     }
 
-    /// Kills the processes of a load balancer and removes it with all its pins, like a power failure. Its packets are
-    /// lost until [`Testbed::route_vips_to_load_balancers`]. Fails when the load balancer does not exist.
+    /// Kills the processes of a load balancer and removes its host with all its pins, like a power failure. Its packets
+    /// are lost until [`Testbed::route_vips_to_load_balancers`]. Fails when the load balancer does not exist.
     pub fn remove_load_balancer(&mut self, number: u16) -> anyhow::Result<()> {
         self.load_balancer(number)?;
         // A namespace's devices exist for some milliseconds after it; this device must be removed immediately.
@@ -298,8 +297,8 @@ impl Testbed {
         self.remove_load_balancer_pins(number)
     }
 
-    /// Removes all pins of a load balancer, like a restart of its machine: it no longer forwards. Fails when something
-    /// cannot be removed.
+    /// Removes all pins of a load balancer, like a restart of its machine, so that it no longer forwards. Fails when a
+    /// pin cannot be removed.
     pub fn remove_load_balancer_pins(&self, number: u16) -> anyhow::Result<()> {
         match std::fs::remove_dir_all(self.load_balancer_pin_directory(number)) {
             Err(error) if error.kind() != std::io::ErrorKind::NotFound => Err(error.into()),
@@ -339,7 +338,7 @@ impl Testbed {
         Ok(number)
     }
 
-    /// Kills a server's processes and removes the server, like a power failure. Fails when the server does not exist.
+    /// Kills a server's processes and removes its host, like a power failure. Fails when the server does not exist.
     pub fn remove_server(&mut self, number: u16) -> anyhow::Result<()> {
         self.server(number)?;
         let removed = self.servers[usize::from(number) - 1].take();
@@ -347,8 +346,8 @@ impl Testbed {
         Ok(std::fs::remove_dir_all(self.server_pin_directory(number))?)
     }
 
-    /// Creates a veth with `queues` receive queues at the host; its peer is port `port` of the switch. Native XDP at
-    /// the host needs as many receive queues as the port has transmit queues (veth_xdp_set() in drivers/net/veth.c).
+    /// Connects a host with port `port` of the switch by a veth, with `queues` receive queues at the host. Native XDP
+    /// there needs as many receive queues as the port has transmit queues (veth_xdp_set() in drivers/net/veth.c).
     pub(crate) fn connect_to_switch(
         &self,
         host: &Namespace,
@@ -371,9 +370,9 @@ impl Testbed {
         ip_batch(Some(host), &format!("link set lo up\nlink set {DEVICE} up\n"))
     }
 
-    /// Sets up rings ([`TestbedOptions::has_rings`]). The backlog (net.core.netdev_max_backlog) has 1000 packets: about
-    /// 40 to each of 31 servers overflow it. veth has rings where its end does GRO and the other end no TSO
-    /// (veth_skb_is_eligible_for_gro() in drivers/net/veth.c).
+    /// Sets up the receive rings of [`TestbedOptions::has_rings`]. The backlog (net.core.netdev_max_backlog) has 1000
+    /// packets: about 40 to each of 31 servers overflow it. veth has rings where its end does GRO and the other end no
+    /// TSO (veth_skb_is_eligible_for_gro() in drivers/net/veth.c).
     fn set_up_rings(&self, host: &Namespace, port: &str) -> anyhow::Result<()> {
         self.set_offloads(&self.switch, port, &["tso", "off"])?;
         self.set_offloads(host, DEVICE, &["gro", "on"])
@@ -385,7 +384,7 @@ impl Testbed {
         self.run(namespace, ethtool).map(drop)
     }
 
-    /// Returns the initial RSS of a NIC under Linux: a random key, and queue `i mod cores` in entry `i`
+    /// Returns the initial RSS settings of a NIC under Linux: a random key, and queue `i mod cores` in entry `i`
     /// (ethtool_rxfh_indir_default() in include/linux/ethtool.h).
     fn default_nic_rss(&self, number: u16) -> anyhow::Result<RssConfig> {
         let cores = u32::from(self.options.cores);
@@ -398,22 +397,22 @@ impl Testbed {
         &self.options
     }
 
-    /// Returns the client's host.
+    /// Returns the namespace of the client's host.
     pub fn client(&self) -> &Namespace {
         &self.client
     }
 
-    /// Returns the router in front of the servers, if enabled.
+    /// Returns the namespace of the router in front of the servers, if the testbed has one.
     pub fn server_router(&self) -> Option<&Namespace> {
         self.server_router.as_ref()
     }
 
-    /// Returns the router in front of the client, if enabled.
+    /// Returns the namespace of the router in front of the client, if the testbed has one.
     pub fn router(&self) -> Option<&Namespace> {
         self.router.as_ref()
     }
 
-    /// Returns load balancer `number`, counted from 1. Fails when it does not exist or was removed.
+    /// Returns the namespace of load balancer `number`, counted from 1. Fails when it does not exist or was removed.
     pub fn load_balancer(&self, number: u16) -> anyhow::Result<&Namespace> {
         let load_balancer = host_by_number(&self.load_balancers, number);
         load_balancer.with_context(|| format!("testbed {} has no load balancer {number}", self.instance.name()))
@@ -423,12 +422,12 @@ impl Testbed {
         numbers(&self.load_balancers)
     }
 
-    /// Returns the controller's host.
+    /// Returns the namespace of the controllers' host.
     pub fn controller(&self) -> &Namespace {
         &self.controller
     }
 
-    /// Returns the host of rack controller `number`, counted from 1. Fails when it does not exist.
+    /// Returns the namespace of rack controller `number`, counted from 1. Fails when it does not exist.
     pub fn rack(&self, number: u16) -> anyhow::Result<&Namespace> {
         let rack = usize::from(number).checked_sub(1).and_then(|position| self.racks.get(position));
         rack.with_context(|| format!("testbed {} has no rack {number}", self.instance.name()))
@@ -438,7 +437,7 @@ impl Testbed {
         &self.switch
     }
 
-    /// Returns server `number`, counted from 1. Fails when it does not exist or was removed.
+    /// Returns the namespace of server `number`, counted from 1. Fails when it does not exist or was removed.
     pub fn server(&self, number: u16) -> anyhow::Result<&Namespace> {
         host_by_number(&self.servers, number)
             .with_context(|| format!("testbed {} has no server {number}", self.instance.name()))
@@ -448,23 +447,23 @@ impl Testbed {
         numbers(&self.servers)
     }
 
-    /// Returns the VIPs, which every server has.
+    /// Returns the VIPs, all of which every server has.
     pub fn vips(&self) -> impl Iterator<Item = IpAddr> + use<> {
         let family = self.options.family;
         (0..self.options.vips).map(move |index| family.vip(index))
     }
 
-    /// Returns the first service.
+    /// Returns the address and port of the first service.
     pub fn service(&self) -> SocketAddr {
         SocketAddr::new(self.options.family.vip(0), SERVICE_ADDRESS.port())
     }
 
-    /// Returns whether hosts also have IPv6 addresses.
+    /// Returns whether hosts have IPv6 addresses in addition to IPv4 addresses.
     fn has_ipv6(&self) -> bool {
         self.options.family == AddressFamily::Ipv6 || self.options.routed_servers
     }
 
-    /// Returns the addresses of a host's device in a prefix of length `length`, as lines for `ip`.
+    /// Returns `ip` commands that add the addresses of a host to a device, with a prefix of length `length`.
     pub(crate) fn address_lines(&self, address: Ipv4Addr, length: u8, device: &str) -> String {
         let ipv4 = format!("address add {address}/{length} dev {device}\n");
         match self.has_ipv6() {
@@ -473,7 +472,7 @@ impl Testbed {
         }
     }
 
-    /// Returns the route to a prefix via a router, as lines for `ip`.
+    /// Returns `ip` commands that add the route to a prefix via a router.
     pub(crate) fn route_lines(&self, prefix: Prefix, router: Ipv4Addr) -> String {
         let ipv4 = format!("route add {}/{} via {router}\n", prefix.0, prefix.1);
         match self.has_ipv6() {
@@ -482,13 +481,13 @@ impl Testbed {
         }
     }
 
-    /// Enables forwarding on a host.
+    /// Enables forwarding of packets on a host.
     pub(crate) fn enable_forwarding(&self, host: &Namespace) -> anyhow::Result<()> {
         host.set_sysctls(&[("ipv4/ip_forward", "1")])?;
         if self.has_ipv6() { host.set_sysctls(&[("ipv6/conf/all/forwarding", "1")]) } else { Ok(()) }
     }
 
-    /// Enables IPv6 for future devices of a host, if hosts have IPv6. Link-local addresses are usable immediately, and
+    /// Enables IPv6 on future devices of a host, if hosts have IPv6. Link-local addresses are usable immediately, and
     /// router advertisements are ignored.
     pub(crate) fn enable_ipv6(&self, host: &Namespace) -> anyhow::Result<()> {
         if !self.has_ipv6() {
@@ -503,12 +502,12 @@ impl Testbed {
         Ok(())
     }
 
-    /// Returns the directory for configurations, logs and results; removed with the testbed.
+    /// Returns the directory for configurations, logs and results, which is removed with the testbed.
     pub fn directory(&self) -> PathBuf {
         self.instance.directory()
     }
 
-    /// Returns the directory in the BPF file system; removed with the testbed.
+    /// Returns the testbed's directory in the BPF file system, which is removed with the testbed.
     pub fn pin_directory(&self) -> PathBuf {
         self.instance.pin_directory()
     }
@@ -521,7 +520,7 @@ impl Testbed {
         self.pin_directory().join(load_balancer_name(number))
     }
 
-    /// Returns the path of the registers of a server's emulated NIC: a pinned map of `struct emulated_rss`.
+    /// Returns the path of the registers of a server's emulated NIC, which are a pinned map of `struct emulated_rss`.
     pub fn emulated_rss_path(&self, number: u16) -> PathBuf {
         self.server_pin_directory(number).join("emulated_rss")
     }
@@ -530,7 +529,7 @@ impl Testbed {
         self.instance.namespace(role)
     }
 
-    /// Creates a testbed without load balancing: the client routes the VIP to the only server. Fails as
+    /// Creates a testbed without load balancing, where the client routes the VIP to the only server. Fails as
     /// [`Testbed::create`] does.
     pub fn create_direct(instance: &str) -> anyhow::Result<Self> {
         let instance = instance.to_owned();
@@ -539,14 +538,14 @@ impl Testbed {
         Ok(testbed)
     }
 
-    /// Routes the VIP via server 1 on a host. Fails when `ip` fails.
+    /// Adds a route to the VIP via server 1 on a host. Fails when `ip` fails.
     pub fn route_vip_to_server_1(&self, host: &Namespace) -> anyhow::Result<()> {
         let mut ip = Command::new("ip");
         ip.args(["route", "add", &format!("{VIP}/32"), "via", &server_address(1).to_string()]);
         self.run(host, ip).map(drop)
     }
 
-    /// Starts a process on a host, which ends as of [`Process::spawn`]. Fails when the program cannot be started.
+    /// Starts a process on a host, which is killed as by [`Process::spawn`]. Fails when the program cannot be started.
     pub fn spawn(&self, namespace: &Namespace, command: Command) -> anyhow::Result<Process> {
         Process::spawn(namespace, command)
     }
@@ -565,7 +564,7 @@ fn numbers(hosts: &[Option<Namespace>]) -> Vec<u16> {
     (1..).zip(hosts).filter_map(|(number, host)| host.as_ref().map(|_| number)).collect()
 }
 
-/// Creates namespaces without unsolicited packets: no IPv6, so no neighbour discovery and no multicast reports.
+/// Creates namespaces without unsolicited packets: without IPv6, there are no neighbour or multicast messages.
 pub(crate) fn make_namespaces(namespaces: &[&Namespace]) -> anyhow::Result<()> {
     let commands: String = namespaces.iter().map(|namespace| format!("netns add {}\n", namespace.name())).collect();
     ip_batch(None, &commands)?;

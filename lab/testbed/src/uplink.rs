@@ -26,30 +26,30 @@ use crate::topology::{Testbed, make_namespaces};
 
 const VIP_PREFIX_IPV4: &str = "10.200.0.0/24";
 const ROUTER_ADDRESS_AT_CLIENT: Ipv4Addr = Ipv4Addr::new(10, 2, 0, 1);
-/// Device of the router at the client's side.
+/// Name of the router's device at the client's side.
 pub const CLIENT_LINK: &str = "client";
 const FIRST_CLIENT_ADDRESS: u8 = 7;
 
 impl Testbed {
-    /// Returns the client's address `index`, counted from 0, of the services' family.
+    /// Returns the client address with this index, counted from 0, in the address family of the services.
     pub fn client_address(&self, index: u16) -> IpAddr {
         self.options().family.address(self.client_ipv4_address(index))
     }
 
-    /// Returns the client's IPv4 address `index`, counted from 0.
+    /// Returns the client's IPv4 address with this index, counted from 0.
     pub fn client_ipv4_address(&self, index: u16) -> Ipv4Addr {
         let network = if self.router().is_some() { 2 } else { 1 };
         Ipv4Addr::new(10, network, 0, FIRST_CLIENT_ADDRESS + index as u8)
     }
 
-    /// Returns the host whose kernel selects a load balancer for each connection: the router, or without one the
-    /// client.
+    /// Returns the host whose kernel selects a load balancer for each connection: the router, or the client if there is
+    /// none.
     pub fn ecmp_host(&self) -> &Namespace {
         self.router().unwrap_or(self.client())
     }
 
-    /// Makes these load balancers, at least one, the next hops of the VIPs. Fails when none is given, or the kernel
-    /// rejects the route.
+    /// Makes these load balancers the next hops of the VIPs. Fails when there are none, or the kernel rejects the
+    /// route.
     pub fn route_vips_to_load_balancers(&self, load_balancers: &[u16]) -> anyhow::Result<()> {
         ensure!(!load_balancers.is_empty(), "no next hop of the VIPs: expected at least one load balancer");
         let hosts: Vec<Ipv4Addr> = load_balancers.iter().copied().map(load_balancer_address).collect();
@@ -69,7 +69,7 @@ impl Testbed {
         ip_batch(Some(self.ecmp_host()), &routes)
     }
 
-    /// Creates the client and, if enabled, the router.
+    /// Creates the client's host and, if enabled, the router.
     pub(crate) fn make_client_side(&self) -> anyhow::Result<()> {
         make_namespaces(&[self.client()])?;
         match self.router() {
@@ -105,7 +105,7 @@ impl Testbed {
         self.enable_forwarding(router)
     }
 
-    /// Returns a server's route to the client, as lines for `ip`.
+    /// Returns `ip` commands that add a server's route to the client.
     pub(crate) fn client_route_lines(&self) -> String {
         if self.options().routes_answers_via_load_balancer {
             return self.route_lines(DEFAULT_PREFIX, load_balancer_address(1));

@@ -15,22 +15,22 @@ use crate::namespace::ip_batch;
 use crate::rss_emulation::{attach_tc, skeletons};
 use crate::topology::Testbed;
 
-/// Priority of the tc programs: before the emulated NIC.
+/// Priority of the tc programs, which run before that of the emulated NIC.
 const PRIORITY: u32 = 1;
 
 impl Testbed {
-    /// Returns the VLAN of the VIPs.
+    /// Returns the VLAN id of the VIPs; 0 if untagged.
     pub fn vip_vlan(&self) -> u16 {
         self.options().vlans.as_ref().map_or(0, |vlans| vlans.vip_vlan)
     }
 
-    /// Returns the VLAN of a server.
+    /// Returns the VLAN id of a server; 0 if untagged.
     pub fn server_vlan(&self, number: u16) -> u16 {
         let vlan = |servers: &[u16]| servers[(usize::from(number) - 1) % servers.len()];
         self.options().vlans.as_ref().map_or(0, |vlans| vlan(&vlans.server_vlans))
     }
 
-    /// Makes a port of the switch an access port of a VLAN, if VLANs are enabled.
+    /// Makes a port of the switch an access port of the VLAN, if the testbed has VLANs.
     pub(crate) fn make_access_port(&self, port: &str, vlan: u16) -> anyhow::Result<()> {
         if self.options().vlans.is_none() {
             return Ok(());
@@ -43,7 +43,7 @@ impl Testbed {
         attach_tc(self.switch(), port, program.progs.to_host.as_fd(), TC_EGRESS, PRIORITY)
     }
 
-    /// Makes a load balancer's port a trunk, if VLANs are enabled, and adds its MAC address to the client's neighbours.
+    /// If VLANs are enabled, makes a load balancer's port a trunk and adds its MAC address to the client's neighbours.
     pub(crate) fn make_trunk(&self, number: u16, port: &str) -> anyhow::Result<()> {
         if self.options().vlans.is_none() {
             return Ok(());

@@ -28,7 +28,7 @@ metrics! {
 }
 
 impl Agent {
-    /// Returns all current metrics; the cores' busy time is of the newest report. `more_warnings` are about the
+    /// Returns all current metrics, with the cores' busy time of the newest report. `more_warnings` are those about the
     /// connection to the controller.
     pub fn metrics(&self, more_warnings: &[String]) -> Snapshot {
         let mut page = component::base_snapshot(Component::Agent);

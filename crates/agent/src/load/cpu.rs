@@ -9,7 +9,7 @@ pub struct CpuLoadSource {
 }
 
 impl CpuLoadSource {
-    /// Starts counting. Fails when the kernel rejects the program.
+    /// Starts counting the busy time of the CPUs. Fails when the kernel rejects the BPF program.
     pub fn start() -> anyhow::Result<Self> {
         Ok(Self { load: CpuLoad::start()?, cpu_of_queue: vec![] })
     }

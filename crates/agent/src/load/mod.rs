@@ -8,7 +8,7 @@ pub mod cpu;
 pub mod published;
 pub mod queues;
 
-/// Source of busy times.
+/// Source of the cores' busy times.
 pub trait LoadSource: Send {
     /// Appends the total busy time of each core in ns, in the order of receive queues. Fails when it cannot be read.
     fn read(&mut self, busy_ns: &mut Vec<u64>) -> anyhow::Result<()>;
@@ -16,7 +16,7 @@ pub trait LoadSource: Send {
     /// Sets the CPU that serves each receive queue. Called about once a second.
     fn refresh(&mut self, cpu_of_queue: &[usize]);
 
-    /// Returns the faults as text for `coreward status`.
+    /// Returns problems of the source, as text for `coreward status`.
     fn warnings(&self) -> Vec<String> {
         vec![]
     }

@@ -8,7 +8,7 @@ use anyhow::{Context as _, ensure};
 
 use super::LoadSource;
 
-/// Limit of the file's size: the busy times of as many cores as a report may have.
+/// Maximum size of the load file in bytes: one busy time for each of as many cores as a report may have.
 const MAX_BYTES: usize = coreward_intf::MAX_CPUS as usize * 8;
 
 #[derive(Debug)]
@@ -18,7 +18,7 @@ pub struct PublishedLoad {
 }
 
 impl PublishedLoad {
-    /// Returns a source that reads the file at `path`, which may be created later.
+    /// Returns a source that reads busy times from the file at `load_file_path`, which may be created later.
     pub fn new(path: PathBuf) -> Self {
         Self { path, open_file: None }
     }

@@ -5,8 +5,8 @@ use std::fs;
 
 use crate::sysfs;
 
-/// Returns the CPU of each of `receive_queues` queues. Queues of virtual devices have no known interrupt: CPU
-/// (queue) modulo (number of CPUs) counts as theirs.
+/// Returns the CPU of each of the `receive_queues` queues. Queues of virtual devices have no known interrupt: queue `q`
+/// is attributed to CPU `q` modulo the number of CPUs.
 pub fn cpus_of_queues(interface: &str, receive_queues: u16) -> Vec<usize> {
     let count = std::thread::available_parallelism().map_or(1, usize::from);
     let interrupts = interrupts(interface);
@@ -16,13 +16,13 @@ pub fn cpus_of_queues(interface: &str, receive_queues: u16) -> Vec<usize> {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Interrupt {
-    /// Number of the interrupt in /proc/interrupts.
+    /// Number of the interrupt (IRQ), as in /proc/interrupts.
     pub number: u32,
-    /// CPU that gets the interrupt; `None`: not in /proc.
+    /// CPU that handles the interrupt, or `None` if /proc does not show it.
     pub cpu: Option<usize>,
 }
 
-/// Returns the known interrupts by receive queue; empty for a virtual device.
+/// Returns the known interrupts of a device by receive queue; empty for a virtual device.
 pub fn interrupts(interface: &str) -> BTreeMap<u16, Interrupt> {
     let vectors = device_name(interface).map_or_else(BTreeMap::new, |device| {
         irqs_by_receive_queue(&fs::read_to_string("/proc/interrupts").unwrap_or_default(), interface, &device)
@@ -30,20 +30,20 @@ pub fn interrupts(interface: &str) -> BTreeMap<u16, Interrupt> {
     vectors.into_iter().map(|(queue, number)| (queue, Interrupt { number, cpu: first_affinity_cpu(number) })).collect()
 }
 
-/// Returns the device's name on its bus: a PCI address or `virtioN`.
+/// Returns the name of a network device on its bus, which is a PCI address or `virtioN`.
 fn device_name(interface: &str) -> Option<String> {
     let device = fs::canonicalize(sysfs::device_directory(interface)?.join("device")).ok()?;
     Some(device.file_name()?.to_str()?.to_owned())
 }
 
-/// Returns the first CPU of the interrupt's effective affinity.
+/// Returns the first CPU in the effective affinity of an interrupt.
 fn first_affinity_cpu(irq: u32) -> Option<usize> {
     let list = fs::read_to_string(format!("/proc/irq/{irq}/effective_affinity_list")).ok()?;
     list.trim().split([',', '-']).next()?.parse().ok()
 }
 
-/// Returns the interrupt of each receive queue, from /proc/interrupts. Drivers name interrupts `eth0-TxRx-3`,
-/// `i40e-eth0-TxRx-3`, `virtio2-input.3`, `mlx5_comp3@pci:0000:3b:00.0`, `eth0-rx-3` or `eth0-Tx-Rx-3`.
+/// Returns the interrupt number of each receive queue, from the text of /proc/interrupts. Drivers name interrupts
+/// `eth0-TxRx-3`, `i40e-eth0-TxRx-3`, `virtio2-input.3`, `mlx5_comp3@pci:0000:3b:00.0`, `eth0-rx-3` or `eth0-Tx-Rx-3`.
 fn irqs_by_receive_queue(interrupts: &str, interface: &str, device: &str) -> BTreeMap<u16, u32> {
     let ours = |action: &str| {
         let is = |name: &str| action.split(['-', '@']).any(|part| part == name || part.ends_with(&format!(":{name}")));

@@ -20,23 +20,23 @@ const ETHTOOL_GRXCLSRLCNT: u32 = 0x2e;
 const ETHTOOL_GRSSH: u32 = 0x46;
 const ETHTOOL_SRSSH: u32 = 0x47;
 
-/// Hashed fields: IP source and destination, first and second half of the ports.
+/// Flags of the hashed fields: source and destination IP address, first and second half of the ports.
 const RXH_FOUR_TUPLE: u64 = 1 << 4 | 1 << 5 | 1 << 6 | 1 << 7;
 const ETH_RSS_HASH_TOP: u8 = 1;
-/// ETH_RSS_HASH_NO_CHANGE.
+/// Value of the hash function that leaves it unchanged.
 const HASH_FUNCTION_NO_CHANGE: u8 = 0;
 const ETH_RXFH_INDIR_NO_CHANGE: u32 = 0xffff_ffff;
 const ETH_RXFH_INDIR_DEFAULT: u32 = 0;
 
-/// `struct ethtool_rxfh` without its data: cmd, rss_context, indir_size, key_size, (hfunc, input_xfrm, 2 reserved),
-/// reserved.
+/// Length of `struct ethtool_rxfh` without its data, in 32-bit words: cmd, rss_context, indir_size, key_size, (hfunc,
+/// input_xfrm, 2 reserved), reserved.
 const RXFH_WORDS: usize = 6;
 const RXFH_INDIR_SIZE: usize = 2;
 const RXFH_KEY_SIZE: usize = 3;
 const RXFH_FUNCTION: usize = 4;
-/// `struct ethtool_rxnfc` is longer than these requests need; the kernel may copy all of it back.
+/// Number of words for `struct ethtool_rxnfc`, longer than these requests: the kernel may copy all of it back.
 const RXNFC_WORDS: usize = 64;
-/// Offset of `rule_cnt` in `struct ethtool_rxnfc`: behind cmd, flow_type, data (8 bytes) and fs (168 bytes).
+/// Word index of `rule_cnt` in `struct ethtool_rxnfc`: after cmd, flow_type, data (8 bytes) and fs (168 bytes).
 const RXNFC_RULE_COUNT: usize = (4 + 4 + 8 + 168) / 4;
 
 /// File with the key of drivers that show none: the first bytes of netdev_rss_key_fill() (net/core/dev.c).
@@ -49,7 +49,7 @@ fn ethtool_request(interface: &str, request: &mut [u32]) -> io::Result<()> {
     unsafe { ethtool::request(interface, request) }
 }
 
-/// Returns `data` of `struct ethtool_rxnfc`, which begins with cmd, flow_type and data (64 bits).
+/// Returns the field `data` of `struct ethtool_rxnfc`, which begins with cmd, flow_type and data (64 bits).
 fn read_rxnfc_data(interface: &str, command: u32, flow_type: u32) -> io::Result<u64> {
     let mut request = [0; RXNFC_WORDS];
     request[0] = command;
@@ -78,7 +78,7 @@ pub fn strips_vlan_tags(interface: &str) -> io::Result<bool> {
     Ok(ethtool::flags(interface)? & ETH_FLAG_RXVLAN != 0)
 }
 
-/// Returns a private flag of the driver (`ethtool --show-priv-flags`); `None`: the driver has no flag of that name.
+/// Returns a private flag of the driver (`ethtool --show-priv-flags`), or `None` if it has no flag of that name.
 pub fn private_flag(interface: &str, name: &str) -> Option<bool> {
     const ETH_SS_PRIV_FLAGS: u32 = 2;
     // Flags are bits of one word.
@@ -89,7 +89,7 @@ pub fn private_flag(interface: &str, name: &str) -> Option<bool> {
     Some(flags[1] >> position & 1 != 0)
 }
 
-/// Flow type of `ethtool -N DEVICE rx-flow-hash`.
+/// Flow type, as in `ethtool -N DEVICE rx-flow-hash`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum FlowType {
     Tcp4,
@@ -110,7 +110,7 @@ impl FlowType {
         }
     }
 
-    /// Returns ethtool's name of the flow type.
+    /// Returns the name of the flow type in ethtool's options.
     pub fn name(self) -> &'static str {
         match self {
             Self::Tcp4 => "tcp4",
@@ -120,7 +120,7 @@ impl FlowType {
         }
     }
 
-    /// Returns the kernel's number: TCP_V4_FLOW, UDP_V4_FLOW, TCP_V6_FLOW or UDP_V6_FLOW.
+    /// Returns the kernel's number of the flow type: TCP_V4_FLOW, UDP_V4_FLOW, TCP_V6_FLOW or UDP_V6_FLOW.
     fn number(self) -> u32 {
         match self {
             Self::Tcp4 => 1,
@@ -131,7 +131,7 @@ impl FlowType {
     }
 }
 
-/// Returns whether packets of the flow type are hashed by their ports, too; `None`: the driver does not report it.
+/// Returns whether the ports of such packets are hashed, too, or `None` if the driver does not report it.
 pub fn hashes_ports(interface: &str, flow_type: FlowType) -> Option<bool> {
     hash_fields(interface, flow_type).ok().map(|fields| fields & RXH_FOUR_TUPLE == RXH_FOUR_TUPLE)
 }
@@ -140,7 +140,7 @@ fn hash_fields(interface: &str, flow_type: FlowType) -> io::Result<u64> {
     read_rxnfc_data(interface, ETHTOOL_GRXFH, flow_type.number())
 }
 
-/// Returns whether the driver steers flows by its own rules: (ntuple is on, number of rules).
+/// Returns whether the driver accepts flow rules (ntuple), and the number of its rules.
 pub fn ntuple_and_rule_count(interface: &str) -> (bool, u64) {
     let ntuple = ethtool::flags(interface).is_ok_and(|flags| flags & ETH_FLAG_NTUPLE != 0);
     let mut rules = [0; RXNFC_WORDS];
@@ -149,7 +149,7 @@ pub fn ntuple_and_rule_count(interface: &str) -> (bool, u64) {
     (ntuple, count)
 }
 
-/// Returns the first bytes of the kernel's key, which drivers without a readable key use.
+/// Returns the first bytes of the kernel's default RSS key, which drivers without a readable key use.
 fn netdev_rss_key() -> Result<Vec<u8>, RssError> {
     let failed = |source| RssError::Io { operation: NETDEV_RSS_KEY_PATH.to_owned(), source };
     let text = fs::read_to_string(NETDEV_RSS_KEY_PATH).map_err(failed)?;
@@ -159,13 +159,13 @@ fn netdev_rss_key() -> Result<Vec<u8>, RssError> {
     Ok(bytes)
 }
 
-/// A NIC with an ethtool driver.
+/// NIC whose RSS settings are read and set by ethtool.
 #[derive(Debug)]
 pub struct EthtoolRss {
     interface: String,
 }
 
-/// Answer to ETHTOOL_GRSSH.
+/// Decoded reply of the driver to ETHTOOL_GRSSH.
 struct Rxfh {
     settings: RssSettings,
     function: u8,

@@ -10,15 +10,15 @@ use coreward_model::tuple::address_from_words;
 
 use super::rss_verifier::{RssVerifier, Verdict};
 
-/// Tries all transforms on the sampled packets.
+/// Search for the input transform that explains the receive queues of the sampled packets.
 #[derive(Debug, Default)]
 pub struct TransformSearch {
     candidates: Vec<Candidate>,
-    /// Sequence number of the newest evaluated sample.
+    /// Sequence number of the newest sample that was evaluated.
     last_sample: u32,
 }
 
-/// A transform and its verifier.
+/// Candidate transform, and the verifier of its predictions.
 #[derive(Debug)]
 struct Candidate {
     input: InputTransform,
@@ -28,7 +28,7 @@ struct Candidate {
 }
 
 impl TransformSearch {
-    /// Restarts after a change of the table; samples up to number `last_sample` do not count.
+    /// Restarts the search after a change of the table, ignoring samples up to `last_sample_number`.
     pub fn restart(&mut self, last_sample: u32) {
         *self = Self { candidates: Vec::new(), last_sample };
     }
@@ -37,9 +37,8 @@ impl TransformSearch {
         self.last_sample
     }
 
-    /// Evaluates samples that are newer than [`last_sample`](Self::last_sample). Returns the transform that explains
-    /// their queues, if
-    /// `rss` has another one.
+    /// Evaluates samples that are newer than [`last_sample_number`](Self::last_sample_number). Returns the transform
+    /// that explains their queues, if `rss` has another one.
     pub fn observe(&mut self, rss: &RssConfig, samples: &[intf::rss_sample]) -> Option<InputTransform> {
         if self.candidates.is_empty() {
             let others = InputTransform::ALL.into_iter().filter(|input| *input != rss.key.input_transform());
@@ -68,7 +67,7 @@ impl Candidate {
     }
 }
 
-/// Returns the addresses and ports of a sample; `None`: a newer sample is overwriting it.
+/// Returns the addresses and ports of a sample, or `None` if a newer sample is overwriting it.
 fn tuple(sample: &intf::rss_sample) -> Option<FourTuple> {
     let source = SocketAddr::new(address_from_words(sample.source_address), u16::from_be(sample.source_port));
     let destination =

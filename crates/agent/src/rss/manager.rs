@@ -6,20 +6,20 @@ use coreward_model::rss::{IndirectionTable, InputTransform, RssConfig, RssKey};
 use super::{RssDevice, RssError, RssSettings};
 use crate::saved_settings::SettingsStore;
 
-/// The fleet's RSS settings for this server's NIC.
+/// RSS settings that the fleet requires of this server's NIC.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct DesiredRss {
     pub key: RssKey,
-    /// Seed of the balanced table.
+    /// Id of this server, which is the seed of the balanced indirection table.
     pub server_id: ServerId,
 }
 
 pub struct RssManager {
     device: Box<dyn RssDevice>,
-    /// Settings to apply; `None`: the NIC's are only read.
+    /// Settings to apply, or `None` if the NIC's settings are only read.
     desired: Option<DesiredRss>,
     known_rss: Option<RssConfig>,
-    /// Transform that the sampled packets show, if the driver reports another one.
+    /// Input transform that the sampled packets show, if the driver reports another one.
     observed_input: Option<InputTransform>,
     receive_queues: u16,
     generation: u64,
@@ -43,14 +43,14 @@ impl RssManager {
         manager
     }
 
-    /// Sets key and table, now and whenever the NIC has others. Stores the original settings.
+    /// Sets the RSS key and table, now and whenever the NIC has others. Saves the original settings.
     pub fn manage(&mut self, desired: DesiredRss, memory: &mut SettingsStore) {
         self.desired = Some(desired);
         self.apply(memory);
     }
 
-    /// Reads the NIC's settings, and sets them again if the NIC lost them. Returns whether key, table or number of
-    /// receive queues changed.
+    /// Reads the NIC's settings, and sets them again if the NIC lost them. Returns whether the RSS key, the table or
+    /// the number of receive queues changed.
     pub fn sync(&mut self, memory: &mut SettingsStore) -> bool {
         let before = self.generation;
         self.refresh();
@@ -58,7 +58,7 @@ impl RssManager {
         self.generation != before
     }
 
-    /// Sets the transform that the sampled packets show.
+    /// Sets the input transform that the sampled packets show.
     pub fn set_input(&mut self, input: InputTransform) {
         let source = self.device.source();
         tracing::warn!(
@@ -185,12 +185,12 @@ impl RssManager {
         Ok(())
     }
 
-    /// Returns the name of the settings' source for reports.
+    /// Returns the name of the source of the settings, for reports.
     pub fn source(&self) -> &'static str {
         self.device.source()
     }
 
-    /// Returns key, input transform and table; `None`: unknown.
+    /// Returns the RSS key, input transform and indirection table, or `None` if they are unknown.
     pub fn known_rss(&self) -> Option<&RssConfig> {
         self.known_rss.as_ref()
     }
@@ -200,18 +200,18 @@ impl RssManager {
         self.receive_queues.max(1)
     }
 
-    /// Returns the number of changes so far, at least 1.
+    /// Returns the number of changes of the settings so far, at least 1.
     pub fn generation(&self) -> u64 {
         self.generation
     }
 
-    /// Returns the fault as text for `coreward status`.
+    /// Returns the problem with RSS, as text for `coreward status`.
     pub fn problem(&self) -> Option<&str> {
         self.problem.as_deref()
     }
 }
 
-/// Returns whether the NIC has the desired settings. Its key may be longer; a NIC that shows no key accepts none.
+/// Returns whether the NIC has the desired settings. The NIC's key may be longer, or missing if the NIC accepts none.
 fn matches_desired(current: &RssSettings, desired: &RssSettings) -> bool {
     let key = desired.key.as_deref().unwrap_or_default();
     current.indirection_table == desired.indirection_table

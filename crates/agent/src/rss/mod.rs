@@ -17,12 +17,12 @@ use coreward_model::rss::{
 };
 use serde::{Deserialize, Serialize};
 
-/// RSS settings of a NIC, unchecked.
+/// RSS settings of a NIC as the driver reports them, unchecked.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RssSettings {
-    /// RSS key; `None`: not readable, or not to be set.
+    /// RSS key; `None` if it cannot be read, or is not to be set.
     pub key: Option<Vec<u8>>,
-    /// Receive queue of each entry; empty: not to be set.
+    /// Receive queue of each entry of the indirection table; empty if the table is not to be set.
     pub indirection_table: Vec<u32>,
     /// Transform of addresses and ports before hashing, by ethtool's numbers; 0 if the kernel does not report it.
     #[serde(default)]
@@ -32,30 +32,30 @@ pub struct RssSettings {
 /// Reasons why core-aware placement cannot predict the NIC's queue of a connection.
 #[derive(Debug, thiserror::Error)]
 pub enum RssError {
-    /// One queue, or a driver without RSS.
+    /// The NIC has one receive queue, or its driver has no RSS.
     #[error("{0} has no RSS indirection table that ethtool shows")]
     Unsupported(String),
-    /// Not a Toeplitz hash, or a changed input.
+    /// The NIC uses another hash function than Toeplitz, or hashes other fields.
     #[error("{interface} hashes by {found}: expected Toeplitz over addresses and ports")]
     OtherHash { interface: String, found: String },
-    /// A table that is not indexed by low bits.
+    /// The indirection table is not indexed by the low bits of the hash.
     #[error("{interface}: {source}")]
     InvalidTable { interface: String, source: IndirectionTableError },
-    /// A key that is too short or too long.
+    /// The RSS key is too short or too long.
     #[error("{interface}: {source}")]
     InvalidKey { interface: String, source: RssKeyLengthError },
-    /// An error of the kernel or the file system.
+    /// The kernel or the file system returned an error.
     #[error("{operation}: {source}")]
     Io {
-        /// The attempted operation.
+        /// Name of the operation that failed.
         operation: String,
         source: std::io::Error,
     },
 }
 
 impl RssSettings {
-    /// Returns the checked settings. `fallback_key` replaces an unreadable key. Fails on an invalid length of table or
-    /// key.
+    /// Returns the checked settings, with `fallback_key` instead of an unreadable key. Fails if the length of the table
+    /// or key is invalid.
     pub fn validate(&self, interface: &str, fallback_key: &[u8]) -> Result<RssConfig, RssError> {
         let key = RssKey::new(self.key.as_deref().unwrap_or(fallback_key))
             .map_err(|source| RssError::InvalidKey { interface: interface.to_owned(), source })?;
@@ -70,10 +70,10 @@ impl RssSettings {
 }
 
 pub trait RssDevice: Send {
-    /// Returns the source's name in reports: "ethtool" or "testbed emulation".
+    /// Returns the name of the settings' source for reports: "ethtool" or "testbed emulation".
     fn source(&self) -> &'static str;
 
-    /// Returns the name of the NIC's device.
+    /// Returns the name of the NIC's network device.
     fn interface(&self) -> &str;
 
     /// Returns the number of receive queues, at least 1.
@@ -82,12 +82,12 @@ pub trait RssDevice: Send {
     /// Returns the NIC's settings, unchecked. Fails when the driver does not report them.
     fn settings(&self) -> Result<RssSettings, RssError>;
 
-    /// Returns the NIC's hash of TCP packets. Fails when it is unknown.
+    /// Returns the checked RSS configuration by which the NIC distributes TCP packets. Fails when it is unknown.
     fn read(&self) -> Result<RssConfig, RssError>;
 
-    /// Returns the number of table entries that `write` must set. Fails when the driver does not report it.
+    /// Returns the number of table entries that `write` must set. Fails when the driver does not report the number.
     fn table_entries(&self) -> Result<usize, RssError>;
 
-    /// Writes the settings, without the key if the NIC accepts none. Fails when the driver rejects them.
+    /// Writes the settings to the NIC, without the key if the NIC accepts none. Fails when the driver rejects them.
     fn write(&mut self, settings: &RssSettings) -> Result<(), RssError>;
 }

@@ -6,20 +6,20 @@
 
 use coreward_model::rss::IndirectionTable;
 
-/// Natural logarithm of the odds at which the test decides.
+/// Natural logarithm of the odds at which the verifier decides.
 const DECISION_LOG_ODDS: f64 = 13.8; // ln 10^6
-/// Fraction of SYNs on other queues although the table is in force, such as by a rule for one flow.
+/// Expected fraction of SYNs on other queues although the table is in force, for example by a rule for one flow.
 const STRAY_FRACTION: f64 = 0.02;
 
-/// Conclusion from the sampled SYNs.
+/// Conclusion from the sampled SYNs about the table that the NIC shows.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, serde::Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Verdict {
-    /// Too few SYNs, or a table with one queue.
+    /// There were too few SYNs, or the table has only one queue.
     #[default]
     Undecided,
     InForce,
-    /// SYNs arrive on the queues of another table.
+    /// SYNs arrive on the queues of another table than the NIC shows.
     NotInForce,
 }
 
@@ -36,13 +36,13 @@ impl std::fmt::Display for Verdict {
 #[derive(Debug, Clone, Default)]
 pub struct RssVerifier {
     verdict: Verdict,
-    /// Logarithm of the likelihood ratio of "not in force" to "in force".
+    /// Logarithm of the likelihood ratio of "table not in force" to "table in force".
     log_odds: f64,
     last_counters: Option<(u64, u64)>,
 }
 
 impl RssVerifier {
-    /// Evaluates the totals of matching and other SYNs for the displayed table. Returns the verdict.
+    /// Evaluates the total numbers of SYNs on the predicted queue and on other queues. Returns the verdict.
     pub fn observe(&mut self, table: &IndirectionTable, matched: u64, mismatched: u64) -> Verdict {
         let (matched_before, mismatched_before) = self.last_counters.replace((matched, mismatched)).unwrap_or_default();
         let chance = match_probability(table);
@@ -60,7 +60,7 @@ impl RssVerifier {
         self.verdict
     }
 
-    /// Restarts after a change of the table, from these totals.
+    /// Restarts the test after a change of the table, with these totals as the starting point.
     pub fn restart(&mut self, matched: u64, mismatched: u64) {
         *self = Self { last_counters: Some((matched, mismatched)), ..Self::default() };
     }

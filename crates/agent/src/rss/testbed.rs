@@ -18,7 +18,8 @@ pub struct TestbedRss {
 }
 
 impl TestbedRss {
-    /// Returns the emulated NIC `interface` with the registers at `pin`. Tables to be set have `entry_count` entries.
+    /// Returns the emulated NIC `interface`, with registers at `register_map_pin` and `table_entry_count` table
+    /// entries.
     pub fn new(pin: PathBuf, interface: &str, entry_count: usize) -> Self {
         Self { pin, interface: interface.to_owned(), entry_count }
     }

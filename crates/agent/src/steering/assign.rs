@@ -4,8 +4,8 @@ use coreward_dataplane::listeners::Listener;
 
 use crate::config::Steer;
 
-/// Returns for each queue the index of its listener in `listeners`; `None`: the kernel chooses. `cpu_of_queue`: the CPU
-/// that serves each queue.
+/// Returns for each queue the index of its listener in `listeners`, or `None` if the kernel selects the worker.
+/// `cpu_of_queue` has the CPU that serves each queue.
 pub fn assign(mode: Steer, listeners: &[Listener], cpu_of_queue: &[usize]) -> Vec<Option<usize>> {
     match mode {
         Steer::Off => vec![None; cpu_of_queue.len()],
@@ -23,8 +23,8 @@ fn assign_by_order(listeners: &[Listener], queues: usize) -> Vec<Option<usize>> 
     (0..queues).map(|queue| order.get(queue % order.len().max(1)).copied()).collect()
 }
 
-/// Returns the worker that may run on the queue's CPU and on the fewest other CPUs. Workers that may run anywhere are
-/// excluded: steering to them would gain nothing.
+/// Returns the index of the worker that may run on the queue's CPU and on the fewest other CPUs. Workers that may run
+/// anywhere are excluded: steering to them would gain nothing.
 fn find_by_affinity(listeners: &[Listener], cpu: usize) -> Option<usize> {
     let pinned = |listener: &&(usize, &Listener)| {
         listener.1.cpu_affinity.contains(&cpu) && listener.1.cpu_affinity.len() <= MAX_PINNED_CPUS
@@ -35,7 +35,7 @@ fn find_by_affinity(listeners: &[Listener], cpu: usize) -> Option<usize> {
     best.map(|(position, _)| *position)
 }
 
-/// Limit of a pinned worker's CPUs: a core and its sibling hardware thread.
+/// Maximum number of CPUs of a pinned worker: a core and its sibling hardware thread.
 pub const MAX_PINNED_CPUS: usize = 2;
 
 #[cfg(test)]

@@ -28,28 +28,29 @@ use crate::config::Steer;
 /// Maximum time between two searches of the epoll sets: a worker may have been pinned to another CPU.
 const SEARCH_INTERVAL: Duration = Duration::from_secs(30);
 
-/// Steering of all services of this server. Dropping it leaves it active.
+/// Steering of the connections of all services of this server. Dropping it leaves the steering active.
 #[derive(Debug)]
 pub struct Steering {
     mode: Steer,
     pin_directory: PathBuf,
     services: BTreeMap<SocketAddr, SteeredService>,
-    /// Counts of all services that are or were steered, so that no counter decreases.
+    /// Counters of all services that are or were steered, so that no counter decreases.
     counts: BTreeMap<SocketAddr, SteerCounters>,
 }
 
 #[derive(Debug)]
 struct SteeredService {
     program: Program,
-    /// Result of the last search through the epoll sets: sockets, their queues, time of the search.
+    /// Result of the last complete search: sockets with their workers, CPUs of the queues, and time of the search.
     last_search: Option<SteeredSockets>,
-    /// State of searches that found sockets without a worker.
+    /// State of the searches while they find sockets without a worker.
     incomplete_search: Option<IncompleteSearch>,
 }
 
-/// Searches of /proc that did not find every socket's worker. The next one comes after a quarter of the time since the
-/// first: after a reload within a second or two, but rarely where workers do not wait by epoll, as each search reads
-/// the descriptors of every process of the machine.
+/// Searches of /proc that did not find the worker of every socket.
+///
+/// The next search is due after a quarter of the time since the first: soon after a reload, but rarely where workers do
+/// not wait by epoll. Each search reads the descriptors of every process of the machine.
 #[derive(Debug)]
 struct IncompleteSearch {
     inodes: BTreeSet<Inode>,
@@ -81,7 +82,8 @@ impl Steering {
         Self { mode, pin_directory: pin_directory.to_owned(), services: BTreeMap::new(), counts }
     }
 
-    /// Sets the steered services. `rss_map` is of the server's programs. Fails when the kernel rejects the program.
+    /// Sets the steered services. `rss_map` is a map of the server's BPF programs. Fails when the kernel rejects a
+    /// program.
     pub fn set_services(&mut self, services: &[ServiceAddress], rss_map: BorrowedFd<'_>) -> anyhow::Result<()> {
         let addresses: BTreeSet<SocketAddr> = if self.mode == Steer::Off {
             BTreeSet::new()
@@ -100,8 +102,8 @@ impl Steering {
         Ok(())
     }
 
-    /// Updates sockets and queues, about once a second. `cpu_of_queue`: the CPU that serves each receive queue. Returns
-    /// warnings for the operator.
+    /// Updates the steered sockets and the queues, about once a second. `cpu_of_queue` has the CPU that serves each
+    /// receive queue. Returns warnings for the operator.
     pub fn update(&mut self, cpu_of_queue: &[usize]) -> Vec<String> {
         let mut warnings = Vec::new();
         if self.services.is_empty() {
@@ -127,8 +129,8 @@ impl Steering {
     }
 }
 
-/// Ends all steering of an agent with this pin directory: the kernel then chooses the sockets. Fails when /proc or the
-/// pins cannot be read.
+/// Ends all steering by an agent with this pin directory, after which the kernel selects the sockets. Fails when /proc
+/// or the pins cannot be read.
 pub fn remove(pin_directory: &Path) -> anyhow::Result<()> {
     for address in pinned_addresses(pin_directory) {
         // Closed sockets have taken the program with them.
@@ -153,7 +155,7 @@ pub fn remove(pin_directory: &Path) -> anyhow::Result<()> {
 }
 
 impl SteeredService {
-    /// Updates the sockets of a service. Returns a warning if the kernel still chooses the worker for some queue.
+    /// Updates the sockets of a service. Returns a warning if the kernel still selects the worker for some queue.
     fn update(
         &mut self,
         mode: Steer,
@@ -190,7 +192,7 @@ impl SteeredService {
             .then(|| format!("{without} of {} receive queues have no worker pinned to their CPU", cpu_of_queue.len())))
     }
 
-    /// Returns whether a search of /proc is due. Failed searches for other sockets or queues do not count.
+    /// Returns whether a search of /proc is due. Failed searches for other sockets or other queues do not delay it.
     fn is_due(&mut self, inodes: &BTreeSet<Inode>, cpu_of_queue: &[usize]) -> bool {
         let same = |old: &mut IncompleteSearch| old.inodes == *inodes && old.cpu_of_queue == cpu_of_queue;
         if self.incomplete_search.take_if(|incomplete| !same(incomplete)).is_some() {
@@ -239,14 +241,14 @@ fn pinned_addresses(pin_directory: &Path) -> impl Iterator<Item = SocketAddr> {
     entries.filter_map(|entry| parse_pin_name(entry.file_name().to_str()?))
 }
 
-/// Returns the address that [`pin_name`] encoded.
+/// Returns the service address that [`pin_name`] encoded in a pin's name.
 fn parse_pin_name(name: &str) -> Option<SocketAddr> {
     let (address, port) = name.rsplit_once('_')?;
     let address: IpAddr = address.replace('_', ".").parse().ok()?;
     Some(SocketAddr::new(address, port.parse().ok()?))
 }
 
-/// Returns the pin's name of a service. Names in bpffs have no dots.
+/// Returns the name of a service's pin, without dots, which bpffs does not allow in names.
 fn pin_name(address: SocketAddr) -> String {
     format!("{}_{}", address.ip().to_string().replace('.', "_"), address.port())
 }

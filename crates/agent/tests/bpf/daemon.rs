@@ -27,7 +27,7 @@ use crate::support::{CORE_COUNT, busy_file, config, configuration, counter, get,
 
 type ReceivedMessages = Arc<Mutex<Vec<v1::AgentMessage>>>;
 
-/// Sends one configuration and listens.
+/// Fake controller that sends one configuration to each agent and records the agent's messages.
 #[derive(Clone, Default)]
 struct FakeController {
     received: ReceivedMessages,
@@ -59,7 +59,7 @@ impl Control for FakeController {
     }
 }
 
-/// Runs the agent with a controller until that has received enough, or for a minute. Returns the messages.
+/// Runs the agent until the controller has received enough, or for a minute. Returns the received messages.
 fn run_agent_until(
     agent: &mut Agent,
     listener: FakeController,
@@ -84,7 +84,7 @@ fn run_agent_until(
     Ok(std::mem::take(&mut listener.received.lock().unwrap()))
 }
 
-/// Whether a controller has got so many reports, and so many of them with details.
+/// Returns whether the controller has received at least `count` reports, of which `detailed` have details.
 fn has_reports(listener: &FakeController, count: usize, detailed: usize) -> bool {
     let reports = reports(&listener.received.lock().unwrap());
     reports.len() >= count && reports.iter().filter(|report| report.details.is_some()).count() >= detailed
@@ -155,7 +155,7 @@ fn registers_reports_and_applies_configurations() -> anyhow::Result<()> {
     })
 }
 
-/// An end in order puts RSS back, but goes on stamping; after a kill the next agent still knows what was there first.
+/// Checks that a shutdown restores RSS but keeps stamping, and that an agent knows the original RSS after a kill.
 fn check_shutdown(testbed: &Testbed, agent: Agent, original: &RssConfig) -> anyhow::Result<()> {
     agent.leave()?;
     assert_eq!(&read_registers(&testbed.emulated_rss_path(1))?, original);
@@ -226,7 +226,7 @@ fn missing_interface_is_named() -> anyhow::Result<()> {
     Ok(())
 }
 
-/// SYNs that arrive by the queues predicted; then the agent is shown the registers of another server's NIC.
+/// SYNs first arrive on predicted queues; then the agent reads the registers of another server's NIC.
 #[test]
 fn rss_table_not_in_force_is_reported() -> anyhow::Result<()> {
     skip_if!(missing_testbed_rights(), Ok(()));

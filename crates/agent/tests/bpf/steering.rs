@@ -12,7 +12,7 @@ use nix::unistd::Pid;
 
 use crate::support::{CORE_COUNT, config, configuration, counter, get, testbed, wait_until};
 
-/// Requests from 32 of the 1,000 ports from `first_port` on, 8 that arrive at each queue: `workers[queue]` must answer.
+/// Sends requests from 32 ports from `first_port` on, 8 to each receive queue, which `workers[queue]` must answer.
 fn check_served_by(testbed: &Testbed, first_port: u16, workers: &[u32]) -> anyhow::Result<()> {
     let rss = read_registers(&testbed.emulated_rss_path(1))?;
     let mut requests = [0; CORE_COUNT as usize];
@@ -30,14 +30,14 @@ fn check_served_by(testbed: &Testbed, first_port: u16, workers: &[u32]) -> anyho
     Ok(())
 }
 
-/// The workers in the order of their start, which is the kernel's order of children, once there are `count`. (It is not
-/// always that of their process ids: those start again.)
+/// Waits until there are `count` workers. Returns their process ids in the order of their start, which is the kernel's
+/// order of children. (Process ids may wrap, so that they are not always in this order.)
 fn workers(nginx: &Nginx, count: usize) -> anyhow::Result<Vec<u32>> {
     wait_until("the workers", || Ok(nginx.workers().len() == count))?;
     Ok(nginx.workers())
 }
 
-/// Looks until every socket has a worker again.
+/// Runs the agent's maintenance until every socket has a worker again.
 fn poll_until_steered(agent: &mut Agent) -> anyhow::Result<()> {
     wait_until("a worker for every socket", || {
         agent.maintain();
@@ -97,7 +97,7 @@ fn nginx_stays_steered_through_reload_respawn_and_agent_restart() -> anyhow::Res
     })
 }
 
-/// As mlx5 does, whose driver does not report it before Linux 6.15.
+/// Tests a NIC that hashes symmetrically without reporting it, like mlx5, whose driver reports it since Linux 6.15.
 #[test]
 fn unreported_symmetric_hash_is_recognised_by_queues_of_syns() -> anyhow::Result<()> {
     skip_if!(missing_testbed_rights(), Ok(()));
@@ -131,7 +131,7 @@ fn unreported_symmetric_hash_is_recognised_by_queues_of_syns() -> anyhow::Result
     })
 }
 
-/// As the flow director of ixgbe and i40e does by itself.
+/// Tests a NIC that moves connections like the flow director of ixgbe and i40e.
 #[test]
 fn nic_that_moves_open_connections_is_reported() -> anyhow::Result<()> {
     skip_if!(missing_testbed_rights(), Ok(()));

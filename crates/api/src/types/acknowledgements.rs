@@ -20,7 +20,7 @@ pub struct Acknowledgements {
     pub refused_count: u64,
     /// The first 100 rejections.
     pub refused: Vec<RefusedUpdate>,
-    /// Load balancers that are disconnected and not forgotten: each forwards by its last configuration.
+    /// Load balancers that are disconnected but not forgotten; each forwards by its last configuration.
     #[serde(default)]
     pub disconnected: Vec<Waiting>,
 }
@@ -32,7 +32,7 @@ pub struct Waiting {
     pub part: String,
     /// Name of the load balancer or server.
     pub name: String,
-    /// The newest generation that the peer has confirmed; 0: none.
+    /// Newest configuration generation that the peer has confirmed; 0: none.
     pub configuration_generation: u64,
 }
 
@@ -49,16 +49,16 @@ pub struct RefusedUpdate {
     pub service: Option<String>,
     /// Generation of the configuration or the table; 0: unknown.
     pub generation: u64,
-    /// Reason of the rejection.
+    /// Reason for the rejection.
     pub reason: String,
 }
 
-/// Maximum number of services that a line names; further services are counted.
+/// Maximum number of service names in a line; further services are only counted.
 const MAX_NAMED_SERVICES: usize = 3;
 
 impl RefusedUpdate {
-    /// Returns a line for all rejections of a peer with one reason: "lb lb1 refuses configuration 5 of services a, b:
-    /// ...".
+    /// Returns one line for all rejections with the same peer and reason: "lb lb1 refuses configuration 5 of services
+    /// a, b: ...".
     pub fn lines(refused: &[Self]) -> Vec<String> {
         let mut services: BTreeMap<_, Vec<&str>> = BTreeMap::new();
         for Self { part, name, kind, service, generation, reason } in refused {

@@ -3,7 +3,7 @@
 use serde::{Deserialize, Serialize};
 use utoipa::{IntoParams, ToSchema};
 
-/// A change and its author.
+/// Entry of the audit log: a change and its author.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct AuditEntry {
     /// Id, which grows by one with every entry, whichever controller leads.
@@ -20,29 +20,29 @@ pub struct AuditEntry {
     pub action: String,
     /// Name of the changed server or load balancer; empty: the fleet.
     pub target: String,
-    /// State before the change.
+    /// State of the target before the change.
     pub before: String,
-    /// State after the change.
+    /// State of the target after the change.
     pub after: String,
 }
 
-/// Changes, the oldest first.
+/// Entries of the audit log, the oldest first.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct Audit {
-    /// The newest changes, at most 1,000.
+    /// The newest entries, at most 1,000.
     pub entries: Vec<AuditEntry>,
 }
 
-/// Selection of changes.
+/// Query that selects entries of the audit log.
 #[derive(Debug, Clone, Copy, Default, Serialize, Deserialize, IntoParams)]
 #[serde(deny_unknown_fields)]
 #[into_params(parameter_in = Query)]
 pub struct AuditQuery {
-    /// Return only changes with a greater id.
+    /// Return only entries with a greater id.
     #[serde(default)]
     #[param(value_type = Option<u64>, maximum = 9007199254740991_u64)]
     pub after: u64,
-    /// Maximum number of changes; the newest are returned.
+    /// Maximum number of entries; the newest are returned.
     #[serde(default)]
     #[param(minimum = 1, maximum = 1000)]
     pub limit: Option<u16>,

@@ -8,7 +8,7 @@ use utoipa::ToSchema;
 
 use super::{ReportState, ServerState};
 
-/// A drain of a server.
+/// Request to drain a server.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct DrainServer {
@@ -26,14 +26,14 @@ pub struct DrainServer {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum DrainedBy {
-    /// By `coreward drain`, until `coreward undrain`.
+    /// Drained by `coreward drain`, until `coreward undrain`.
     Command,
-    /// By `state` or `weight` in the fleet document.
+    /// Drained by `state` or `weight` in the fleet document.
     Document,
 }
 
 impl DrainedBy {
-    /// Returns the name in output.
+    /// Returns the origin's name in output.
     pub fn name(self) -> &'static str {
         match self {
             Self::Command => "command",
@@ -48,7 +48,7 @@ impl fmt::Display for DrainedBy {
     }
 }
 
-/// A drain in force.
+/// A drain of a server that is in force.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct Drained {
     /// Origin of the drain.
@@ -60,30 +60,30 @@ pub struct Drained {
     pub services: Vec<String>,
 }
 
-/// TCP connections with a socket at a server: from half-open to the last FIN; neither listening nor in TIME-WAIT.
+/// Counts of a server's TCP connections, from half-open to the last FIN, without listening and TIME-WAIT sockets.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct CountedConnections {
-    /// Time since the start of the count (ms).
+    /// Time since the count of connections began (ms).
     pub age_ms: u64,
     /// Number of connections by service name, for the server's present and former TCP services.
     pub services: BTreeMap<String, u32>,
 }
 
-/// Drain of a server, and its remaining connections.
+/// State of a server's drain, with its remaining connections.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct DrainStatus {
     /// Name of the server.
     pub server: String,
     /// State of the server: the best of its states in its services.
     pub state: ServerState,
-    /// Reason of the state; empty: none.
+    /// Reason for the server's state; empty: none.
     pub state_reason: String,
     /// State of the reports of the server's agent.
     pub reports: ReportState,
     /// Drain of the server; null: not drained.
     pub drained: Option<Drained>,
-    /// Connections that remain of the drained services, counted after the last new connection. Null: not drained, or
-    /// unknown (`waits_for`).
+    /// Number of remaining connections of the drained services, counted after the last new connection. Null: not
+    /// drained, or unknown (`waits_for`).
     pub remaining: Option<u64>,
     /// Reasons for which `remaining` is unknown.
     pub waits_for: Vec<String>,

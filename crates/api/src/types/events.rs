@@ -5,7 +5,7 @@ use std::fmt;
 use serde::{Deserialize, Serialize};
 use utoipa::{IntoParams, ToSchema};
 
-/// Selection of events.
+/// Query that selects events.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, IntoParams)]
 #[serde(deny_unknown_fields)]
 #[into_params(parameter_in = Query)]
@@ -29,20 +29,20 @@ pub struct Events {
     pub events: Vec<Event>,
 }
 
-/// An event.
+/// An event in the fleet.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct Event {
     /// Id, which grows by one with every event since the controller's start.
     pub id: u64,
-    /// Time (ms since 1970).
+    /// Time of the event (ms since 1970).
     pub at_unix_ms: u64,
     /// Severity of the event.
     pub severity: Severity,
-    /// Kind of the event, with the same name in all versions.
+    /// Kind of the event; its name is the same in all versions.
     pub event: EventId,
-    /// Kind of the subject.
+    /// Kind of the event's subject.
     pub kind: EventKind,
-    /// Name of the subject; empty: all subjects of this kind.
+    /// Name of the event's subject; empty: all subjects of this kind.
     pub name: String,
     /// Description of the event, for people.
     pub message: String,
@@ -52,9 +52,9 @@ pub struct Event {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum Severity {
-    /// Information that needs no action.
+    /// The event is information that needs no action.
     Info,
-    /// A condition that an operator should check.
+    /// The event is a condition that an operator should check.
     Warning,
 }
 
@@ -101,7 +101,7 @@ pub enum EventId {
 }
 
 impl EventId {
-    /// All kinds.
+    /// All kinds of events.
     pub const ALL: [Self; 18] = [
         Self::ControllerStarted,
         Self::FleetApplied,
@@ -123,7 +123,7 @@ impl EventId {
         Self::WarningEnds,
     ];
 
-    /// Returns the name in documents.
+    /// Returns the event's name in JSON documents.
     pub fn name(self) -> &'static str {
         match self {
             Self::ControllerStarted => "controller-started",
@@ -152,17 +152,17 @@ impl EventId {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "kebab-case")]
 pub enum EventKind {
-    /// The controller itself.
+    /// Event about the controller itself.
     Controller,
-    /// The fleet document.
+    /// Event about the fleet document.
     Fleet,
-    /// A service.
+    /// Event about a service.
     Service,
-    /// A server.
+    /// Event about a server.
     Server,
-    /// A load balancer.
+    /// Event about a load balancer.
     LoadBalancer,
-    /// The cookie keys.
+    /// Event about the cookie keys.
     Keys,
 }
 

@@ -21,7 +21,7 @@ pub enum PacketKind {
     Reset,
 }
 
-/// One packet to a service.
+/// Request to explain which server gets one packet to a service.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, IntoParams)]
 #[serde(deny_unknown_fields)]
 #[into_params(parameter_in = Query)]
@@ -63,7 +63,7 @@ impl PartialSchema for SocketAddressSchema {
     }
 }
 
-/// Returns the pattern of IPv6 addresses in hexadecimal digits: eight groups, or fewer around "::".
+/// Returns a regular expression for IPv6 addresses in hexadecimal: eight groups, or fewer with "::".
 fn ipv6_pattern() -> String {
     let group = "[0-9A-Fa-f]{1,4}";
     let ends = [format!("({group}:){{7}}{group}"), format!("({group}:){{1,7}}:"), format!(":(:{group}){{1,7}}")];
@@ -93,7 +93,7 @@ impl ToSchema for ProtocolName {
     }
 }
 
-/// Destination of a packet.
+/// Explanation of a packet's destination.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct Explanation {
     /// Name of the service.
@@ -107,14 +107,14 @@ pub struct Explanation {
     /// Name of the chosen server. Null: no server is eligible, or a load balancer decides by its own state (see
     /// `reason`).
     pub chosen_server: Option<String>,
-    /// Reason of the choice, in one sentence.
+    /// Reason for the choice, in one sentence.
     pub reason: String,
-    /// Forwarding to the servers: `l2`, `ipip` or `gue`.
+    /// Method of forwarding packets to the servers: `l2`, `ipip` or `gue`.
     pub forwarding: String,
     /// Source port of the outer header of `gue`; null: no such header.
     pub outer_source_port: Option<u16>,
-    /// Share of the service's packets of established connections that load balancers decide by the cookie, with
-    /// `timestamps = "lb"`. Null: other timestamps, or no packet yet.
+    /// With `timestamps = "lb"`: share of the service's packets of established connections that load balancers forward
+    /// by cookie. Null: other timestamps, or no packet yet.
     #[serde(default)]
     pub cookie_share: Option<f64>,
 }
@@ -129,9 +129,9 @@ pub struct ExplainedServer {
     /// VLAN of frames to the server; null: untagged.
     #[serde(default)]
     pub vlan: Option<u16>,
-    /// Toeplitz hash under the server's RSS key; null: its RSS is unknown.
+    /// Toeplitz hash of the packet under the server's RSS key; null: its RSS is unknown.
     pub hash: Option<u32>,
-    /// Bucket of the hash; null: no hash.
+    /// Bucket of the packet's hash; null: no hash.
     pub bucket: Option<u32>,
     /// Receive queue of the core that the server's NIC selects; null: unknown.
     pub core: Option<u32>,

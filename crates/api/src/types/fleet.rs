@@ -11,13 +11,13 @@ use coreward_config::Diagnostic;
 pub struct Fleet {
     /// Generation, which grows with every change of the text; 0: no document was ever applied.
     pub generation: u64,
-    /// Path of the fleet's file; null: a command applied the document.
+    /// Path of the fleet document's file; null: a command applied the document.
     pub file: Option<String>,
     /// Text of the document in TOML, with comments.
     pub text: String,
 }
 
-/// A document to apply.
+/// Request to apply a fleet document.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct NewFleet {
@@ -50,7 +50,7 @@ pub struct FleetApplied {
     pub replaced_generation: u64,
     /// Whether the new text is in force: true after a dry run only if the text was in force before.
     pub in_force: bool,
-    /// Changes by server, service and key.
+    /// Changes of the document, by server, service and key.
     pub changes: Vec<FleetChange>,
 }
 
@@ -61,9 +61,9 @@ pub struct FleetChange {
     pub subject: String,
     /// Changed configuration key; null: the whole server or service was added or removed.
     pub key: Option<String>,
-    /// Old value; null: not set.
+    /// Old value of the key; null: not set.
     pub old: Option<String>,
-    /// New value; null: no longer set.
+    /// New value of the key; null: no longer set.
     pub new: Option<String>,
     /// Description of the change in one line.
     pub message: String,
@@ -72,7 +72,7 @@ pub struct FleetChange {
     pub breaks: Option<String>,
 }
 
-/// A document to check.
+/// Request to check a fleet document.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct Check {
@@ -83,12 +83,12 @@ pub struct Check {
     pub text: String,
 }
 
-/// Mistakes of a document.
+/// Mistakes found in a fleet document.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct Checked {
-    /// Mistakes in the order of lines; empty: none.
+    /// Mistakes in the order of their lines; empty: none.
     pub mistakes: Vec<DocumentMistake>,
-    /// Minimum number of further mistakes.
+    /// Lower bound of the number of further mistakes.
     pub more: u64,
 }
 
@@ -97,9 +97,9 @@ pub struct Checked {
 pub struct DocumentMistake {
     /// Name of the document in the request.
     pub file: String,
-    /// Line, counted from 1; null: the whole document.
+    /// Line of the mistake, counted from 1; null: the whole document.
     pub line: Option<u32>,
-    /// Column in characters, counted from 1.
+    /// Column of the mistake in characters, counted from 1.
     pub column: Option<u32>,
     /// Full name of the key, such as `service.vip`; null for a syntax error.
     pub key: Option<String>,

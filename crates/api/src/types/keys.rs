@@ -5,15 +5,15 @@ use std::fmt;
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-/// The stamping key, and the progress of a rotation.
+/// State of the cookie keys: the stamping key, and the progress of a rotation.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct Keys {
     /// Index of the stamping key: 0 or 1.
     #[schema(maximum = 1)]
     pub current: u32,
-    /// Time since which the stamping key is in force (seconds since 1970).
+    /// Time at which the stamping key came into force (seconds since 1970).
     pub current_since_unix_s: u64,
-    /// Phase of the rotation.
+    /// Phase of the key rotation.
     pub phase: KeyPhase,
     /// Generation of the configuration with the present keys.
     pub generation: u64,
@@ -25,7 +25,7 @@ pub struct Keys {
     pub rotation_interval_s: u64,
 }
 
-/// Phase of a rotation.
+/// Phase of a key rotation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum KeyPhase {
@@ -44,7 +44,7 @@ impl fmt::Display for KeyPhase {
     }
 }
 
-/// A rotation of the cookie keys.
+/// Request to rotate the cookie keys.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct RotateKeys {

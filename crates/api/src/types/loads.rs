@@ -9,10 +9,10 @@ use utoipa::ToSchema;
 
 use super::{Drained, Keys, ReportState, ServerState, serde_text};
 
-/// Loads of all cores, and counters.
+/// Loads of all servers' cores, and counters of all load balancers.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct Loads {
-    /// Time by the controller's wall clock (ms since 1970).
+    /// Time of the loads by the controller's wall clock (ms since 1970).
     pub at_unix_ms: u64,
     /// Time since the controller's start (ms), which never goes back.
     pub uptime_ms: u64,
@@ -22,38 +22,38 @@ pub struct Loads {
     pub load_balancers: Vec<LoadBalancerCounts>,
 }
 
-/// The load of a server's cores.
+/// Loads of one server's cores, and counts of its connections.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct ServerLoads {
     /// Name of the server.
     pub name: String,
     /// Load of each core in fractions of its capacity, to three decimals; empty: unknown.
     pub cores: Vec<f64>,
-    /// TCP connections of the server's services, by the agent's last count.
+    /// Number of TCP connections of the server's services, by the agent's last count.
     pub open_connections: u32,
-    /// Connections of the server's services, by the agent's last count (up to 5 s old, 1 s during a drain); null:
-    /// unknown.
+    /// Number of connections of the server's services, by the agent's last count (up to 5 s old, 1 s during a drain);
+    /// null: unknown.
     #[serde(default)]
     pub service_connections: Option<u64>,
-    /// SYNs that have arrived at the server (absolute).
+    /// Total number of SYNs that have arrived at the server so far.
     pub new_connections: u64,
 }
 
-/// Counters of a load balancer.
+/// Packet counters of one load balancer.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct LoadBalancerCounts {
     /// Name of the load balancer.
     pub name: String,
-    /// Packets so far by outcome; keys are the names of enum lb_counter.
+    /// Number of packets so far by outcome; keys are the names of enum lb_counter.
     pub counters: BTreeMap<String, u64>,
 }
 
-/// Values that change rarely: `status` without values that change with every report.
+/// Part of `status` that changes rarely, without the values that change with every report.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct Overview {
     /// Generation, which grows with every change of a configuration.
     pub configuration_generation: u64,
-    /// Generation of the fleet's document.
+    /// Generation of the fleet document.
     pub fleet_generation: u64,
     /// Time between two reports of an agent, and between two tables (ms).
     pub report_interval_ms: u32,
@@ -67,7 +67,7 @@ pub struct Overview {
     pub keys: Keys,
 }
 
-/// A service.
+/// A service, without values that change with every report.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct OverviewService {
     /// Name of the service.
@@ -86,7 +86,7 @@ pub struct OverviewService {
     pub warnings: Vec<String>,
 }
 
-/// A server.
+/// A server, without values that change with every report.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct OverviewServer {
     /// Name of the server.
@@ -111,7 +111,7 @@ pub struct OverviewServer {
     pub warnings: Vec<String>,
 }
 
-/// A load balancer.
+/// A load balancer, without values that change with every report.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct OverviewLoadBalancer {
     /// Name of the load balancer.

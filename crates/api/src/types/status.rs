@@ -10,7 +10,7 @@ use utoipa::{IntoParams, ToSchema};
 
 use super::{CountedConnections, Drained, Keys, serde_text};
 
-/// Options of the status.
+/// Query options of the status.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, IntoParams)]
 #[serde(deny_unknown_fields)]
 #[into_params(parameter_in = Query)]
@@ -22,7 +22,7 @@ pub struct StatusQuery {
     pub rss_keys: bool,
 }
 
-/// Full status.
+/// Full status of services, servers and load balancers.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct Status {
     /// Generation, which grows with every change of a configuration.
@@ -49,7 +49,7 @@ pub struct Status {
     pub warnings: Vec<String>,
 }
 
-/// A rack controller.
+/// A connected rack controller.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct Rack {
     /// Name of the rack.
@@ -65,28 +65,28 @@ pub struct Rack {
     pub permitted_servers: u32,
 }
 
-/// All services.
+/// List of all services.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct Services {
     /// Services in the order of the fleet document.
     pub services: Vec<Service>,
 }
 
-/// All servers.
+/// List of all servers.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct Servers {
     /// Servers in the fleet's document, and former servers that may still have connections.
     pub servers: Vec<Server>,
 }
 
-/// All load balancers.
+/// List of all load balancers.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct LoadBalancers {
     /// Load balancers that are connected or may return.
     pub load_balancers: Vec<LoadBalancer>,
 }
 
-/// A service.
+/// A service of the fleet.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct Service {
     /// Name of the service.
@@ -109,7 +109,7 @@ pub struct Service {
     pub table_age_ms: u32,
     /// Names of the service's present and former servers.
     pub servers: Vec<String>,
-    /// States of the servers in the service.
+    /// States of the service's servers.
     pub members: Vec<ServiceMember>,
     /// Kind of health check: "tcp", "http", "https" or "agent"; null: none.
     pub check: Option<String>,
@@ -117,7 +117,7 @@ pub struct Service {
     pub when_all_down: String,
     /// Whether all servers are down and get new connections nevertheless.
     pub failing_open: bool,
-    /// Servers whose NICs hash alike.
+    /// Groups of servers whose NICs compute the same RSS hash.
     pub rss_groups: Vec<RssGroup>,
     /// Warnings for the operator.
     pub warnings: Vec<String>,
@@ -136,9 +136,9 @@ impl Service {
 pub struct ServiceMember {
     /// Name of the server.
     pub server: String,
-    /// State in this service.
+    /// State of the server in this service.
     pub state: ServerState,
-    /// Reason of the state; empty: none.
+    /// Reason for the state; empty: none.
     pub reason: String,
     /// Duration of the state (ms); null: the state is older than this controller's start.
     pub state_for_ms: Option<u64>,
@@ -159,13 +159,13 @@ pub struct CheckedBy {
     pub error: Option<String>,
     /// Latency of the newest check (us); 0: no answer.
     pub latency_us: u32,
-    /// Number of checks of the server.
+    /// Number of health checks of the server.
     pub checks: u64,
-    /// Number of failed checks.
+    /// Number of failed health checks of the server.
     pub failures: u64,
 }
 
-/// Servers whose NICs hash alike.
+/// A group of servers whose NICs compute the same RSS hash.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct RssGroup {
     /// RSS key in the form of `ethtool -x`; null: not requested.
@@ -176,7 +176,7 @@ pub struct RssGroup {
     pub servers: Vec<String>,
 }
 
-/// A server.
+/// A server of the fleet.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct Server {
     /// Name of the server.
@@ -191,7 +191,7 @@ pub struct Server {
     pub vlan: Option<u16>,
     /// State of the server: the best of its states in its services.
     pub state: ServerState,
-    /// Reason of the state; empty: none.
+    /// Reason for the server's state; empty: none.
     pub state_reason: String,
     /// Duration of the state (ms); null: the state is older than this controller's start.
     pub state_for_ms: Option<u64>,
@@ -201,13 +201,13 @@ pub struct Server {
     pub core_load: Vec<f64>,
     /// Age of the newest report (ms).
     pub report_age_ms: u32,
-    /// TCP connections of the server's services, by the agent's last count.
+    /// Number of TCP connections of the server's services, by the agent's last count.
     pub open_connections: u32,
     /// RSS of the server's NIC; null: unknown.
     pub rss: Option<ServerRss>,
-    /// SYNs that arrived on the predicted receive queue.
+    /// Number of SYNs that arrived on the predicted receive queue.
     pub rss_matched: u64,
-    /// SYNs that arrived on another receive queue.
+    /// Number of SYNs that arrived on another receive queue than predicted.
     pub rss_mismatched: u64,
     /// Warnings for the operator.
     pub warnings: Vec<String>,
@@ -217,7 +217,7 @@ pub struct Server {
     pub capacity: f64,
     /// Generation of the newest configuration that the server's agent has confirmed; 0: none.
     pub configuration_generation: u64,
-    /// Counters of the server's programs, by name.
+    /// Counters of the server's BPF programs, by name.
     pub counters: BTreeMap<String, u64>,
     /// UDP services whose requests are dispatched at the server.
     pub dispatch: Vec<DispatchedService>,
@@ -265,7 +265,7 @@ pub enum ReportState {
 }
 
 impl ReportState {
-    /// Returns the name in output.
+    /// Returns the name of the report state in output.
     pub fn name(self) -> &'static str {
         match self {
             Self::Fresh => "fresh",
@@ -276,10 +276,10 @@ impl ReportState {
 }
 
 impl ServerState {
-    /// All states.
+    /// All states, the best first.
     pub const ALL: [ServerState; 5] = [Self::Active, Self::Joining, Self::Down, Self::Draining, Self::Gone];
 
-    /// Returns the name in output.
+    /// Returns the state's name in output.
     pub fn name(self) -> &'static str {
         match self {
             Self::Active => "active",
@@ -297,7 +297,7 @@ impl fmt::Display for ServerState {
     }
 }
 
-/// A server's receive-side scaling.
+/// RSS configuration of a server's NIC.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct ServerRss {
     /// Source of the RSS configuration: "ethtool" or "testbed emulation".
@@ -313,7 +313,7 @@ pub struct ServerRss {
     pub indirection_table: Vec<u32>,
 }
 
-/// A service in `coreward dispatch --status`; counts are absolute.
+/// A service of `coreward dispatch` with its workers; all counts are totals.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct DispatchedService {
     /// Address and port of the service's sockets.
@@ -329,29 +329,29 @@ pub struct DispatchedService {
 /// A worker of a dispatched service.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct DispatchedWorker {
-    /// Slot of the worker.
+    /// Slot number of the worker.
     pub worker: u32,
     /// Process id of the worker.
     pub pid: u32,
-    /// Requests without a response.
+    /// Number of requests that have no response yet.
     pub outstanding: u32,
     /// Expected work of the outstanding requests (us).
     pub outstanding_work_us: f64,
-    /// Datagrams in the worker's queue at the last poll.
+    /// Number of datagrams in the worker's queue at the last poll.
     pub queued: u32,
-    /// Requests sent to the worker.
+    /// Number of requests sent to the worker.
     pub dispatched: u64,
-    /// Requests with a response.
+    /// Number of requests that got a response.
     pub completed: u64,
-    /// Requests that were written off: dropped, never answered, or their worker died.
+    /// Number of requests that were written off: dropped, never answered, or their worker died.
     pub abandoned: u64,
-    /// Datagrams that the worker's full receive buffer dropped.
+    /// Number of datagrams dropped because the worker's receive buffer was full.
     pub dropped: u64,
     /// Whether the worker gets requests.
     pub eligible: bool,
 }
 
-/// A load balancer.
+/// A load balancer of the fleet.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct LoadBalancer {
     /// Name of the load balancer.
@@ -364,9 +364,9 @@ pub struct LoadBalancer {
     pub connected: bool,
     /// Whether the load balancer sent a message in the last two seconds.
     pub alive: bool,
-    /// Number of the load balancer's connection table in cookies; null: it has none.
+    /// Number that identifies the load balancer's connection table in cookies; null: it has none.
     pub owner: Option<u32>,
-    /// Address for other load balancers; null: unknown.
+    /// Address at which other load balancers reach this one; null: unknown.
     #[schema(value_type = Option<String>)]
     pub address: Option<IpAddr>,
 }
@@ -378,7 +378,7 @@ pub struct LoadBalancerState {
     pub table_generations: BTreeMap<String, u64>,
     /// Names of servers whose MAC address is unknown.
     pub unresolved_servers: Vec<String>,
-    /// Packets by outcome (enum lb_counter).
+    /// Number of packets by outcome (enum lb_counter).
     pub counters: BTreeMap<String, u64>,
     /// XDP mode: "native" or "generic".
     pub xdp_mode: String,
@@ -387,34 +387,34 @@ pub struct LoadBalancerState {
     pub vlan: Option<u16>,
     /// Generation of the newest configuration in force; 0: none yet.
     pub configuration_generation: u64,
-    /// Packets by event (enum lb_event).
+    /// Number of packets by event (enum lb_event).
     pub events: BTreeMap<String, u64>,
-    /// Connections in the load balancer's connection table.
+    /// Number of connections in the load balancer's connection table.
     pub connections: u64,
     /// Names of load balancers whose MAC address is unknown.
     pub unresolved_load_balancers: Vec<String>,
     /// Clocks of servers with LB-side stamping.
     pub server_clocks: Vec<ServerClock>,
-    /// Packets of services with LB-side stamping.
+    /// Packet counts of services with LB-side stamping.
     #[serde(default)]
     pub stamped_services: Vec<StampedService>,
     /// Faults of the load balancer's machine.
     pub warnings: Vec<String>,
 }
 
-/// Packets of established connections to a service with LB-side stamping, at a load balancer.
+/// Packet counts of established connections to a service with LB-side stamping, at one load balancer.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct StampedService {
     /// Name of the service.
     pub service: String,
-    /// Packets decided by the cookie.
+    /// Number of packets whose server the cookie decided.
     pub by_cookie: u64,
-    /// Packets decided by the flow table.
+    /// Number of packets whose server the flow table decided.
     pub by_flow_table: u64,
 }
 
 impl StampedService {
-    /// Returns the share decided by the cookie; `None`: no packet yet.
+    /// Returns the share of packets whose server the cookie decided; `None`: no packet yet.
     pub fn cookie_share(&self) -> Option<f64> {
         let all = self.by_cookie.saturating_add(self.by_flow_table);
         (all > 0).then(|| self.by_cookie as f64 / all as f64)

@@ -42,11 +42,11 @@ pub struct Table {
     pub groups: Vec<Vec<Vec<Candidate>>>,
     /// Servers that take new connections.
     pub members: Vec<Member>,
-    /// Server of connections without a cookie, by bucket.
+    /// Server for connections without a cookie, by bucket.
     pub consistent: Vec<String>,
 }
 
-/// A core of a server that is a candidate of a bucket.
+/// A core of a server that is a candidate for new connections of a bucket.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct Candidate {
     /// Name of the server.

@@ -7,7 +7,7 @@ use coreward_wire::v1;
 
 use super::{DispatchedService, DispatchedWorker, LoadBalancerState, RefusedUpdate, ServerClock, StampedService};
 
-/// Sorts the counts by name.
+/// Returns the counts in a map that is sorted by name.
 fn sort_by_name(counts: &HashMap<String, u64>) -> BTreeMap<String, u64> {
     counts.iter().map(|(name, count)| (name.clone(), *count)).collect()
 }
@@ -59,7 +59,7 @@ impl From<&v1::LoadBalancerState> for LoadBalancerState {
     }
 }
 
-/// Returns the faults of a load balancer's machine, then rejected updates.
+/// Returns the faults of a load balancer's machine, followed by the updates that it rejected.
 fn load_balancer_warnings(state: &v1::LoadBalancerState) -> Vec<String> {
     let refused: Vec<RefusedUpdate> =
         state.refused.iter().map(|refused| RefusedUpdate::new("it", "", refused)).collect();
@@ -67,7 +67,7 @@ fn load_balancer_warnings(state: &v1::LoadBalancerState) -> Vec<String> {
 }
 
 impl RefusedUpdate {
-    /// Returns the rejection of an update by the load balancer or agent (`part`) with this name.
+    /// Converts the message about an update that the load balancer or agent (`part`) of this name rejected.
     pub fn new(part: &str, name: &str, refused: &v1::RefusedUpdate) -> Self {
         Self {
             part: part.to_owned(),

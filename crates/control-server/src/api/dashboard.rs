@@ -17,7 +17,7 @@ const CONTENT_SECURITY_POLICY: &str = "default-src 'none'; script-src 'self'; st
                       base-uri 'none'; \
                       form-action 'none'; frame-ancestors 'none'";
 
-/// Routes of the page and its files. They contain no data of the fleet, and need no token.
+/// Returns the routes of the dashboard's page and files. They contain no data of the fleet, and need no token.
 pub fn routes() -> axum::Router<Api> {
     let file = |content_type: &'static str, text: &'static str| {
         get(async move || {

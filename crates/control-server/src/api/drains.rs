@@ -81,7 +81,7 @@ pub async fn undrain(
     change(&api, &shared, &server, Change::Undrain(server.clone()), (&caller, "undrained")).await
 }
 
-/// Makes the change, and records an event if anything changed.
+/// Requests the change from the controller, and records an event if anything changed.
 async fn change(
     api: &Api,
     shared: &ControllerState,

@@ -9,11 +9,11 @@ use rand::rand_core::{TryRng as _, UnwrapErr};
 use rand::rngs::SysRng;
 use tokio::sync::watch;
 
-/// Maximum number of stored events.
+/// Maximum number of stored events. The oldest ones are removed.
 pub const MAX_EVENTS: usize = 1000;
 
 pub struct EventLog {
-    /// Identifier of this run of the controller.
+    /// Random identifier of this run of the controller, which is part of each event's id for clients.
     run_id: String,
     events: Mutex<VecDeque<Event>>,
     newest_id: watch::Sender<u64>,
@@ -38,7 +38,7 @@ impl EventLog {
         &self.run_id
     }
 
-    /// Returns the newest `limit` events after this id, the oldest first.
+    /// Returns the newest `limit` events whose id is greater than `id`, the oldest first.
     pub fn events_after(&self, id: u64, limit: usize) -> Vec<Event> {
         let events = self.events();
         let newer = events.iter().filter(|event| event.id > id).count();
@@ -49,12 +49,12 @@ impl EventLog {
         self.newest_id.subscribe()
     }
 
-    /// Adds an event that the status does not show. `wall`: time since 1970.
+    /// Adds an event that does not follow from a change of the fleet's status. `wall_time`: time since 1970.
     pub fn add(&self, (kind, event): (EventKind, EventId), name: &str, message: String, wall: Duration) {
         self.push([NewEvent { severity: Severity::Info, event, kind, name: name.to_owned(), message }], wall);
     }
 
-    /// Records the changes of the fleet since the last call as events. `wall`: time since 1970.
+    /// Compares `overview` with that of the last call, and records the differences as events. `wall_time`: since 1970.
     pub fn record_changes(&self, overview: &Overview, wall: Duration) {
         let mut seen = self.last_overview.lock();
         let happened = match &*seen {
@@ -106,7 +106,7 @@ struct NewEvent {
     message: String,
 }
 
-/// Returns the events between two states.
+/// Returns the events that follow from the differences of two states of the fleet.
 fn events_between(before: &Overview, after: &Overview) -> Vec<NewEvent> {
     let mut found = NewEvents(Vec::new());
     if before.fleet_generation != after.fleet_generation {
@@ -135,7 +135,7 @@ impl NewEvents {
         self.0.push(NewEvent { severity, event, kind, name: name.to_owned(), message: message.into() });
     }
 
-    /// Records new and ended warnings. A change of a number in a warning is no event.
+    /// Adds events for warnings that begin or end. If only a number in a warning changes, there is no event.
     fn add_warning_changes(&mut self, kind: EventKind, name: &str, before: &[String], after: &[String]) {
         let [old, new] = [before, after].map(|warnings| -> BTreeMap<String, &String> {
             warnings.iter().map(|warning| (without_numbers(warning), warning)).collect()

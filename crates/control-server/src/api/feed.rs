@@ -9,12 +9,12 @@ use parking_lot::Mutex;
 use serde::Serialize;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, watch};
 
-/// Minimum time between two documents of loads.
+/// Minimum time between two published documents of loads.
 pub const MIN_LOADS_INTERVAL: Duration = Duration::from_millis(250);
-/// Maximum number of concurrent watchers.
+/// Maximum number of clients that watch the fleet at the same time.
 const MAX_WATCHERS: usize = 64;
 
-/// A document as JSON; empty: none yet.
+/// Document as JSON text; empty before the first document is published.
 type JsonText = Arc<str>;
 
 pub struct StatusFeed {
@@ -44,14 +44,14 @@ impl StatusFeed {
         }
     }
 
-    /// Publishes the loads, if there are watchers.
+    /// Publishes the loads, unless no client watches the fleet.
     pub fn publish_loads(&self, loads: impl FnOnce() -> Loads) {
         if self.loads.receiver_count() > 0 {
             publish(&self.loads, &loads());
         }
     }
 
-    /// Adds a watcher. Fails when there are too many.
+    /// Adds a watcher. Fails if [`MAX_WATCHERS`] clients watch already.
     pub fn subscribe(&self) -> Result<Watcher, Problem> {
         let place = self.watcher_slots.clone().try_acquire_owned().map_err(|_| {
             let detail = format!("{MAX_WATCHERS} watchers are connected already: expected fewer; retry later");
@@ -73,7 +73,7 @@ fn publish(sender: &watch::Sender<JsonText>, document: &impl Serialize) {
 }
 
 pub struct Watcher {
-    /// Newest loads, at most every [`MIN_LOADS_INTERVAL`].
+    /// Newest document of loads, replaced at most once per [`MIN_LOADS_INTERVAL`].
     pub loads: watch::Receiver<JsonText>,
     pub overview: watch::Receiver<JsonText>,
     _slot: OwnedSemaphorePermit,

@@ -36,7 +36,7 @@ fn document_in_force(shared: &ControllerState) -> (Document, Option<PathBuf>) {
     (controller.fleet().document.clone(), controller.fleet().document_file.clone())
 }
 
-/// Maximum length of a document's name, which every mistake contains.
+/// Maximum length of a fleet document's name. Each reported mistake contains the name.
 const MAX_NAME_BYTES: usize = 4096;
 
 fn check_name(name: &str) -> Result<(), Problem> {
@@ -198,8 +198,8 @@ mod tests {
         (Api { election: Arc::new(election), guard, events, feed, openapi_document }, manager, changes)
     }
 
-    /// With two operators, each gets the generation of its own document, even if the second document is already in
-    /// force.
+    /// If two operators apply documents, each gets the generation of its own document, even if the second document is
+    /// already in force.
     #[tokio::test]
     async fn acknowledgement_names_the_generation_of_the_document() {
         let directory = tempfile::tempdir().unwrap();

@@ -29,12 +29,12 @@ use coreward_listener::security::Security;
 use coreward_store::Store;
 use coreward_store::embedded::EmbeddedStore;
 
-/// Maximum delay of other requests and tables.
+/// Maximum delay of other requests and of placement tables, caused by one large request.
 const MAX_DELAY: Duration = Duration::from_millis(20);
 /// Number of services that have every server; other services have a few servers.
 const LARGE_SERVICE_COUNT: usize = 8;
 
-/// Returns the largest fleet document. `more`: a line that makes the document different.
+/// Returns the text of the largest fleet document. `additional_line`: makes the document different from others.
 fn fleet(more: &str) -> String {
     let mut text = more.to_owned();
     for n in 0..ServerId::COUNT {
@@ -58,12 +58,12 @@ struct TestEnv {
     client: Client,
     tokens: [String; 2],
     api_thread: Arc<ApiThread>,
-    /// Longest wait, in nanoseconds.
+    /// Longest wait for the controller's lock since the last query, in nanoseconds.
     longest_wait_ns: Arc<AtomicU64>,
 }
 
-/// Calls `lock` several times in each millisecond, until it returns nothing. The wait is the smaller of wall-clock and
-/// CPU time of this process: wall-clock time includes a hypervisor's pauses, CPU time includes other threads.
+/// Calls `lock` several times per millisecond until it returns `None`, and records the longest wait: the smaller of
+/// wall-clock and CPU time. Wall-clock time includes a hypervisor's pauses, CPU time includes other threads.
 fn watch_lock(lock: impl Fn() -> Option<()>, longest_wait: Arc<AtomicU64>) {
     let cpu_time = || Duration::from(clock_gettime(ClockId::CLOCK_PROCESS_CPUTIME_ID).unwrap());
     loop {
@@ -79,13 +79,13 @@ fn watch_lock(lock: impl Fn() -> Option<()>, longest_wait: Arc<AtomicU64>) {
 
 #[derive(Default)]
 struct ApiThread {
-    /// Longest CPU time without a yield, in nanoseconds.
+    /// Longest CPU time of the API's thread without a yield, in nanoseconds.
     longest_busy_ns: AtomicU64,
     lock_count: AtomicU64,
 }
 
 impl ApiThread {
-    /// Returns the longest CPU time without a yield since the last call, including the one that ends now.
+    /// Returns the longest CPU time without a yield since the last call, including the period that ends now.
     async fn longest(&self) -> Duration {
         let looks = self.lock_count.load(Ordering::Relaxed);
         while self.lock_count.load(Ordering::Relaxed) < looks + 2 {
@@ -95,7 +95,7 @@ impl ApiThread {
     }
 }
 
-/// Measures on the API's thread: a due request waits as long as this future does.
+/// Measures the CPU time between yields of the API's thread. A due request waits at least as long as this future.
 async fn watch_thread(api_thread: Arc<ApiThread>) {
     let cpu_time = || Duration::from(clock_gettime(ClockId::CLOCK_THREAD_CPUTIME_ID).unwrap()).as_nanos() as u64;
     let mut before = cpu_time();
@@ -119,7 +119,7 @@ impl TestEnv {
         (answer.status().as_u16(), answer.bytes().await.unwrap().len())
     }
 
-    /// Returns the answer, and the delays by the API's thread and by the controller's lock.
+    /// Sends the request. Returns a description of the response, and the delays by the API's thread and by the lock.
     async fn measure(&self, request: &Request) -> (String, Duration, Duration) {
         self.take_longest_wait();
         self.api_thread.longest().await;
@@ -132,7 +132,7 @@ impl TestEnv {
         (seen, thread, waited)
     }
 
-    /// Returns the longest wait for the controller since the last call.
+    /// Returns the longest wait for the controller's lock since the last call.
     fn take_longest_wait(&self) -> Duration {
         Duration::from_nanos(self.longest_wait_ns.swap(0, Ordering::Relaxed))
     }
@@ -140,7 +140,7 @@ impl TestEnv {
 
 type Request = (Method, String, Role, String);
 
-/// A controller that leads the largest fleet, and its API.
+/// Runs the test with a controller that leads the largest fleet, and with its API.
 fn with_env(directory: &Path, test: impl AsyncFnOnce(&TestEnv)) {
     let (path, store) = (directory.join("controller.toml"), directory.join("store"));
     std::fs::write(&path, format!("listen = \"127.0.0.1:0\"\nstore = {store:?}\n")).unwrap();
@@ -246,7 +246,7 @@ fn largest_requests() -> Vec<Request> {
     requests
 }
 
-/// Number of attempts. A hypervisor's pause counts as CPU time, but not in every attempt.
+/// Maximum number of attempts. A hypervisor's pause may count as CPU time, but not in every attempt.
 const MAX_ATTEMPTS: u64 = 5;
 
 async fn assert_no_delay(env: &TestEnv, request: impl Fn(u64) -> Request) {

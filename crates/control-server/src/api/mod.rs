@@ -41,7 +41,7 @@ use coreward_store::StoreError;
 use events::EventLog;
 use feed::StatusFeed;
 
-/// Poll interval of events.
+/// Interval at which the fleet is polled for new events.
 const POLL_INTERVAL: Duration = Duration::from_millis(500);
 
 const API_DESCRIPTION: &str = "State and control of a coreward controller (layer-4 load balancer). Every request \
@@ -58,14 +58,14 @@ pub struct Api {
 }
 
 impl Api {
-    /// Returns the leader's state. Fails when this controller does not lead.
+    /// Returns the state of the controller if it leads. Fails otherwise.
     fn leader_state(&self) -> Result<Arc<ControllerState>, Problem> {
         self.election.leader_state().map_err(|_| self.not_leading_problem(None))
     }
 }
 
 impl Api {
-    /// Returns the problem that describes why a change was not made.
+    /// Returns the HTTP problem that describes why a change was not made.
     fn change_problem(&self, error: &anyhow::Error) -> Problem {
         if is_deposed(error) || self.election.leader_state().is_err() {
             self.not_leading_problem(Some(error))
@@ -131,7 +131,7 @@ async fn openapi(State(api): State<Api>) -> impl IntoResponse {
     ([(header::CONTENT_TYPE, "application/json")], document)
 }
 
-/// Returns the router of the endpoints, and the document that describes them.
+/// Returns the router of all endpoints, and the state that its handlers share.
 fn router(election: Arc<LeaderElection>, tokens: Arc<Tokens>) -> anyhow::Result<(Router, Api)> {
     let guard = Arc::new(AccessControl::new(tokens, election.security.revoked.clone(), election.api_requests.clone()));
     let api = Api {
@@ -147,7 +147,7 @@ fn router(election: Arc<LeaderElection>, tokens: Arc<Tokens>) -> anyhow::Result<
     Ok((router.merge(dashboard::routes()).with_state(api.clone()), api))
 }
 
-/// Serves the API until the result is dropped. Fails when no thread can be created.
+/// Serves the API until the returned value is dropped. Fails if no thread can be created.
 pub fn serve(
     listener: Listener,
     acceptor: impl Acceptor,
@@ -164,7 +164,7 @@ pub fn serve(
     })
 }
 
-/// Reads the tokens again at each SIGHUP, forever.
+/// Reads the token files again at each SIGHUP, forever.
 async fn reload_tokens_on_sighup(guard: &AccessControl, mut hangup: Signal) {
     while hangup.recv().await.is_some() {
         if let Err(error) = guard.reload() {
@@ -177,7 +177,7 @@ async fn reload_tokens_on_sighup(guard: &AccessControl, mut hangup: Signal) {
     }
 }
 
-/// Polls for events and updates watchers, forever.
+/// Records events and updates the documents of watchers at regular intervals, forever.
 async fn poll_loop(api: Api) {
     let mut due = tokio::time::interval(feed::MIN_LOADS_INTERVAL);
     due.set_missed_tick_behavior(MissedTickBehavior::Delay);

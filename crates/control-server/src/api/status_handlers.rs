@@ -55,7 +55,7 @@ pub async fn status(
     compute_answer(WorkSize::Small, move || Ok(shared.status(query.rss_keys))).await
 }
 
-/// Returns the status that this caller may read.
+/// Returns the controller's state. Fails if the query asks for more than this caller may read.
 fn visible_state(api: &Api, caller: Caller, query: StatusQuery) -> Result<Arc<ControllerState>, Problem> {
     if query.rss_keys && caller.role < Role::Operator {
         let detail = "whole RSS keys are for operators: expected the operator's token, or no `rss_keys`";

@@ -21,9 +21,9 @@ use super::events::MAX_EVENTS;
 use super::feed::Watcher;
 use crate::server::controller_state::ControllerState;
 
-/// Interval of keep-alive messages, by which both sides detect a broken connection.
+/// Interval of keep-alive messages, from whose absence both sides detect a broken connection.
 const KEEP_ALIVE_INTERVAL: Duration = Duration::from_secs(10);
-/// Delay before browsers reconnect.
+/// Delay after which browsers reconnect to the stream.
 const RECONNECT_DELAY: Duration = Duration::from_secs(1);
 
 /// Stored events of the fleet
@@ -103,15 +103,15 @@ pub async fn watch(
     Ok(Sse::new(stream).keep_alive(KeepAlive::new().interval(KEEP_ALIVE_INTERVAL)))
 }
 
-/// Pending updates of one watcher.
+/// State of one watcher's stream: which updates the watcher still has to get.
 struct WatcherUpdates {
     api: Api,
     shared: Arc<ControllerState>,
-    /// Receiver of changes of permissions, after which a watcher must authenticate again.
+    /// Receives changes of permissions, after which the watcher must authenticate again.
     permission_changes: tokio::sync::watch::Receiver<u64>,
     watcher: Watcher,
     newest_event_id: tokio::sync::watch::Receiver<u64>,
-    /// Id of the last event in `pending_events` or sent.
+    /// Id of the newest event that was sent or is in `pending_events`.
     last_event_id: u64,
     pending_events: VecDeque<Event>,
     loads_due_at: Instant,
@@ -119,7 +119,7 @@ struct WatcherUpdates {
 }
 
 impl WatcherUpdates {
-    /// Returns the next message; `None`: the controller ends or was deposed, or the watcher must authenticate again.
+    /// Returns the next message; `None`: another controller leads, or the watcher must authenticate again.
     async fn next(&mut self) -> Option<sse::Event> {
         loop {
             if !self.shared.is_leading() {

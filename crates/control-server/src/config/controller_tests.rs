@@ -62,7 +62,7 @@ fn reload_names_the_keys_that_need_a_restart() {
     }
 }
 
-/// A mistake hides no other one.
+/// A mistake in the file does not hide other mistakes.
 #[test]
 fn all_mistakes_are_reported_at_once() {
     let directory = tempfile::tempdir().unwrap();

@@ -12,31 +12,31 @@ use serde_json::{Value, json};
 
 use super::StoreLocation;
 
-/// Default time without a leader after a leader's failure.
+/// Default time for which no controller leads after a leader's failure.
 const DEFAULT_LEASE_DURATION: Duration = Duration::from_secs(5);
 
-/// Connection to etcd, and leadership.
+/// Settings of the connection to etcd and of the leader election.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct EtcdConfig {
-    /// `http://HOST:PORT` or `https://HOST:PORT`: at least one, each once.
+    /// URLs of etcd's members, `http://HOST:PORT` or `https://HOST:PORT`: at least one, without duplicates.
     pub endpoints: Vec<String>,
-    /// Prefix of all keys; no slash at its end.
+    /// Prefix of all keys in etcd, without a slash at its end.
     pub prefix: String,
-    /// Time for which this controller leads without an answer from etcd; whole seconds.
+    /// Time for which this controller leads without an answer from etcd, in whole seconds.
     pub lease_duration: Duration,
-    /// Address of this controller for daemons.
+    /// Address at which daemons reach this controller.
     pub advertised_address: SocketAddr,
-    /// `https://HOST:PORT` of this controller's API, for other hosts; `None`: the API listens on its own host only.
+    /// URL of this controller's API for other hosts, `https://HOST:PORT`; `None`: the API listens on its own host only.
     pub advertised_api: Option<String>,
     pub tls: Option<EtcdTlsConfig>,
 }
 
-/// TLS files for etcd, read at the start, and again when they change.
+/// TLS files for connections to etcd, read at the start, and again when they change.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct EtcdTlsConfig {
-    /// Certificates of the authorities of etcd's certificate (PEM).
+    /// File with the authorities that may have issued etcd's certificate (PEM).
     pub ca: PathBuf,
-    /// Own certificate and its key (PEM).
+    /// Files with the controller's own certificate and its key (PEM).
     pub client_certificate_and_key: Option<(PathBuf, PathBuf)>,
 }
 
@@ -150,13 +150,13 @@ impl FromToml for KeyPrefix {
 
 #[derive(Debug, Clone, Copy)]
 pub struct ListenAddresses {
-    /// Address for daemons.
+    /// Address at which the controller listens for daemons.
     pub daemons: Option<SocketAddr>,
-    /// Address for the API.
+    /// Address at which the controller listens for clients of the API.
     pub api: SocketAddr,
 }
 
-/// Returns the store that the file configures; it must configure exactly one. `fleet`: location of the `fleet` key.
+/// Returns the store that the file configures, which must be exactly one. `fleet`: location of the `fleet` key.
 pub fn store_location(
     store: Option<PathBuf>,
     etcd: Option<Spanned<EtcdFile>>,
@@ -246,8 +246,8 @@ fn check_etcd(etcd: Spanned<EtcdFile>, listens: ListenAddresses, reader: &mut Re
     })
 }
 
-/// Returns the URL of an API that listens at `api`, on the machine at `advertise`. Other hosts reach the API with TLS
-/// only.
+/// Returns the URL at which other hosts reach an API that listens at `api`, on the machine with the address
+/// `advertise`. `None`: the API is not reachable with TLS from other hosts.
 fn advertised_api_url(api: SocketAddr, advertise: SocketAddr) -> Option<String> {
     let ip = if api.ip().is_unspecified() { advertise.ip() } else { api.ip() };
     let is_there = !ip.is_loopback() && !ip.is_unspecified() && api.port() > 0;

@@ -20,30 +20,30 @@ pub const DEFAULT_API_ADDRESS: SocketAddr = SocketAddr::new(IpAddr::V4(Ipv4Addr:
 
 #[derive(Debug, Clone)]
 pub struct ControllerConfig {
-    /// Address for agents, load balancers and `coreward status`.
+    /// Address at which the controller listens for agents, load balancers and `coreward status`.
     pub listen: SocketAddr,
     pub api: SocketAddr,
     pub token_directory: PathBuf,
     pub store: StoreLocation,
-    /// Address of the metrics for Prometheus; `None`: none are served.
+    /// Address at which metrics are served for Prometheus; `None`: no metrics are served.
     pub metrics: Option<SocketAddr>,
-    /// The fleet's document; `None`: the last applied one, from the store.
+    /// File with the fleet's document; `None`: the document that was last applied is in the store.
     pub fleet: Option<PathBuf>,
-    /// The key that agents with `manage_rss = true` set; `None`: the key in the store.
+    /// RSS key that agents with `manage_rss = true` set; `None`: the key in the store.
     pub rss_key: Option<Secret<RssKey>>,
-    /// Own identity; `None`: connections are neither encrypted nor authenticated.
+    /// Files of the controller's own certificate; `None`: connections are neither encrypted nor authenticated.
     pub tls: Option<coreward_tls::CredentialFiles>,
-    /// Certificates that are rejected although they are valid.
+    /// Fingerprints of certificates that are rejected although they are valid.
     pub revoked_certificates: Vec<Fingerprint>,
-    /// Whether listening beyond this host without TLS is intended and needs no warning.
+    /// Whether listening beyond this host without TLS is intended, and causes no warning.
     pub allow_plaintext: bool,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum StoreLocation {
-    /// A file of this controller alone.
+    /// Path of a file that only this controller uses.
     Embedded(PathBuf),
-    /// etcd, shared with other controllers.
+    /// etcd, which several controllers share.
     Etcd(EtcdConfig),
 }
 
@@ -57,7 +57,7 @@ impl StoreLocation {
 }
 
 impl ControllerConfig {
-    /// Returns the changed keys of `new` that are read at the start only.
+    /// Returns the keys whose values differ in `new`, and that are read at the start only.
     pub fn keys_needing_restart(&self, new: &Self) -> Vec<&'static str> {
         let keys = [
             ("listen", self.listen != new.listen),
@@ -109,5 +109,5 @@ impl ControllerConfig {
 
 config_file!(ControllerConfig, ControllerConfig::from_file);
 
-/// The state directory of the packaged unit, the only writable one.
+/// State directory of the packaged systemd unit, the only directory that it may write.
 const STATE_DIRECTORY: &str = "/var/lib/coreward";

@@ -19,24 +19,24 @@ use coreward_controller::Session;
 use coreward_controller::racks::RackRelay;
 use coreward_listener::security::AuthenticatedPeer;
 
-/// Delay of the answer to a rejected registration.
+/// Delay before a rejected registration is answered.
 const REFUSAL_DELAY: Duration = Duration::from_secs(1);
 
 type AgentUpdateSender = mpsc::Sender<Result<v1::AgentUpdate, Status>>;
 
-/// Stream of an agent's messages, direct or relayed by its rack.
+/// Stream of the messages of one agent, connected directly or through its rack.
 pub trait AgentMessageStream: Stream<Item = Result<v1::AgentMessage, Status>> + Unpin {}
 
 impl<S: Stream<Item = Result<v1::AgentMessage, Status>> + Unpin> AgentMessageStream for S {}
 
 pub enum ReportSource {
     Agent(AuthenticatedPeer),
-    /// The rack's, which vouches for its agents.
+    /// Rack that relays the agent's messages, and has authenticated the agent.
     Rack(RackRelay),
 }
 
 impl ReportSource {
-    /// Returns the relay of the agent, if any. Rejects an agent that may not report for the server.
+    /// Returns the rack's relay of the agent, if any. Fails if the peer may not report for the server.
     fn authorize(&self, server: &str) -> Result<Option<RackRelay>, Status> {
         match self {
             Self::Agent(peer) => peer.require_name(Role::Agent, server).map(|()| None),
@@ -44,7 +44,7 @@ impl ReportSource {
         }
     }
 
-    /// Returns the address of the agent.
+    /// Returns the network address of the agent, if it is connected directly.
     fn peer(&self) -> Option<String> {
         match self {
             Self::Agent(peer) => Some(peer.caller.to_string()),
@@ -115,8 +115,8 @@ fn log_end(server: &str, error: Option<&Status>) {
     }
 }
 
-/// Ends the stream with this error. A connection has a limited number of streams, so a delay limits the rate of
-/// rejections. An agent that replaces another one, or looks for the leader, is not delayed.
+/// Sends the error after a delay and ends the stream. A connection has a limited number of streams, so a delay limits
+/// the rate of rejections. There is no delay if the agent replaces another one, or looks for the leader.
 async fn refuse(status: Status, answers: &AgentUpdateSender) {
     if !matches!(status.code(), Code::AlreadyExists | Code::Unavailable) {
         tokio::select! {
@@ -194,8 +194,8 @@ async fn serve_stream(
     }
 }
 
-/// Returns the next message. While the agent exceeds its limit nothing is read or decoded: its messages wait in its
-/// connection, where HTTP/2's flow control stops the agent.
+/// Returns the agent's next message. While the agent exceeds its message rate, nothing is read or decoded: its messages
+/// wait in its connection, where HTTP/2's flow control stops the agent.
 async fn next_message(
     shared: &ControllerState,
     session: &Session,
@@ -218,7 +218,7 @@ async fn next_message(
     Ok(message.and_then(|message| message.message))
 }
 
-/// Records a report. An invalid one is counted and logged; the stream ends only with the session.
+/// Records an agent's report. An invalid report is counted and logged; the stream ends only if the session has ended.
 fn record_report(
     shared: &ControllerState,
     session: &Session,
@@ -239,11 +239,11 @@ fn record_report(
     Ok(())
 }
 
-/// Logs rejected reports once, not ten times a second.
+/// Log of rejected reports. A repeated rejection is logged once, not ten times per second.
 #[derive(Default)]
 struct RefusalLog {
     last_reason: Option<&'static str>,
-    /// Whether the stream is paused.
+    /// Whether reading is paused because the agent sends too many messages.
     is_delayed: bool,
     was_delayed: bool,
 }

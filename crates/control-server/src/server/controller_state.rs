@@ -50,32 +50,32 @@ metrics! {
 
 pub struct ControllerState {
     controller: Mutex<Controller>,
-    /// Leadership; `None`: there is no other controller.
+    /// Leadership in etcd; `None`: there is no other controller.
     leadership: Option<Arc<Leadership>>,
     pub publisher: UpdatePublisher,
     tables_due: Notify,
     table_budget: TableBudget,
-    /// Number of changes of agents' configurations; their streams wait for it.
+    /// Number of changes of agents' configurations so far. Agents' streams wait for changes of it.
     agent_configuration_version: watch::Sender<u64>,
     pub socket_query_relay: SocketQueryRelay,
     deposed: watch::Sender<bool>,
     change_requests: mpsc::Sender<ChangeRequest>,
-    /// Whether tables may be made: after a restart they must wait for reports.
+    /// Whether tables may be made. After a restart they must wait for agents' reports.
     has_settled: AtomicBool,
-    /// Inputs of the newest configurations, apart from the fleet.
+    /// Inputs of the newest published configuration that are not part of the fleet.
     last_published: Mutex<LastPublished>,
-    /// Times from a server's newest report to the publication of the table that was made from it.
+    /// Histogram of the time from a server's newest report to the publication of the table that was made from it.
     report_to_table_latency: Mutex<LatencyHistogram>,
     started: Instant,
     clock: RecordClock,
     state_counters: Arc<StateCounters>,
 }
 
-/// Requested change of the records, with its author and the waiting caller.
+/// Requested change of the records, with its author and a channel to the waiting caller.
 pub struct ChangeRequest {
     pub change: Change,
     pub author: Author,
-    /// Result, sent when the change is in force or rejected.
+    /// Sender of the result, used when the change is in force or rejected.
     pub reply: oneshot::Sender<anyhow::Result<ChangeOutcome>>,
 }
 
@@ -85,16 +85,16 @@ impl ChangeRequest {
     }
 }
 
-/// Result of one change, independent of later changes.
+/// Result of one change, not affected by later changes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ChangeOutcome {
-    /// Whether the change made another configuration.
+    /// Whether the change has led to a new configuration.
     pub is_new: bool,
-    /// Generation of the fleet's document after the change.
+    /// Generation of the fleet document after the change.
     pub document_generation: u64,
 }
 
-/// Number of servers that are read without a pause: some hundred microseconds.
+/// Maximum number of servers that are read during one lock of the controller: it lasts some hundred microseconds.
 const SERVERS_PER_LOCK: usize = 32;
 
 const CHANGE_QUEUE_LENGTH: usize = 64;
@@ -103,12 +103,12 @@ const CHANGE_QUEUE_LENGTH: usize = 64;
 struct LastPublished {
     live_load_balancers: BTreeSet<String>,
     predecessor_changes: u64,
-    /// Time of the last tables.
+    /// Time at which the last tables were made.
     last_tick_at: Duration,
 }
 
 impl ControllerState {
-    /// Creates the state. Requested changes go to the receiver.
+    /// Creates the state, and the receiver of requested changes.
     pub fn new(
         controller: Controller,
         (clock, state_counters): (RecordClock, Arc<StateCounters>),
@@ -140,7 +140,7 @@ impl ControllerState {
         (shared, receiver)
     }
 
-    /// Changes the records, and returns after the change is in force. Fails if the change cannot be written.
+    /// Requests a change by the controller itself, and waits until it is in force. Fails if it cannot be written.
     pub async fn change(&self, change: Change) -> anyhow::Result<ChangeOutcome> {
         self.request_change(Author::controller(), change).await
     }
@@ -154,18 +154,18 @@ impl ControllerState {
         outcome.await.context("the controller is ending")?
     }
 
-    /// Returns the leadership; `None`: there is no other controller.
+    /// Returns the leadership in etcd; `None`: there is no other controller.
     pub fn leadership(&self) -> Option<&Arc<Leadership>> {
         self.leadership.as_ref()
     }
 
-    /// Returns whether this controller leads now. Checked before every answer, because a process may have been stopped
-    /// for any time.
+    /// Returns whether this controller leads now. Callers check this before every answer, because the process may have
+    /// been stopped for any time.
     pub fn is_leading(&self) -> bool {
         self.leadership.as_ref().is_none_or(|leadership| leadership.is_valid())
     }
 
-    /// Waits until this controller is deposed ([`ControllerState::depose`]). Every stream waits here without a timer.
+    /// Waits until this controller is deposed ([`ControllerState::depose`]). Streams use this in place of a timer.
     pub async fn wait_until_deposed(&self) {
         let _ = self.deposed.subscribe().wait_for(|deposed| *deposed).await;
     }
@@ -179,13 +179,13 @@ impl ControllerState {
         Now { monotonic: self.started.elapsed(), wall: wall_clock(), record: self.clock.now() }
     }
 
-    /// Locks the controller. Callers hold the lock for microseconds, and never across an await.
+    /// Locks the controller. Callers hold the lock for microseconds only, and never across an await.
     pub fn controller(&self) -> MutexGuard<'_, Controller> {
         // Every call leaves a consistent state, so other callers can continue after a panic.
         self.controller.lock()
     }
 
-    /// Runs one step of an operation. Other callers get the lock before the next step.
+    /// Runs one step of a long operation under the lock. Other callers can get the lock before the next step.
     fn with_lock<T>(&self, step: impl FnOnce(&mut Controller) -> T) -> T {
         let mut controller = self.controller();
         let result = step(&mut controller);
@@ -193,7 +193,7 @@ impl ControllerState {
         result
     }
 
-    /// Returns the full status; takes tens of ms for thousands of servers. `rss_keys`: includes full RSS keys.
+    /// Returns the full status, in tens of ms for thousands of servers. `rss_keys`: whether it includes full RSS keys.
     pub fn status(&self, rss_keys: bool) -> Status {
         let now = self.now();
         let mut status = self.controller().status_summary(now);
@@ -204,12 +204,12 @@ impl ControllerState {
         status
     }
 
-    /// Returns all services. `rss_keys`: includes full RSS keys.
+    /// Returns the status of all services. `rss_keys`: whether it includes full RSS keys.
     pub fn services(&self, rss_keys: bool, now: Now) -> Vec<Service> {
         (0..).map_while(|position| self.service_at(position, rss_keys, now)).collect()
     }
 
-    /// Returns the service of that name, like [`ControllerState::services`].
+    /// Returns the status of the service with this name, as in [`ControllerState::services`].
     pub fn service(&self, name: &str, rss_keys: bool, now: Now) -> Option<Service> {
         loop {
             let position = self.controller().service_position(name)?;
@@ -221,13 +221,13 @@ impl ControllerState {
         }
     }
 
-    /// Returns all servers. `rss_keys`: includes full RSS keys.
+    /// Returns the status of all servers. `rss_keys`: whether it includes full RSS keys.
     pub fn servers(&self, rss_keys: bool, now: Now) -> Vec<Server> {
         self.each_server(|controller, id, server| controller.server_status(id, server, rss_keys, now))
     }
 
-    /// Returns the server of that name, like [`ControllerState::servers`]. If two ids have one name (the operator
-    /// changed the id), the newer one counts.
+    /// Returns the status of the server with this name, as in [`ControllerState::servers`]. If two ids have this name
+    /// (the operator changed the id), the newer id counts.
     pub fn server(&self, name: &str, rss_keys: bool, now: Now) -> Option<Server> {
         let named = |controller: &Controller, id, server: &FleetServer| {
             (server.name == name).then(|| controller.server_status(id, server, rss_keys, now))
@@ -240,7 +240,7 @@ impl ControllerState {
         self.controller().load_balancer_status(now)
     }
 
-    /// Returns the values that change rarely.
+    /// Returns the part of the status that changes rarely.
     pub fn overview(&self, now: Now) -> Overview {
         let mut overview = self.controller().overview_summary(now);
         let read =
@@ -256,7 +256,7 @@ impl ControllerState {
         overview
     }
 
-    /// Returns the values that change with every report.
+    /// Returns the part of the status that changes with every report.
     pub fn loads(&self) -> Loads {
         let now = self.now();
         let mut loads = self.controller().loads_summary(now);
@@ -264,7 +264,7 @@ impl ControllerState {
         loads
     }
 
-    /// Returns a snapshot of the service at this address, for explanations. Fails if no service has this address.
+    /// Returns a snapshot of this service, to explain its placements. Fails if no service has this address.
     pub fn service_view(&self, address: ServiceAddress) -> Result<ServiceView, ExplainError> {
         let now = self.now();
         let view = self.controller().service_view(address, now)?;
@@ -272,14 +272,14 @@ impl ControllerState {
         Ok(view.with_servers(servers))
     }
 
-    /// Returns the newest table of the service; `None`: unknown service, or no table yet.
+    /// Returns the newest placement table of the service; `None`: the service is unknown or has no table yet.
     pub fn table(&self, service: &str) -> Option<Table> {
         let (table, age) = self.controller().newest_table(service, self.now())?;
         let names = self.each_server(|_, id, server| (id, server.name.clone())).into_iter().collect();
         Some(tables::to_api_table(service, &table, age, &names))
     }
 
-    /// Calls `read` for each server, in many steps.
+    /// Calls `read` for each server and returns the results. The controller's lock is released regularly.
     fn each_server<T>(&self, read: impl Fn(&Controller, ServerId, &FleetServer) -> T) -> Vec<T> {
         let (mut found, mut after) = (Vec::new(), None);
         loop {
@@ -296,7 +296,7 @@ impl ControllerState {
         }
     }
 
-    /// Calls `read` for the service at this position, with its pool if the controller has none cached.
+    /// Calls `read` for the service at this position. Passes its pool if the controller has none cached.
     fn read_service<T>(
         &self,
         position: usize,
@@ -314,7 +314,7 @@ impl ControllerState {
         Some(self.with_members(position, self.read_service(position, now, read)?, now))
     }
 
-    /// Returns the service with its members, which are read in many steps.
+    /// Adds the members of the service to its status, with the lock released regularly.
     fn with_members(&self, position: usize, service: Service, now: Now) -> Service {
         let (mut members, mut after) = (Vec::new(), None);
         loop {
@@ -327,7 +327,7 @@ impl ControllerState {
         }
     }
 
-    /// Returns the service's pool if none is cached, in tens of ms for thousands of servers.
+    /// Returns the service's pool if none is cached. Making it takes tens of ms for thousands of servers.
     fn pool_if_unknown(&self, position: usize, now: Now) -> Option<Pool> {
         if !self.controller().needs_pool(position)? {
             return None;
@@ -338,7 +338,7 @@ impl ControllerState {
         self.controller().pool_of(position, servers, now)
     }
 
-    /// The cookie keys, without the secrets.
+    /// Returns the state of the cookie keys, without their secrets.
     pub fn keys(&self) -> Keys {
         let now = self.now();
         let keys = self.controller().keys_summary(now);
@@ -378,7 +378,7 @@ impl ControllerState {
         controller.are_all_loads_known(now) && controller.all_have_checked(now)
     }
 
-    /// Ends a report interval. Returns the time until the next end.
+    /// Makes what is due at the end of a report interval. Returns the time until the next end.
     pub fn tick(&self) -> Duration {
         let now = self.now();
         let (timing, interval) = {
@@ -396,7 +396,7 @@ impl ControllerState {
         interval
     }
 
-    /// Makes every service's table (`table_updates = "interval"`).
+    /// Makes the tables of all services, as `table_updates = "interval"` requires.
     fn make_all_tables(&self, now: Now) {
         let since = std::mem::replace(&mut self.last_published().last_tick_at, now.monotonic);
         let (tables, received) = {
@@ -408,8 +408,8 @@ impl ControllerState {
         self.publish_new_tables(&tables, received.into_iter());
     }
 
-    /// Makes due tables, the longest due first, until none is due or the time `enough` has passed. Returns the
-    /// duration.
+    /// Makes due tables, the longest due first, until none is due or `time_limit` has passed. Returns the time that it
+    /// took.
     pub fn make_due_tables(&self, enough: Duration) -> Duration {
         let begun = Instant::now();
         while begun.elapsed() < enough {
@@ -423,13 +423,13 @@ impl ControllerState {
         begun.elapsed()
     }
 
-    /// Makes due tables if the budget allows. Returns the time at which tables may be made next.
+    /// Makes due tables if the table budget allows. Returns the time at which tables may be made next.
     pub fn make_tables_within_budget(&self) -> Instant {
         self.table_budget.run_within(|limit| self.make_due_tables(limit))
     }
 
-    /// Makes tables after new loads, if the budget allows, in the task that received the loads. A separate task would
-    /// wait behind the burst of hundreds of tasks with reports.
+    /// Makes due tables after new loads arrived, if the budget allows, in the task that received the loads. A separate
+    /// task would wait behind the burst of hundreds of tasks with reports.
     pub fn on_loads_updated(&self) {
         if self.may_make_tables() {
             self.make_tables_within_budget();
@@ -441,14 +441,14 @@ impl ControllerState {
         self.tables_due.notified().await;
     }
 
-    /// Notifies the scheduler that inputs of tables may have changed.
+    /// Notifies the table scheduler that inputs of tables may have changed.
     pub fn on_inputs_changed(&self) {
         if self.may_make_tables() {
             self.tables_due.notify_one();
         }
     }
 
-    /// Returns whether tables are due and may be made.
+    /// Returns whether any tables are due and may be made now.
     pub fn may_make_tables(&self) -> bool {
         self.is_settled() && self.controller().has_due_table()
     }
@@ -469,7 +469,7 @@ impl ControllerState {
         self.last_published.lock()
     }
 
-    /// Publishes the load balancers that are alive.
+    /// Publishes which load balancers are alive.
     fn publish_liveness(&self, now: Now) {
         let controller = self.controller();
         let alive = controller.live_load_balancers(now);
@@ -502,7 +502,7 @@ impl ControllerState {
         }
     }
 
-    /// Polls inputs that change with time, and makes the tables that are due (`table_updates = "on-change"`).
+    /// Polls inputs that change with time, and makes due tables if `table_updates = "on-change"`.
     pub fn poll_inputs(&self) {
         if !self.has_settled.load(Ordering::Relaxed) {
             return;
@@ -521,7 +521,7 @@ impl ControllerState {
         }
     }
 
-    /// Enables tables.
+    /// Allows tables to be made from now on.
     pub fn settle(&self) {
         self.has_settled.store(true, Ordering::Relaxed);
     }

@@ -6,7 +6,7 @@ use coreward_wire::v1;
 use super::controller_state::ControllerState;
 use coreward_fleet::fleet::{AdminState, FleetServer, FleetService};
 
-/// Returns the facts of the fleet that a machine's checks need.
+/// Returns the data about the fleet that the doctor's checks on a machine need.
 pub fn fleet_reply(shared: &ControllerState) -> v1::FleetReply {
     let controller = shared.controller();
     let fleet = controller.fleet();

@@ -27,7 +27,7 @@ pub struct LbRuntime {
 }
 
 impl LbRuntime {
-    /// Starts the thread. Fails when no thread can be created.
+    /// Starts the runtime's thread. Fails if no thread can be created.
     pub fn start(election: Arc<LeaderElection>) -> anyhow::Result<Self> {
         let runtime = tokio::runtime::Builder::new_multi_thread()
             .worker_threads(1)
@@ -41,7 +41,7 @@ impl LbRuntime {
         Ok(Self { runtime: Some(runtime), connections, server_task })
     }
 
-    /// Removes the connections of load balancers, found by their certificates, from this stream.
+    /// Moves the connections of load balancers, recognised by their certificates, from this stream to the runtime.
     pub fn split_off<S: Stream<Item = io::Result<AcceptedConnection>>>(
         &self,
         admitted: S,
@@ -69,7 +69,7 @@ impl LbRuntime {
         self.runtime.as_ref().expect("it is there until this is dropped")
     }
 
-    /// Returns when the thread has ended.
+    /// Waits until the runtime's server has ended, and returns its error.
     pub async fn wait_for_end(&mut self) -> anyhow::Result<()> {
         (&mut self.server_task).await?.context("load balancers are not served")
     }

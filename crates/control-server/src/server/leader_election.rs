@@ -52,7 +52,7 @@ metrics! {
     );
 }
 
-/// Record of the leader in etcd.
+/// Record in etcd that describes the leader.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Leader {
     pub address: SocketAddr,
@@ -77,17 +77,17 @@ enum Role {
     Follower(Option<Leader>),
 }
 
-/// Leadership as this controller knows it.
+/// Role of this controller, as far as it knows, and what is independent of the role.
 pub struct LeaderElection {
     role: Mutex<Role>,
     cluster: Option<Arc<Cluster>>,
-    /// Access rules, independent of the leader.
+    /// Access rules, which do not depend on the leader.
     pub security: Arc<Security>,
     pub api_requests: Arc<RequestCounts>,
 }
 
 impl LeaderElection {
-    /// Starts without a leader. `cluster`: the election's etcd.
+    /// Creates an election without a leader. `cluster`: connection to the etcd cluster in which it takes place.
     pub fn new(cluster: Option<Arc<Cluster>>, security: Security) -> Self {
         Self {
             role: Mutex::new(Role::Follower(None)),
@@ -101,7 +101,7 @@ impl LeaderElection {
         self.set_role(Role::Leader(shared));
     }
 
-    /// Records that another controller leads, or none.
+    /// Records that another controller leads, or that none does.
     pub fn become_follower(&self, leader: Option<Leader>) {
         self.set_role(Role::Follower(leader));
     }
@@ -114,7 +114,7 @@ impl LeaderElection {
         self.role.lock().clone()
     }
 
-    /// Returns the leader's state. Fails on a follower: UNAVAILABLE, with the leader's address.
+    /// Returns the state of this controller if it leads. Fails on a follower with UNAVAILABLE and the leader's address.
     pub fn leader_state(&self) -> Result<Arc<ControllerState>, Status> {
         match self.role() {
             Role::Leader(shared) if shared.is_leading() => Ok(shared),
@@ -123,7 +123,7 @@ impl LeaderElection {
         }
     }
 
-    /// Returns the leader, if another controller leads.
+    /// Returns the record of the leader, if another controller leads.
     pub fn leader(&self) -> Option<Leader> {
         match self.role() {
             Role::Leader(_) => None,
@@ -152,7 +152,7 @@ impl LeaderElection {
         page
     }
 
-    /// Resigns, even during an election. Does nothing without other controllers.
+    /// Resigns the leadership, even during an election. Does nothing if there are no other controllers.
     pub async fn resign(&self) {
         let Some(cluster) = &self.cluster else { return };
         self.become_follower(None);
@@ -170,7 +170,7 @@ impl LeaderElection {
     }
 }
 
-/// Returns the error that a follower answers with, which names the leader.
+/// Returns the error with which a follower answers requests. It contains the leader's address.
 pub fn not_leading_status(leader: Option<Leader>) -> Status {
     let Some(Leader { address, .. }) = leader else {
         return Status::unavailable("this controller does not lead, and no other one does at this moment");
@@ -182,7 +182,7 @@ pub fn not_leading_status(leader: Option<Leader>) -> Status {
     status
 }
 
-/// Returns whether a change failed, or may have failed, because this controller was deposed.
+/// Returns whether the error means that a change failed, or may have failed, because this controller was deposed.
 pub fn is_deposed(error: &anyhow::Error) -> bool {
     let etcd = error.chain().find_map(|cause| match cause.downcast_ref::<StoreError>() {
         Some(StoreError::Etcd(error)) => Some(error),
@@ -191,7 +191,7 @@ pub fn is_deposed(error: &anyhow::Error) -> bool {
     matches!(etcd, Some(EtcdError::Deposed(_) | EtcdError::Unreachable { .. }))
 }
 
-/// Waits until this controller leads, and records the leader meanwhile.
+/// Waits until this controller leads. Until then, records which controller leads.
 pub async fn campaign(
     election: &Arc<LeaderElection>,
     cluster: &Arc<Cluster>,
@@ -233,8 +233,8 @@ pub fn candidate(config: &EtcdConfig) -> anyhow::Result<Candidate> {
     Ok(Candidate { prefix: config.prefix.clone(), value, lease_duration: config.lease_duration })
 }
 
-/// Returns the record of this controller for etcd. Must not be called from asynchronous code. Fails if etcd does not
-/// answer.
+/// Returns the record with which this controller describes itself in etcd. Must not be called from asynchronous code.
+/// Fails if etcd does not answer.
 pub fn describe_leader(config: &EtcdConfig) -> anyhow::Result<String> {
     let cluster = connect_cluster(config)?;
     Ok(match cluster.block_on(candidate(config)?.read_leader(&cluster))? {
@@ -246,14 +246,13 @@ pub fn describe_leader(config: &EtcdConfig) -> anyhow::Result<String> {
     })
 }
 
-/// Returns the connection to etcd. Must not be called from asynchronous code. Fails if a file of `[etcd.tls]` is
-/// unusable.
+/// Connects to etcd. Must not be called from asynchronous code. Fails if a file of `[etcd.tls]` is unusable.
 pub fn connect_cluster(config: &EtcdConfig) -> anyhow::Result<Arc<Cluster>> {
     let tls = config.tls.as_ref().map(read_tls_options).transpose()?;
     Ok(Arc::new(Cluster::new(&config.endpoints, tls.as_ref())?))
 }
 
-/// Loads changed files of `[etcd.tls]`, forever. An unusable file changes nothing.
+/// Loads the files of `[etcd.tls]` again when they change, forever. An unusable file changes nothing.
 pub async fn maintain_certificates(cluster: &Arc<Cluster>, config: &EtcdConfig) -> Infallible {
     let Some(files) = &config.tls else { return std::future::pending().await };
     let own = files.client_certificate_and_key.iter().flat_map(|(certificate, key)| [certificate, key]);

@@ -78,8 +78,8 @@ async fn end_session(shared: &ControllerState, name: String, session: u64) {
     }
 }
 
-/// Registers the load balancer, and returns its name and session. Other load balancers then receive its number
-/// and address.
+/// Registers the load balancer, and returns its name and session. Other load balancers are then sent its number and
+/// address.
 async fn register(
     shared: &ControllerState,
     peer: &AuthenticatedPeer,
@@ -101,7 +101,7 @@ async fn register(
 struct Registration {
     name: String,
     address: Option<IpAddr>,
-    /// Generation of the load balancer's configuration in force.
+    /// Generation of the configuration that the load balancer has in force.
     generation_in_force: u64,
 }
 
@@ -119,7 +119,7 @@ async fn read_registration(messages: &mut Streaming<v1::LoadBalancerMessage>) ->
     }
 }
 
-/// Receives the load balancer's state and queries until it disconnects.
+/// Processes the load balancer's messages about its state and its queries, until it disconnects.
 async fn receive(
     shared: &ControllerState,
     load_balancer: &str,
@@ -160,7 +160,7 @@ async fn receive(
     }
 }
 
-/// Returns a decoded message of the load balancer. An error is logged as `event`.
+/// Returns the decoded message of the load balancer; `None`: it is invalid, which is logged as `event`.
 fn decoded_or_log<T>(event: &str, load_balancer: &str, decoded: Result<T, impl Display>) -> Option<T> {
     let log = |error: &_| {
         tracing::warn!(
@@ -173,7 +173,7 @@ fn decoded_or_log<T>(event: &str, load_balancer: &str, decoded: Result<T, impl D
     decoded.inspect_err(log).ok()
 }
 
-/// Relays the query to the server's agent. Without an agent, the load balancer gets an answer at once.
+/// Relays the query to the server's agent. If no agent is connected, the load balancer is answered at once.
 fn relay_query(shared: &ControllerState, session: u64, query: SocketQuery) {
     let agent = shared.controller().agent_session(query.server);
     let query = SocketQuery { load_balancer_session: session, ..query };
@@ -183,7 +183,7 @@ fn relay_query(shared: &ControllerState, session: u64, query: SocketQuery) {
     }
 }
 
-/// Sends the newest configuration, then the newest tables, after each update. A slow receiver skips tables.
+/// Sends the newest configuration and then the newest tables after each update. A slow receiver misses tables.
 async fn send_updates(
     shared: &ControllerState,
     mut cursor: UpdateCursor,

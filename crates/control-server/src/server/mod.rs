@@ -67,22 +67,22 @@ use leader_election::LeaderElection;
 use state_manager::{Change, ForgetError, StateManager};
 use table_scheduler::make_tables;
 
-/// Roles with a gRPC stream.
+/// Roles of the daemons that may open a gRPC stream.
 const STREAM_ROLES: &[Role] = &[Role::Agent, Role::Lb, Role::Rack];
-/// Pause before a former leader's next election, so that others are elected first.
+/// Pause before a former leader takes part in the next election, so that another controller can win.
 const CAMPAIGN_PAUSE: Duration = Duration::from_secs(1);
-/// Tables sent to a load balancer before it confirms one: several, but few, because newer tables wait behind them.
+/// Maximum number of tables sent before a load balancer confirms one: few, because newer tables wait behind them.
 const MAX_UNCONFIRMED_TABLES: usize = 4;
 /// Number of tasks after which tokio polls I/O and timers. A rack's message takes up to some hundred microseconds, so
 /// tokio's default of 61 tasks would be 10 ms.
 const TOKIO_EVENT_INTERVAL: u32 = 7;
-/// Interval of checks for ids of former servers that may be reused.
+/// Interval of checks whether ids of former servers may be reused.
 const RETIRE_INTERVAL: Duration = Duration::from_secs(60);
-/// Interval of checks for moved buckets and for the next step of a rotation.
+/// Interval of checks for changed histories of buckets, and for the next step of a key rotation.
 const POLL_INTERVAL: Duration = Duration::from_millis(500);
 
-/// Runs the daemon until SIGTERM or SIGINT. SIGHUP reads the files again. Fails if a file is invalid, the store is
-/// unusable or the address cannot be bound.
+/// Runs the controller until SIGTERM or SIGINT. SIGHUP reloads the files. Fails if a file is invalid, the store is
+/// unusable or an address cannot be bound.
 pub fn run(config: &Path) -> anyhow::Result<()> {
     raise_file_limit();
     // One worker receives from agents and racks, and makes tables. A multi-thread worker runs the newest woken task
@@ -122,20 +122,20 @@ pub struct ControllerServer {
     hangups: HangupSignals,
 }
 
-/// SIGHUP receivers, one for each task that waits for it.
+/// Receivers of SIGHUP, one for each task that waits for it.
 struct HangupSignals {
     files: Signal,
     tokens: Signal,
 }
 
 enum OpenedStore {
-    /// The store of the only controller.
+    /// Embedded store, which only this controller uses.
     Embedded(Box<StateManager>),
     Etcd(Arc<Cluster>, EtcdConfig),
 }
 
 impl ControllerServer {
-    /// Reads the file, opens the store and binds the addresses. Boxed: callers need not compile the server.
+    /// Reads the file, opens the store and binds the addresses. Boxed, so that callers need not compile the future.
     pub fn bind(path: &Path) -> BoxFuture<'_, anyhow::Result<Self>> {
         Box::pin(Self::open(path))
     }
@@ -161,7 +161,7 @@ impl ControllerServer {
         Ok(Self { path: path.to_owned(), config, store, election, listener, address, api_listener, tokens, hangups })
     }
 
-    /// Returns the listening address, with the port that the system chose for port 0.
+    /// Returns the address at which the server listens, with the port that the system chose for port 0.
     pub fn address(&self) -> SocketAddr {
         self.address
     }
@@ -174,7 +174,7 @@ impl ControllerServer {
         self.api_listener.address()
     }
 
-    /// Serves forever. Fails when the listening socket fails.
+    /// Serves forever. Fails if the listening socket fails.
     pub fn serve(self) -> BoxFuture<'static, anyhow::Result<()>> {
         Box::pin(self.run())
     }
@@ -222,15 +222,15 @@ impl ControllerServer {
     }
 }
 
-/// Way in which a controller becomes the leader.
+/// Way in which this controller becomes the leader.
 enum LeadershipMode {
-    /// The controller always leads: it has a store of its own.
+    /// The controller always leads, because it has a store of its own.
     Permanent(Box<Term>),
-    /// The controller leads after an election in etcd.
+    /// The controller leads after it has won an election in etcd.
     Elected(Arc<Cluster>, EtcdConfig),
 }
 
-/// Reads the file and opens the store. Must not be called from asynchronous code.
+/// Reads the controller's file and opens its store. Must not be called from asynchronous code.
 fn load_config_and_open_store(path: &Path) -> anyhow::Result<(ControllerConfig, OpenedStore, Security)> {
     let config = ControllerConfig::load(path)?;
     let security = Security::of(&config.listener_config())?;
@@ -244,7 +244,7 @@ fn load_config_and_open_store(path: &Path) -> anyhow::Result<(ControllerConfig, 
     Ok((config, store, security))
 }
 
-/// Leads whenever no other controller does, forever.
+/// Leads whenever no other controller leads, and follows otherwise, forever.
 async fn lead_and_follow(
     path: &Path,
     mut config: ControllerConfig,
@@ -287,7 +287,7 @@ async fn lead_and_follow(
     }
 }
 
-/// Becomes a follower after the end of a term.
+/// Becomes a follower after a term as leader has ended.
 async fn step_down(election: &LeaderElection, leadership: &Leadership, reason: &str) {
     tracing::warn!(
         event = "deposed",
@@ -304,8 +304,8 @@ async fn step_down(election: &LeaderElection, leadership: &Leadership, reason: &
     }
 }
 
-/// Handles SIGHUP at a follower: certificates are revoked, too. The rest of the file is read when the follower becomes
-/// the leader.
+/// Handles SIGHUP at a follower, which only reads the revoked certificates. The rest of the file is read when the
+/// follower becomes the leader.
 async fn update_revocations(hangup: &mut Signal, path: &Path, revoked: &RevocationList) -> Infallible {
     loop {
         hangup.recv().await;
@@ -323,7 +323,7 @@ struct Term {
 }
 
 impl Term {
-    /// Starts to answer requests.
+    /// Starts a term as the leader: from now on requests are answered.
     fn start(manager: StateManager, election: &LeaderElection, leadership: Option<Arc<Leadership>>) -> Self {
         let (shared, change_requests) =
             ControllerState::new(Controller::new(manager.fleet()), (manager.clock(), manager.counts()), leadership);
@@ -332,7 +332,7 @@ impl Term {
         Self { manager, shared, change_requests }
     }
 
-    /// Makes tables, applies changes and answers requests, forever.
+    /// Makes tables, applies changes and answers requests, until an error ends the term.
     async fn lead(self, hangup: &mut Signal) -> anyhow::Result<()> {
         let Self { manager, shared, change_requests } = self;
         tokio::select! {
@@ -343,7 +343,7 @@ impl Term {
     }
 }
 
-/// Applies requested changes of configuration and records in order, forever.
+/// Applies requested changes of the configuration and the records in their order, forever.
 async fn process_changes(
     mut manager: StateManager,
     shared: &ControllerState,
@@ -380,7 +380,7 @@ async fn process_changes(
     }
 }
 
-/// Makes a change and puts it in force.
+/// Applies a change to the records, and puts the resulting configuration in force.
 pub(crate) async fn apply_change(
     mut manager: StateManager,
     shared: &ControllerState,
@@ -420,7 +420,7 @@ pub(crate) async fn apply_change(
     Ok((manager, outcome))
 }
 
-/// Writes moved buckets and key steps to the records, forever.
+/// Writes changed bucket histories and due steps of key rotations to the records, forever.
 async fn maintenance_loop(shared: &ControllerState) {
     let mut due = tokio::time::interval(POLL_INTERVAL);
     due.set_missed_tick_behavior(MissedTickBehavior::Delay);
@@ -479,7 +479,7 @@ async fn request_key_step(shared: &ControllerState, step: KeyStep) {
     }
 }
 
-/// Returns the gRPC code of a rejection that ends a stream.
+/// Returns the gRPC status of a rejection that ends a stream.
 fn rejection_status(refused: &Rejection) -> Status {
     let message = refused.to_string();
     match refused {
@@ -496,7 +496,7 @@ fn rejection_status(refused: &Rejection) -> Status {
     }
 }
 
-/// Returns a stream with the leader's term: a peer that has seen a newer term disconnects.
+/// Returns the response to a stream's request, with the leader's term: a peer that knows a newer term disconnects.
 fn stream_response<T: Send + 'static>(
     shared: &ControllerState,
     updates: mpsc::Receiver<Result<T, Status>>,
@@ -517,7 +517,7 @@ fn sized_control_service(service: ControlService) -> SizedControl<ControlService
 }
 
 impl ControlService {
-    /// Returns the authenticated peer. Fails if it has none of the roles.
+    /// Returns the authenticated peer. Fails if the peer has none of the roles.
     fn peer<T>(&self, request: &Request<T>, roles: &[Role]) -> Result<AuthenticatedPeer, Status> {
         let peer = AuthenticatedPeer::of(request, &self.election.security)?;
         peer.require(roles)?;

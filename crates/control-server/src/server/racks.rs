@@ -20,12 +20,12 @@ use coreward_controller::rejection::Rejection;
 use coreward_listener::security::AuthenticatedPeer;
 
 type UpdateSender = mpsc::Sender<Result<v1::RackUpdate, Status>>;
-/// Queue of an agent's messages to its task.
+/// Sender of the queue through which an agent's messages reach its task.
 type AgentMessageSender = mpsc::Sender<Result<v1::AgentMessage, Status>>;
 
-/// Limit of waiting messages of one agent. The rack's stream waits when the queue is full.
+/// Maximum number of messages of one agent that wait. If the queue is full, the rack's stream waits.
 const MAX_QUEUED_MESSAGES: usize = 4;
-/// Limit of agents' streams behind one rack: the number of server ids.
+/// Maximum number of agents' streams through one rack: the number of server ids.
 const MAX_AGENTS: usize = 16_384;
 
 pub async fn serve(
@@ -84,7 +84,7 @@ async fn register(
     session.map(|session| (name, session)).map_err(|refused| rejection_status(&refused))
 }
 
-/// Receives the rack's summaries and its agents' messages until the rack disconnects.
+/// Processes the rack's summaries and the messages of its agents, until the rack disconnects.
 async fn receive_messages(
     shared: &Arc<ControllerState>,
     name: &str,
@@ -169,8 +169,8 @@ fn start(shared: &Arc<ControllerState>, relay: RackRelay, updates: UpdateSender)
     printed
 }
 
-/// Sends the rack's configuration after changes, checked once per report interval. Ends when the rack disconnects, or
-/// returns the reason to end its stream.
+/// Sends the rack's configuration after each change, checked once per report interval. Ends when the rack disconnects,
+/// or returns the reason to end its stream.
 async fn send_updates(shared: &ControllerState, session: u64, updates: &UpdateSender) -> Option<Rejection> {
     let (mut reported, mut considered) = (None, None);
     loop {

@@ -8,23 +8,23 @@ use coreward_wire::{SocketAnswer, SocketQuery};
 use parking_lot::{Mutex, MutexGuard};
 use tokio::sync::mpsc;
 
-/// Limit of waiting queries for one agent, with up to 256 connections each, and of waiting answers for one load
-/// balancer.
+/// Maximum number of queries that wait for one agent, with up to 256 connections each, and of answers that wait for one
+/// load balancer.
 const MAX_QUEUED: usize = 64;
-/// Limit of an agent's open queries: twice the number that all load balancers with a connection table send.
+/// Maximum number of open queries of one agent: twice the number that all load balancers with a connection table send.
 const MAX_OPEN_QUERIES: usize = 1024;
 
-/// Agents and load balancers by session.
+/// Relay of socket queries from load balancers to agents, and of the answers. Both are identified by their sessions.
 #[derive(Default)]
 pub struct SocketQueryRelay {
     agents: Mutex<HashMap<u64, QueriedAgent>>,
     load_balancers: Mutex<HashMap<u64, mpsc::Sender<SocketAnswer>>>,
 }
 
-/// An agent that can be queried.
+/// Agent that load balancers can query.
 struct QueriedAgent {
     queries: mpsc::Sender<SocketQuery>,
-    /// Open queries: the load balancer's session, and the query's number at the load balancer.
+    /// Unanswered queries: the load balancer's session, and the number that the load balancer gave the query.
     open_queries: VecDeque<(u64, u64)>,
 }
 
@@ -33,14 +33,14 @@ fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl SocketQueryRelay {
-    /// Returns the queue of queries of a new agent session.
+    /// Registers an agent's session, and returns the queue of its queries.
     pub fn register_agent(&self, agent: u64) -> mpsc::Receiver<SocketQuery> {
         let (questions, receiver) = mpsc::channel(MAX_QUEUED);
         locked(&self.agents).insert(agent, QueriedAgent { queries: questions, open_queries: VecDeque::new() });
         receiver
     }
 
-    /// Returns the queue of answers of a new load balancer session.
+    /// Registers a load balancer's session, and returns the queue of the answers to its queries.
     pub fn register_load_balancer_session(&self, load_balancer_session: u64) -> mpsc::Receiver<SocketAnswer> {
         let (sender, receiver) = mpsc::channel(MAX_QUEUED);
         locked(&self.load_balancers).insert(load_balancer_session, sender);
@@ -65,7 +65,7 @@ impl SocketQueryRelay {
         }
     }
 
-    /// Relays an answer; returns false if the query is not open.
+    /// Relays an answer to the load balancer that asked. Returns false if the query is not open.
     pub fn relay_answer(&self, agent: u64, answer: SocketAnswer) -> bool {
         let question = (answer.load_balancer_session, answer.number);
         let was_asked = locked(&self.agents).get_mut(&agent).is_some_and(|asked| {
@@ -85,7 +85,7 @@ impl SocketQueryRelay {
         was_asked
     }
 
-    /// Sends an answer to the load balancer, if it is connected and reads.
+    /// Sends an answer to the load balancer. Drops it if the load balancer is not connected or its queue is full.
     pub fn send_answer(&self, answer: SocketAnswer) {
         if let Some(sender) = locked(&self.load_balancers).get(&answer.load_balancer_session) {
             let _ = sender.try_send(answer);

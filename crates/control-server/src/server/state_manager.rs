@@ -47,7 +47,7 @@ metrics! {
     );
 }
 
-/// Manager of configuration and records, the only writer of the store.
+/// Manager of the configuration and the records. It is the only writer of the store.
 pub struct StateManager {
     path: PathBuf,
     config: ControllerConfig,
@@ -60,17 +60,17 @@ pub struct StateManager {
     state_counters: Arc<StateCounters>,
 }
 
-/// Counters of configuration and store.
+/// Counters of reloaded configurations and of writes to the store.
 #[derive(Debug)]
 pub struct StateCounters {
-    /// Whether the last write succeeded.
+    /// Whether the last write to the store succeeded.
     pub is_writable: AtomicBool,
     pub writes: AtomicU64,
     pub failed_writes: AtomicU64,
-    /// Successful reloads of the files.
+    /// Number of successful reloads of the files.
     pub reloads: AtomicU64,
     pub failed_reloads: AtomicU64,
-    /// Whether the configuration in force differs from the fleet's file as last read.
+    /// Whether the fleet's file was refused when it was last read, so that the configuration in force differs from it.
     pub is_file_refused: AtomicBool,
 }
 
@@ -116,21 +116,21 @@ impl StateCounters {
 pub enum Change {
     Reload,
     ApplyDocument(Box<DocumentRequest>),
-    /// Retire ids after time has passed.
+    /// Retire the ids whose waiting time has passed.
     RetireExpiredIds,
     RegisterLoadBalancer {
         name: String,
-        /// Address for other load balancers.
+        /// Address at which other load balancers reach this one.
         address: Option<IpAddr>,
     },
-    /// Record a disconnected load balancer.
+    /// Record that a load balancer has disconnected.
     RecordDisconnect {
         name: String,
     },
     Drain(DrainRequest),
-    /// Undrain the server of this name.
+    /// End the drain of the server with this name.
     Undrain(String),
-    /// Forget the load balancer of this name.
+    /// Forget the load balancer with this name.
     ForgetLoadBalancer(String),
     TakeKeyStep(KeyStep),
     StoreBucketHistories(Vec<(String, BucketHistory)>),
@@ -143,10 +143,10 @@ pub struct DocumentRequest {
     pub dry_run: bool,
 }
 
-/// Reason for which a document is not applied.
+/// Reason for which a fleet document is not applied.
 #[derive(Debug, thiserror::Error)]
 pub enum ApplyError {
-    /// The operator manages the document in a file.
+    /// The operator manages the fleet document in a file.
     #[error(
         "this controller's fleet is managed by {} (`fleet` in {}): expected changes there, then SIGHUP",
         file.display(),
@@ -159,14 +159,14 @@ pub enum ApplyError {
     Invalid(#[from] Diagnostics),
 }
 
-/// Returns the operating system's generator of secrets.
+/// Returns a random number generator for secrets, seeded by the operating system.
 fn system_rng() -> UnwrapErr<SysRng> {
     UnwrapErr(SysRng)
 }
 
 impl StateManager {
-    /// Reads the fleet's file, opens the store, and merges both. `config`: contents of `path`; `denied` receives the
-    /// file's revoked certificates.
+    /// Reads the fleet's file, opens the store, and merges both. `config`: parsed contents of the file `path`; `denied`
+    /// receives the revoked certificates of that file.
     pub fn open(
         path: &Path,
         config: ControllerConfig,
@@ -231,7 +231,7 @@ impl StateManager {
         Ok(manager)
     }
 
-    /// Returns the path of the controller's file.
+    /// Returns the path of the controller's configuration file.
     pub fn path(&self) -> &Path {
         &self.path
     }
@@ -258,7 +258,7 @@ impl StateManager {
         outcome
     }
 
-    /// Returns whether another process led this fleet before.
+    /// Returns whether the store was used before, so that load balancers may have tables of an earlier process.
     pub fn has_predecessor(&self) -> bool {
         self.has_predecessor
     }
@@ -272,13 +272,13 @@ impl StateManager {
         Fleet::new(&self.fleet, &self.records).with_controller(self.config.fleet.clone(), rss_key)
     }
 
-    /// Returns the generation of the fleet's document in force.
+    /// Returns the generation of the fleet document in force.
     pub fn document_generation(&self) -> u64 {
         self.records.document.generation
     }
 
-    /// Makes the change and returns the new configuration, if it changes. On an error nothing changes, except for
-    /// revoked certificates. A change without effect on the configuration succeeds even if it cannot be written now.
+    /// Makes the change and returns the new configuration, if it differs. On an error nothing changes except revoked
+    /// certificates. A change that does not affect the configuration succeeds even if it cannot be written now.
     pub fn apply_change(&mut self, change: Change, author: &Author) -> anyhow::Result<Option<Fleet>> {
         let now = self.clock.now();
         match change {
@@ -341,7 +341,7 @@ impl StateManager {
         }
     }
 
-    /// Makes a change of one subject, with its audit entry.
+    /// Makes a change that concerns one subject, and adds an audit entry if the records change.
     fn apply_audited(
         &mut self,
         author: &Author,
@@ -360,7 +360,7 @@ impl StateManager {
         })
     }
 
-    /// Changes the records. `change` returns whether the configuration changes, too.
+    /// Changes a copy of the records and writes it. `change` returns whether the configuration changes, too.
     fn change_records(&mut self, change: impl FnOnce(&mut Records) -> bool) -> anyhow::Result<Option<Fleet>> {
         let mut records = self.records.clone();
         let is_new = change(&mut records);
@@ -439,7 +439,7 @@ impl StateManager {
     }
 }
 
-/// Returns the first configuration: the fleet's file, or else the stored document, merged with the records.
+/// Merges the fleet's file, or without a file the stored document, with the records. Returns both.
 fn start(
     file: Result<Option<FleetConfig>, Diagnostics>,
     stored: Option<&Records>,
@@ -459,7 +459,7 @@ fn start(
     Ok((fleet, records))
 }
 
-/// Adds an audit entry for a new fleet document.
+/// Adds an audit entry about a new fleet document to the records.
 fn audit_document_change(
     records: &mut Records,
     before: &Records,
@@ -475,7 +475,7 @@ fn audit_document_change(
     records.record_change(author, note, wall_clock());
 }
 
-/// Describes the state of the object that an action changes, for the audit log.
+/// Describes the state of the object that an action changes. The audit log contains it before and after the change.
 fn describe_subject(records: &Records, action: &str, target: &str) -> String {
     if action == "rotate-keys" {
         let announced = if records.key_ring.phase == KeyPhase::Steady { "" } else { ", the next one is announced" };
@@ -498,7 +498,7 @@ fn describe_subject(records: &Records, action: &str, target: &str) -> String {
     }
 }
 
-/// Reason for which a load balancer is not forgotten.
+/// Reason for which a load balancer cannot be forgotten.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum ForgetError {
     #[error("load balancer {0:?} does not exist")]

@@ -5,20 +5,20 @@ use std::time::Duration;
 use parking_lot::Mutex;
 use tokio::time::Instant;
 
-/// Time for due tables, after which reports are processed.
+/// Maximum time for which due tables are made before reports are processed again.
 const TABLE_TIME_SLICE: Duration = Duration::from_millis(2);
-/// Pause after tables, as a multiple of their time: they take at most half of a CPU.
+/// Pause after making tables, as a multiple of the time it took: tables take at most half of a CPU.
 const PAUSE_PER_TABLE_TIME: u32 = 1;
-/// Shortest pause between tables, which collects changes.
+/// Shortest pause between two rounds of making tables, during which changes accumulate.
 const MIN_TABLE_PAUSE: Duration = Duration::from_millis(1);
 
-/// Time from which tables may be made again; `None`: at once.
+/// Limit of the CPU time for tables: time from which tables may be made again; `None`: at once.
 #[derive(Debug, Default)]
 pub struct TableBudget(Mutex<Option<Instant>>);
 
 impl TableBudget {
-    /// Runs `make`, which is given a time limit and returns the time it took, if tables may be made now. Returns the
-    /// time at which tables may be made next.
+    /// Runs `make_tables` if tables may be made now. It is given a time limit, and returns the time that it took.
+    /// Returns the time at which tables may be made next.
     pub fn run_within(&self, make: impl FnOnce(Duration) -> Duration) -> Instant {
         let mut next = self.0.lock();
         if let Some(later) = next.filter(|next| *next > Instant::now()) {

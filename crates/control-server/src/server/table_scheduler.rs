@@ -7,11 +7,11 @@ use tokio::time::{Instant, sleep_until};
 
 use super::controller_state::ControllerState;
 
-/// After a restart load balancers keep their tables until agents are back, but no longer than this. Agents retry at
+/// Maximum time after a restart for which load balancers keep their tables, until agents have reported. Agents retry at
 /// least every 2 s.
 const SETTLE_LIMIT: Duration = Duration::from_secs(4);
 const SETTLE_POLL_INTERVAL: Duration = Duration::from_millis(10);
-/// Makes tables, forever. `has_predecessor`: load balancers have tables of an earlier process.
+/// Makes tables when they are due, forever. `has_predecessor`: load balancers have tables of an earlier process.
 pub async fn make_tables(shared: &ControllerState, has_predecessor: bool) {
     let limit = Instant::now() + if has_predecessor { SETTLE_LIMIT } else { Duration::ZERO };
     while Instant::now() < limit && !shared.have_all_reported() {
@@ -30,7 +30,7 @@ async fn table_interval_loop(shared: &ControllerState) {
     }
 }
 
-/// Makes due tables while no loads arrive.
+/// Makes due tables whenever the reports have not done so, forever.
 async fn on_change_loop(shared: &ControllerState) {
     loop {
         shared.wait_until_tables_due().await;

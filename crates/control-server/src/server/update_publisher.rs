@@ -9,7 +9,7 @@ use parking_lot::{Mutex, MutexGuard};
 use prost::bytes::Bytes;
 use tokio::sync::watch;
 
-/// The newest configuration and the newest table of each service.
+/// Publisher of the newest configuration, and of the newest table of each service, to all load balancers' sessions.
 pub struct UpdatePublisher {
     snapshot: Mutex<PublishedState>,
     newest_update_sender: watch::Sender<u64>,
@@ -19,36 +19,36 @@ struct PublishedState {
     configuration: PublishedConfiguration,
     newest_update: u64,
     tables: HashMap<ServiceIndex, (u64, Bytes)>,
-    /// Newest tables by update number.
+    /// Newest table of each service, encoded, by the number of the update that published it.
     tables_by_update: BTreeMap<(u64, ServiceIndex), Bytes>,
 }
 
 struct PublishedConfiguration {
     fleet: FleetConfiguration,
     update_number: u64,
-    /// Full configuration, encoded when a session first needs it.
+    /// Encoded full configuration. It is encoded when a session first needs it.
     encoded: OnceLock<Bytes>,
-    /// Number of the previous update, and the changes since that update.
+    /// Number of the previous configuration's update, and the encoded changes since that update.
     change_since_update: Option<(u64, Bytes)>,
 }
 
-/// Updates that a session has not received yet.
+/// Updates that a session has not been sent yet.
 pub struct PendingUpdates {
-    /// Configuration, which must be sent before the tables.
+    /// Change of the configuration, which must be sent before the tables.
     pub configuration: Option<ConfigUpdate>,
-    /// The newest table of each service.
+    /// Encoded tables, at most one per service.
     pub tables: Vec<Bytes>,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum ConfigUpdate {
-    /// An encoded [`FleetConfiguration`].
+    /// Encoded [`FleetConfiguration`].
     Whole(Bytes),
-    /// An encoded [`FleetChange`].
+    /// Encoded [`FleetChange`].
     Change(Bytes),
 }
 
-/// Position of a session in the updates.
+/// Numbers of the newest updates that a session has been sent.
 #[derive(Debug, Default)]
 pub struct UpdateCursor {
     newest_update: u64,
@@ -60,7 +60,7 @@ impl PublishedConfiguration {
         Self { fleet, update_number, encoded: OnceLock::new(), change_since_update }
     }
 
-    /// Returns the configuration update for a session at that cursor.
+    /// Returns the configuration update for a session that has the configuration of this update number.
     fn update_since(&self, cursor: u64) -> ConfigUpdate {
         match &self.change_since_update {
             Some((base, change)) if *base == cursor => ConfigUpdate::Change(change.clone()),
@@ -108,7 +108,7 @@ impl UpdatePublisher {
         });
     }
 
-    /// Publishes another configuration; tables of services without `keep` are removed.
+    /// Publishes a new configuration, and removes the tables of services for which `keep` returns false.
     pub fn publish_configuration(&self, configuration: FleetConfiguration, keep: impl Fn(ServiceIndex) -> bool) {
         self.publish(|snapshot, number| {
             let before = &snapshot.configuration;
@@ -131,7 +131,7 @@ impl UpdatePublisher {
         PendingUpdates { configuration, tables }
     }
 
-    /// Returns a receiver that changes with every update.
+    /// Returns a receiver of the newest update's number, which changes with every update.
     pub fn subscribe(&self) -> watch::Receiver<u64> {
         self.newest_update_sender.subscribe()
     }
@@ -161,7 +161,7 @@ mod tests {
         }
     }
 
-    /// Returns the generations of a whole configuration or of a change, and tables.
+    /// Takes the pending updates. Returns the generation of a full configuration or of a change, and the tables.
     fn received(publisher: &UpdatePublisher, cursor: &mut UpdateCursor) -> (Option<u64>, Option<u64>, Vec<Vec<u8>>) {
         let pending = publisher.take_pending_updates(cursor);
         let (mut whole, mut change) = (None, None);

@@ -13,9 +13,9 @@ use tonic::{Code, Status, Streaming};
 use crate::support::{RunningController, TestDirectory, with_timeout};
 
 const WEB: &str = "[[service]]\nname = \"web\"\nvip = \"10.200.0.1:80\"\npolicy = \"crossrss\"\n";
-/// Interval of reports in the fleet's document (support::TestDirectory).
+/// Report interval in the fleet's document, which support::TestDirectory writes.
 const REPORT_INTERVAL: Duration = Duration::from_millis(10);
-/// More than the windows of HTTP/2 hold (256 KiB, each report some 60 bytes).
+/// Number of sent reports of some 60 bytes: more than the windows of HTTP/2 hold (256 KiB).
 const REPORT_COUNT: u64 = 40_000;
 
 async fn agent(
@@ -45,15 +45,15 @@ fn report(sequence: u64) -> v1::AgentMessage {
     }))
 }
 
-/// Reports that were decoded, whatever became of them.
+/// Returns the number of reports that the controller has decoded, whether it accepted or rejected them.
 async fn decoded_report_count(running: &RunningController) -> u64 {
     let status = running.status().await;
     let of_reports = ["too_often", "out_of_order", "clock_stalled", "impossible_load"];
     status.accepted_reports + of_reports.iter().map(|reason| status.refused_reports[*reason]).sum::<u64>()
 }
 
-/// Sends as much as the connection takes. The controller's HTTP/2 ends a connection with many small frames that wait to
-/// be read; then another one follows.
+/// Sends as many reports as the connection takes, over and over. The controller's HTTP/2 ends a connection with many
+/// small frames that wait to be read. Then another connection follows.
 async fn flood(running: Arc<RunningController>) {
     loop {
         let (sender, _updates) = agent(&running, "s1").await;

@@ -15,7 +15,7 @@ use crate::support::{RunningController, TestDirectory, with_timeout};
 
 const SERVICE: &str = "[[service]]\nname = \"web\"\nvip = \"10.200.0.1:80\"\npolicy = \"crossrss\"\n";
 
-/// Requests other than GET that a viewer may send: none changes the fleet.
+/// Operations other than GET that a viewer may request, because they do not change the fleet.
 const VIEWER_WRITES: [&str; 3] = ["POST /v1/check", "POST /v1/session", "DELETE /v1/session"];
 
 struct TestEnv {
@@ -63,7 +63,7 @@ impl TestEnv {
     }
 }
 
-/// "GET /v1/status" and the role that it asks for, for every operation of the document.
+/// Returns the operations of the OpenAPI document: method, path, and the role that the operation requires.
 fn operations(document: &Value) -> Vec<(String, String, Role)> {
     let mut all = Vec::new();
     for (path, item) in document["paths"].as_object().unwrap() {
@@ -79,7 +79,7 @@ fn operations(document: &Value) -> Vec<(String, String, Role)> {
     all
 }
 
-/// Access needs a token, and no viewer changes anything: for each operation that the document names.
+/// Every operation of the OpenAPI document requires a token, and a viewer's token changes nothing.
 #[tokio::test]
 async fn every_endpoint_authenticates() {
     let env = TestEnv::start(TestDirectory::new(&["s1"], SERVICE)).await;
@@ -191,7 +191,7 @@ async fn document_is_applied_whole_or_not_at_all() {
     assert_eq!(client.status(false).await.unwrap().services[0].name, "web");
 }
 
-/// An acknowledged drain survives a crash and another document, until it is undrained.
+/// An acknowledged drain lasts through a crash and a new document, until it is undrained.
 #[tokio::test]
 async fn drain_lasts_until_undrain() {
     let mut env = TestEnv::start(TestDirectory::new(&["s1", "s2"], SERVICE)).await;
@@ -256,7 +256,7 @@ async fn drain_lasts_until_undrain() {
     assert!(events.to_string().contains(": undrained"), "{events}");
 }
 
-/// Browsers log in with a token and continue with a viewer's cookie.
+/// A browser that has logged in with a token continues with a cookie, which has a viewer's rights.
 #[tokio::test]
 async fn session_reads_and_cannot_change() {
     let env = TestEnv::start(TestDirectory::new(&["s1"], SERVICE)).await;
@@ -277,7 +277,7 @@ async fn session_reads_and_cannot_change() {
     assert_eq!(status, StatusCode::UNAUTHORIZED);
 }
 
-/// A watcher gets the present state at once, then events; after a reconnect it gets the missed events.
+/// A watcher is sent the present state at once, then events; after a reconnect it is sent the missed events.
 #[tokio::test]
 async fn watcher_gets_missed_events_after_a_reconnect() {
     let home = TestDirectory::new(&[], "");

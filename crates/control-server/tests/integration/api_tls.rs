@@ -14,7 +14,7 @@ use crate::support::{RunningController, TestDirectory, with_timeout};
 
 const SERVICE: &str = "[[service]]\nname = \"web\"\nvip = \"10.200.0.1:80\"\n";
 
-/// A controller whose API listens everywhere, and certificates of its authority.
+/// Controller whose API listens on all addresses with TLS, and the authority of its certificates.
 struct TestEnv {
     home: TestDirectory,
     authority: Authority,
@@ -26,7 +26,7 @@ impl TestEnv {
         Self::start_at(&["127.0.0.1"]).await
     }
 
-    /// The controller's certificate names these hosts.
+    /// Starts a controller with a certificate for these host names and addresses.
     async fn start_at(hosts: &[&str]) -> Self {
         let home = TestDirectory::new(&["s1"], SERVICE);
         let authority =
@@ -61,7 +61,7 @@ impl TestEnv {
         Client::with_controllers(vec![url.parse().unwrap()], &proof, host).unwrap()
     }
 
-    /// The status of curl's answer, or why there is none.
+    /// Requests the path with curl. Returns the HTTP status, or curl's error message.
     async fn curl(&self, path: &str, options: &[&str]) -> Result<u16, String> {
         let mut command = tokio::process::Command::new("curl");
         command.args(["--silent", "--show-error", "--output", "/dev/null", "--write-out", "%{http_code}"]);
@@ -88,7 +88,7 @@ fn path_text(path: &Path) -> &str {
     path.to_str().unwrap()
 }
 
-/// Stock programs: a token by TLS, a certificate in its place, and neither.
+/// curl may authenticate by a token with TLS, or by a certificate without a token, but not without both.
 #[tokio::test]
 async fn curl_authenticates_by_token_or_certificate() {
     let env = TestEnv::start().await;
@@ -125,7 +125,7 @@ async fn curl_authenticates_by_token_or_certificate() {
     assert!(plain.is_err(), "what is not encrypted gets no answer: {plain:?}");
 }
 
-/// Otherwise a browser would send it to any plain HTTP server of the same host name.
+/// Without the attribute `Secure`, a browser would send the cookie to any plain HTTP server of the same host name.
 #[tokio::test]
 async fn session_cookie_of_tls_is_secure() {
     let env = TestEnv::start().await;
@@ -175,8 +175,8 @@ async fn commands_authenticate_by_token_or_certificate() {
     }
 }
 
-/// If the certificate names hosts, the host of the command must be one of them, or the operator's name for it;
-/// otherwise the role suffices.
+/// If the controller's certificate names hosts, it must name the host of the request, or a host that the operator
+/// expects. Otherwise a certificate with the role of a controller suffices.
 #[tokio::test]
 async fn controller_certificate_must_name_the_requested_host() {
     let one_of = |names: &[&str]| ExpectedHost::OneOf(names.iter().map(ToString::to_string).collect());
@@ -229,7 +229,7 @@ async fn revoked_certificate_is_rejected() {
     assert!(error.contains("revoked"), "{error}");
 }
 
-/// Without `[tls]` a token would cross the network in cleartext.
+/// Without `[tls]`, a token would cross the network in cleartext.
 #[tokio::test]
 async fn api_beyond_its_host_requires_tls() {
     let home = TestDirectory::new(&["s1"], SERVICE);

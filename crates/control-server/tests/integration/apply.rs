@@ -11,7 +11,7 @@ use proptest::prelude::*;
 
 use crate::support::{RunningController, TestDirectory, with_timeout};
 
-/// A home whose controller's file names no fleet.
+/// Returns a test directory with a controller's file that does not name a fleet's file.
 fn home() -> TestDirectory {
     let home = TestDirectory::new(&[], "");
     home.write_controllers_file("");
@@ -35,7 +35,7 @@ impl TestDirectory {
 }
 
 impl RunningController {
-    /// As `coreward apply` does it, whose runtime is its own.
+    /// Reads the proposed fleet in a blocking task, because `coreward apply` has a runtime of its own.
     async fn proposed(&self, home: &TestDirectory, text: &str) -> Result<ProposedFleet, String> {
         let (client, file) = (self.client.clone(), home.file(text));
         let proposed = tokio::task::spawn_blocking(move || ProposedFleet::read(&client, &file)).await.unwrap();
@@ -64,8 +64,8 @@ impl RunningController {
         .await;
     }
 
-    /// Returns the parts of the configuration that are stored: server ids and states, services and their servers. A
-    /// server in its slow start is active: how far it has come is not stored.
+    /// Returns the stored parts of the configuration: server ids, states and weights, and services with their servers.
+    /// A server in its slow start counts as active, because the progress of the slow start is not stored.
     async fn stored_configuration(
         &self,
     ) -> (BTreeMap<String, (u32, String, u32)>, BTreeMap<String, (String, u32, Vec<String>)>) {
@@ -180,7 +180,7 @@ async fn invalid_document_changes_nothing() {
     assert_eq!(controller.stored_configuration().await, before);
 }
 
-/// A slow start is not stored: the next controller gives the server all of its part.
+/// The slow start of a server is not stored: the next controller gives the server its full share at once.
 #[tokio::test]
 async fn slow_start_ends_with_a_restart() {
     let home = home();
@@ -196,7 +196,7 @@ async fn slow_start_ends_with_a_restart() {
     assert_eq!(state_of(&controller.status().await, "s2"), ServerState::Active);
 }
 
-/// Without the file the fleet continues.
+/// If the file is removed, the fleet continues as it is.
 #[tokio::test]
 async fn fleet_managed_by_a_file_changes_only_there() {
     let home = TestDirectory::new(&["s1"], WEB);
@@ -223,7 +223,7 @@ async fn fleet_managed_by_a_file_changes_only_there() {
     assert_eq!(controller.apply(&home, &document(&["s1", "s2"], "")).await, Ok(2));
 }
 
-/// Documents that are right, in any order of servers and services, with comments.
+/// Generates valid fleet documents, with servers and services in any order, and with comments.
 fn documents() -> impl Strategy<Value = String> {
     let server = (0u8..3, any::<bool>(), 0u8..=100, any::<bool>());
     let servers = prop::collection::btree_map(1u8..40, server, 0..12);
@@ -255,7 +255,7 @@ fn documents() -> impl Strategy<Value = String> {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 24, ..ProptestConfig::default() })]
 
-    /// A killed and restarted controller has the applied document: ids, states, pools, text.
+    /// A controller that is killed and restarted has the applied document, with the same text, ids, states and pools.
     #[test]
     fn any_fleet_survives_a_restart(first in documents(), second in documents()) {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();

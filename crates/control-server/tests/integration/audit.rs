@@ -8,7 +8,7 @@ use tokio_stream::wrappers::ReceiverStream;
 
 use crate::support::{RunningController, TestDirectory, with_timeout};
 
-/// Without a file: the fleet is applied.
+/// Returns a test directory without a fleet's file: the fleet is applied by the API.
 fn home() -> TestDirectory {
     let home = TestDirectory { directory: tempfile::tempdir().unwrap() };
     home.write_controllers_file("");
@@ -36,7 +36,7 @@ async fn load_balancer(running: &RunningController) -> mpsc::Sender<v1::LoadBala
     sender
 }
 
-/// The API takes so many requests a second.
+/// Waits, because the API limits the number of requests per second.
 async fn pause() {
     tokio::time::sleep(std::time::Duration::from_millis(60)).await;
 }
@@ -142,7 +142,7 @@ async fn update_rejected_by_a_load_balancer_is_reported() {
     assert_eq!(running.status().await.load_balancers, []);
 }
 
-/// s3 is down: of the two that are well one may be drained.
+/// Server s3 is down: of the two healthy servers, only one may be drained.
 #[tokio::test]
 async fn concurrent_drains_leave_the_last_healthy_server() {
     let home = home();

@@ -13,7 +13,7 @@ const WEB: &str = "[[server]]\nname = \"s1\"\naddress = \"10.2.0.1\"\n\
                    [[service]]\nname = \"web\"\nvip = \"10.200.0.1:80\"\nhealth = { check = \"tcp\" }\n";
 const NO_SERVICES: &str = "report_interval = \"50ms\"\n";
 
-/// A load balancer that has this configuration in force, and is on record.
+/// Load balancer that is connected, and has had a configuration in force before.
 struct LoadBalancer {
     updates: Streaming<DataplaneUpdate>,
     newest: Option<FleetConfiguration>,
@@ -36,7 +36,7 @@ impl LoadBalancer {
         Self { updates, newest: None, _messages: messages }
     }
 
-    /// The next configuration: how many services it has.
+    /// Waits for the next configuration, and returns the number of its services.
     async fn services(&mut self) -> usize {
         loop {
             let update = with_timeout("an update", self.updates.message()).await.unwrap().unwrap().update;
@@ -57,7 +57,7 @@ fn metric(running: &RunningController, name: &str) -> String {
     text.lines().find_map(|line| line.strip_prefix(&format!("{name} "))).unwrap_or_default().to_owned()
 }
 
-/// Without a file: the fleet is applied.
+/// Returns a test directory without a fleet's file: the fleet is applied by the API.
 fn home() -> TestDirectory {
     let home = TestDirectory { directory: tempfile::tempdir().unwrap() };
     home.write_controllers_file("");

@@ -71,7 +71,7 @@ impl Agent {
         }
     }
 
-    /// Reports that the cores were busy to these parts since the last report.
+    /// Reports loads of the cores: the busy fractions of the time since the last report.
     async fn report(&mut self, loads: [f64; 2]) {
         self.sequence += 1;
         let measured_ns = self.sequence * 10_000_000;
@@ -141,7 +141,7 @@ impl LoadBalancer {
 
 const WEB: &str = "[[service]]\nname = \"web\"\nvip = \"10.200.0.1:80\"\npolicy = \"crossrss\"\n";
 
-/// Returns the server of each core's buckets: even buckets reach core 0, uneven ones core 1.
+/// Returns the server of each core's buckets: even buckets belong to core 0, odd ones to core 1.
 fn servers_of_cores(table: &PlacementTable) -> Option<[u16; 2]> {
     let at = |bucket: usize| table.candidates.get(bucket).map(|candidate| candidate.server.get());
     Some([at(0)?, at(1)?])

@@ -15,7 +15,7 @@ use tonic::Code;
 
 use crate::support::{RunningController, TestDirectory, with_timeout};
 
-/// One member; it ends with this.
+/// Process of one etcd member, which ends when the value is dropped.
 struct Etcd {
     member: Member,
     process: Child,
@@ -46,7 +46,7 @@ impl Drop for Etcd {
     }
 }
 
-/// The only way of a controller to etcd, which can be closed.
+/// Proxy through which a controller reaches etcd, and which can be closed.
 struct TcpProxy {
     address: SocketAddr,
     target: SocketAddr,
@@ -60,7 +60,7 @@ impl TcpProxy {
         Self { address, target: to, task: tokio::spawn(forward(listener, to)) }
     }
 
-    /// Ends all connections; no process listens.
+    /// Closes all connections and the listening socket, so that new connections are refused.
     fn close(&mut self) {
         self.task.abort();
     }
@@ -81,7 +81,7 @@ async fn forward(listener: TcpListener, to: SocketAddr) {
     }
 }
 
-/// A controller of several, with tokens of its own.
+/// One of several controllers, with API tokens of its own.
 struct Controller {
     home: TestDirectory,
     running: RunningController,
@@ -109,7 +109,7 @@ impl Controller {
         std::fs::read_to_string(token_file(self.home.directory.path(), Role::Operator)).unwrap().trim().to_owned()
     }
 
-    /// Status and body of the answer to an operator.
+    /// Requests the path as an operator. Returns the HTTP status and the body of the response.
     async fn get<T: serde::de::DeserializeOwned>(&self, path: &str) -> (u16, T) {
         let url = format!("http://{}/v1/{path}", self.running.api);
         let answer = reqwest::Client::new().get(url).bearer_auth(self.token()).send();
@@ -117,7 +117,7 @@ impl Controller {
         (answer.status().as_u16(), answer.json().await.unwrap())
     }
 
-    /// Why the cookie keys are not changed.
+    /// Requests a rotation of the cookie keys at a follower. Returns the problem with which it is rejected.
     async fn rotate(&self) -> Problem {
         let url = format!("http://{}/v1/keys/rotate", self.running.api);
         let body = serde_json::json!({ "force": true });
@@ -125,7 +125,7 @@ impl Controller {
         with_timeout("an answer", request.send()).await.unwrap().json().await.unwrap()
     }
 
-    /// Waits until this one leads; the term that a stream of a load balancer begins with.
+    /// Waits until this controller leads. Returns its term, which a load balancer's stream begins with.
     async fn wait_until_leading(&self) -> u64 {
         let leads = async {
             loop {

@@ -14,7 +14,7 @@ use super::{ConnectionCase, PacketVerdict};
 pub enum ExplainedPacket {
     NewConnection,
     Established {
-        /// TSecr of the packet; `None`: no timestamps.
+        /// Echoed timestamp (TSecr) of the packet; `None`: the packet has no timestamps.
         tsecr: Option<u32>,
         is_reset: bool,
     },
@@ -98,7 +98,7 @@ impl ConnectionCase<'_> {
         }
     }
 
-    /// Decides by a cookie of LB-side stamping. A connection without one is in the flow table instead.
+    /// Returns the verdict by a cookie of LB-side stamping. A connection without a cookie is in the flow table instead.
     fn verdict_by_lb_stamped_cookie(&self, tsecr: u32) -> PacketVerdict {
         let id = lb_stamping::decode_server_id(&self.view.cookie_keys, &self.tuple, tsecr);
         let first = "without an entry in the load balancer's flow table its cookie decides:";

@@ -47,7 +47,7 @@ fn daemon_continues_when_its_log_is_full() {
     assert!(controller.0.wait().unwrap().success());
 }
 
-/// `coreward check FILE 2>&1 | head -1`, and of a command that prints much.
+/// Emulates `coreward check FILE 2>&1 | head -1`, and a closed pipe behind a command that prints much.
 #[test]
 fn closed_pipe_does_not_change_the_exit_status() {
     let mut completions = coreward().args(["completions", "bash"]).stdout(Stdio::piped()).spawn().unwrap();

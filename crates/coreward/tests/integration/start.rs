@@ -9,10 +9,10 @@ use std::time::{Duration, Instant};
 
 use crate::support::{Daemon, coreward};
 
-/// For what a controller does at once: only a safety net.
+/// Timeout of operations that a controller normally finishes at once; only a safety net.
 const LIMIT: Duration = Duration::from_secs(120);
 
-/// The controller's file; `more`: further keys.
+/// Writes the controller's file and returns its path. `more`: further keys.
 fn write_controller(directory: &Path, more: &str) -> PathBuf {
     let (path, store) = (directory.join("controller.toml"), directory.join("store"));
     let text = format!("listen = \"127.0.0.1:0\"\napi = \"127.0.0.1:0\"\nstore = {store:?}\n{more}");
@@ -20,7 +20,7 @@ fn write_controller(directory: &Path, more: &str) -> PathBuf {
     path
 }
 
-/// Returns the API's address from the log, which is read on.
+/// Returns the API's address from the log; a thread reads the rest of the log.
 fn read_api_address(log: ChildStderr) -> String {
     let mut lines = BufReader::new(log).lines().map(Result::unwrap);
     let mut seen = Vec::new();
@@ -44,7 +44,7 @@ fn text(output: &Output) -> String {
     String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr)
 }
 
-/// Opens a pipe once the controller reads from it.
+/// Opens a pipe for writing as soon as the controller reads from it.
 fn open_for_reader(pipe: &Path) -> File {
     let (opened, file) = mpsc::channel();
     let pipe = pipe.to_owned();
@@ -64,8 +64,8 @@ fn wait_for_end(controller: &mut Daemon) -> ExitStatus {
     }
 }
 
-/// While it starts (its fleet is a pipe without a writer yet) it gets SIGHUP, and to
-/// end.
+/// The controller gets SIGHUP or SIGTERM while it starts and waits for its fleet document, a pipe without a writer.
+/// The signals take effect after the start.
 #[test]
 fn early_signals_are_handled_after_startup() {
     let directory = tempfile::tempdir().unwrap();
@@ -99,7 +99,7 @@ fn early_signals_are_handled_after_startup() {
     assert!(ended.success(), "{ended}");
 }
 
-/// Nothing can be written (a limit of 0 bytes on every file emulates a full disk), and the process before was killed.
+/// A limit of 0 bytes for every file emulates a full disk, and the previous controller was killed.
 #[test]
 fn controller_starts_and_recovers_on_a_full_disk() {
     let directory = tempfile::tempdir().unwrap();
@@ -137,7 +137,7 @@ fn controller_starts_and_recovers_on_a_full_disk() {
     assert!(drained.status.success(), "{}", text(&drained));
 }
 
-/// `systemctl reload` does this first, and fails with it: nothing is read again then.
+/// `systemctl reload` runs `coreward check` first; if the check fails, the controller does not reload its files.
 #[test]
 fn reload_of_an_invalid_fleet_fails() {
     let unit = include_str!("../../../../packaging/systemd/coreward-controller.service");

@@ -104,7 +104,7 @@ fn retry_pauses_are_random() {
     assert!(drawn.iter().any(|pause| *pause != drawn[0]));
 }
 
-/// A controller that has one answer.
+/// A controller that answers every request with the same status.
 #[derive(Clone)]
 struct FixedAnswer(Status);
 
@@ -127,7 +127,7 @@ impl tower_service::Service<http::Request<Body>> for FixedAnswer {
     }
 }
 
-/// It serves as long as the runtime lives.
+/// Starts a controller that gives this answer, and serves as long as the runtime lives.
 async fn listen(answer: Status) -> SocketAddr {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = listener.local_addr().unwrap();
@@ -136,7 +136,7 @@ async fn listen(answer: Status) -> SocketAddr {
     address
 }
 
-/// A port at which no process listens: it stays taken as long as the process lives, or another test would get it.
+/// Returns an address at which no process listens. Its port stays bound, so that no other test gets it.
 fn unused_port() -> SocketAddr {
     let socket = tokio::net::TcpSocket::new_v4().unwrap();
     socket.bind("127.0.0.1:0".parse().unwrap()).unwrap();
@@ -153,7 +153,7 @@ fn not_leader_status(leader: Option<SocketAddr>) -> Status {
     status
 }
 
-/// Asks as a daemon does, without the waiting; who was asked, until one answers.
+/// Tries controllers as a daemon does, but without waiting. Returns the tried addresses, until one answers.
 async fn try_controllers(connection: &mut ControllerConnection, attempts: usize) -> Vec<SocketAddr> {
     let mut asked = Vec::new();
     for _ in 0..attempts {

@@ -6,18 +6,18 @@ use std::time::Duration;
 
 use coreward_intf as intf;
 
-/// Policy that selects a worker.
+/// Policy by which the dispatcher selects a worker for a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Policy {
-    /// `random`: the kernel's choice, by a hash of the client's address and port
+    /// `random`: the worker that the kernel selects by a hash of the client's address and port
     Random,
-    /// `rr`: the workers in turn
+    /// `rr`: each worker in turn
     RoundRobin,
-    /// `jsq`: the one with the fewest requests outstanding
+    /// `jsq`: the worker with the fewest outstanding requests
     ShortestQueue,
-    /// `jlq`: the one with the least expected work outstanding
+    /// `jlq`: the worker with the least expected work outstanding
     LightestQueue,
-    /// `jbsrq`: the one with the fewest requests outstanding, of those that take the request's priority class
+    /// `jbsrq`: the worker with the fewest outstanding requests among those that accept the request's priority class
     RankedQueue,
 }
 
@@ -25,7 +25,7 @@ const POLICIES: [Policy; intf::DISPATCH_POLICY_COUNT as usize] =
     [Policy::Random, Policy::RoundRobin, Policy::ShortestQueue, Policy::LightestQueue, Policy::RankedQueue];
 
 impl Policy {
-    /// Returns the policy's number in bpf/include/dispatch.h.
+    /// Returns the policy's number in the BPF programs (bpf/include/dispatch.h).
     pub fn number(self) -> u32 {
         match self {
             Self::Random => intf::DISPATCH_POLICY_RANDOM,
@@ -41,13 +41,13 @@ impl Policy {
         intf::DISPATCH_POLICY_NAMES[self.number() as usize]
     }
 
-    /// Returns all policies.
+    /// Returns an iterator over all policies.
     pub fn all() -> impl Iterator<Item = Self> {
         POLICIES.into_iter()
     }
 }
 
-/// An unknown policy name.
+/// Error for a policy name that does not exist.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("policy {0:?}: expected one of {names}", names = intf::DISPATCH_POLICY_NAMES.join(", "))]
 pub struct UnknownPolicy(pub String);
@@ -60,56 +60,56 @@ impl FromStr for Policy {
     }
 }
 
-/// Position of the number that identifies a request and its response.
+/// Position in payloads of the number by which a response is matched to its request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RequestIdPosition {
-    /// Offset from the start of a request's payload.
+    /// Offset of the number from the start of a request's payload, in bytes.
     pub offset: u16,
-    /// Offset from the start of a response's payload.
+    /// Offset of the number from the start of a response's payload, in bytes.
     pub response_offset: u16,
     /// Length of the number in bytes: 1 to 8.
     pub bytes: u8,
 }
 
-/// A type of requests.
+/// Type of requests, recognised by bytes of the payload.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RequestType {
-    /// Bytes of such requests from [`Options::type_offset`] on; bits outside `mask` are 0.
+    /// Bytes that requests of this type have at [`Options::type_offset`]; bits outside `mask` are 0.
     pub value: [u8; intf::DISPATCH_TYPE_BYTES as usize],
-    /// Bits of `value` that a request must have.
+    /// Mask of the bits that are compared with `value`.
     pub mask: [u8; intf::DISPATCH_TYPE_BYTES as usize],
-    /// Priority class; 0 is the highest.
+    /// Priority class of requests of this type; 0 is the highest.
     pub class: u8,
 }
 
-/// Dispatch options of one service.
+/// Options of the dispatcher for one service.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Options {
-    /// Address of the service's sockets; the unspecified address matches any.
+    /// Address to which the service's sockets are bound; the unspecified address matches any address.
     pub service: SocketAddr,
-    /// Policy that selects a worker.
+    /// Policy by which a worker is selected.
     pub policy: Policy,
     /// Position of the request's number; `None`: responses are matched by the client's address and port alone.
     pub request_id: Option<RequestIdPosition>,
-    /// Offset of [`RequestType::value`] in the payload.
+    /// Offset in the payload of the bytes compared with [`RequestType::value`].
     pub type_offset: u16,
-    /// Types of requests, at most [`MAX_TYPES`]; the first match counts.
+    /// Types of requests, at most [`MAX_TYPES`]; the first that matches a request applies.
     pub types: Vec<RequestType>,
     /// Priority class of requests that match none of `types`.
     pub other_class: u8,
-    /// Whether service times are observed.
+    /// Whether the programs measure the service times of requests.
     pub observes_service_times: bool,
 }
 
-/// Limit of request types; the data plane has one more for all other requests.
+/// Maximum number of configured request types. The data plane has one more, for all other requests.
 pub const MAX_TYPES: usize = intf::MAX_DISPATCH_TYPES as usize - 1;
 
-/// Timeouts of requests and workers.
+/// Timeouts after which requests are given up and workers are disabled.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Timeouts {
-    /// Age at which a request that has left the queue without a response is given up.
+    /// Time after which a request that has left the queue but got no response is given up.
     pub response_timeout: Duration,
-    /// Time without a response after which a worker with queued requests gets no further ones until it responds.
+    /// Time without a response after which a worker with queued requests gets no new requests until it responds.
     pub stall_after: Duration,
 }
 
@@ -119,9 +119,9 @@ impl Default for Timeouts {
     }
 }
 
-/// Time between two polls; [`Timeouts`] are rounded up to multiples of it.
+/// Interval at which the dispatcher polls the queues; [`Timeouts`] are rounded up to multiples of it.
 pub const POLL_INTERVAL: Duration = Duration::from_millis(100);
-/// Limit of [`Timeouts::response_timeout`]: ages are kept modulo 256 polls.
+/// Maximum [`Timeouts::response_timeout`]: the ages of requests are kept modulo 256 polls.
 pub const MAX_RESPONSE_TIMEOUT: Duration = Duration::from_secs(20);
 
 #[cfg(test)]

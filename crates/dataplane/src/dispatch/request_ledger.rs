@@ -24,37 +24,37 @@ type RequestEntries = [u64; intf::DISPATCH_REQUESTS as usize];
 
 const WORKER_COUNT: usize = intf::MAX_DISPATCH_WORKERS as usize;
 const CLASS_COUNT: usize = intf::MAX_DISPATCH_CLASSES as usize;
-/// Initial expected service time, equal for all types, so that `jlq` acts as `jsq`.
+/// Expected service time of all types before any is configured. As it is equal, `jlq` then acts like `jsq`.
 const INITIAL_SERVICE_TIME: Duration = Duration::from_micros(10);
-/// Mask of the flags above a worker's expected work.
+/// Mask of the flag bits above the expected work in a worker's word.
 const WORK_FLAGS: u64 = !((1 << intf::DISPATCH_WORK_FLAGS_SHIFT) - 1);
 
-/// Counts of one worker.
+/// Counts of the requests of one worker.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct WorkerCounts {
     /// Slot of the worker's socket in the array.
     pub slot: u32,
-    /// Process that reads the socket.
+    /// Id of the process that reads the socket.
     pub pid: u32,
-    /// Requests without a response so far.
+    /// Number of requests that have no response yet.
     pub outstanding: u32,
-    /// Expected work of the outstanding requests (`jlq`).
+    /// Expected service time of all outstanding requests (used by `jlq`).
     pub outstanding_work: Duration,
-    /// Requests that were dispatched to the worker.
+    /// Number of requests dispatched to the worker.
     pub dispatched: u64,
-    /// Requests with an observed response.
+    /// Number of requests whose response was observed.
     pub completed: u64,
-    /// Requests given up: without a response, dropped, or of a previous worker of the slot that died.
+    /// Number of requests given up: without a response, dropped, or sent to a dead former worker of the slot.
     pub abandoned: u64,
-    /// Datagrams in the socket's queue at the last poll.
+    /// Number of datagrams in the socket's queue at the last poll.
     pub queued: u32,
-    /// Datagrams that the socket's full receive buffer dropped, by the kernel's 32-bit count.
+    /// Number of datagrams dropped because the socket's receive buffer was full, by the kernel's 32-bit counter.
     pub dropped: u32,
     /// Whether the worker gets requests.
     pub is_eligible: bool,
 }
 
-/// Ledger of one service's outstanding requests.
+/// Ledger of one service's outstanding requests, in memory shared with the BPF programs.
 #[derive(Debug)]
 pub struct RequestLedger {
     state: MmapArray<intf::dispatch_state>,
@@ -62,7 +62,7 @@ pub struct RequestLedger {
     liveness: BTreeMap<u32, StallDetector>,
 }
 
-/// Returns an address in the layout of `struct client` in bpf/dispatch/request.h; the unspecified address is 0.
+/// Converts an address to the layout of `struct client` in bpf/dispatch/request.h; the unspecified address becomes 0.
 pub(super) fn client_words(address: IpAddr) -> [u64; 2] {
     match address {
         IpAddr::V4(v4) => [0, u32::from_ne_bytes(v4.octets()).into()],
@@ -93,7 +93,7 @@ impl RequestEntry {
         (self.0 >> intf::DISPATCH_WORKER_SHIFT) as u32 & intf::DISPATCH_WORKER_MASK
     }
 
-    /// Returns the number of polls since the request's dispatch, modulo 256.
+    /// Returns the number of polls since the request was dispatched, modulo 256.
     fn age(self, epoch: u64) -> u32 {
         epoch.wrapping_sub(self.0 >> intf::DISPATCH_EPOCH_SHIFT) as u32 & intf::DISPATCH_EPOCH_MASK
     }
@@ -116,7 +116,7 @@ impl RequestLedger {
         self.state.load(offset_of!(intf::dispatch_state, layout_version)) == u64::from(intf::DISPATCH_LAYOUT_VERSION)
     }
 
-    /// Initialises new maps.
+    /// Initialises the newly created maps. Fails when the kernel provides no random numbers.
     pub(super) fn start(&self) -> anyhow::Result<()> {
         let mut seed = [0; 8];
         SysRng.try_fill_bytes(&mut seed).context("random numbers of the kernel")?;
@@ -130,7 +130,7 @@ impl RequestLedger {
         Ok(())
     }
 
-    /// Stores service and policy, for commands that read the pins.
+    /// Stores the service's address and policy, for commands that read the pinned maps.
     pub(super) fn store_service_info(&self, options: &Options) {
         let at = |field| self.state.word32(field);
         at(offset_of!(intf::dispatch_state, policy)).store(options.policy.number(), Ordering::Relaxed);
@@ -142,7 +142,7 @@ impl RequestLedger {
         self.state.write(offset_of!(intf::dispatch_state, address), &octets);
     }
 
-    /// Returns the service and its policy's name.
+    /// Returns the service's address and the name of its policy.
     pub fn service(&self) -> (SocketAddr, &'static str) {
         let octets = self.state.read::<[u8; 16]>(offset_of!(intf::dispatch_state, address));
         let at = |field| self.state.word32(field).load(Ordering::Relaxed);
@@ -152,19 +152,19 @@ impl RequestLedger {
         (SocketAddr::new(Ipv6Addr::from(*octets).to_canonical(), port), name)
     }
 
-    /// Returns the time since the last poll, by the wall clock. More than a few [`POLL_INTERVAL`]s mean that no process
+    /// Returns the wall-clock time since the last poll. If it is more than a few [`POLL_INTERVAL`]s, no process
     /// maintains the service.
     pub fn since_last_poll(&self) -> Duration {
         let polled = self.state.load(offset_of!(intf::dispatch_state, polled_ms));
         Duration::from_millis(wall_clock_ms().saturating_sub(polled))
     }
 
-    /// Returns the counters in the order of [`super::COUNTER_NAMES`].
+    /// Returns the counters of the programs, in the order of [`super::COUNTER_NAMES`].
     pub fn counters(&self) -> [u64; intf::DISPATCH_COUNTER_COUNT as usize] {
         *self.state.read(offset_of!(intf::dispatch_state, counters))
     }
 
-    /// Returns the counts of every slot that has or had a worker.
+    /// Returns the counts of each slot that has a worker or had one.
     pub fn workers(&self) -> Vec<WorkerCounts> {
         (0..intf::MAX_DISPATCH_WORKERS).filter_map(|slot| self.worker(slot)).collect()
     }
@@ -189,7 +189,7 @@ impl RequestLedger {
         })
     }
 
-    /// Returns sum (ns) and number of the observed service times of each type.
+    /// Returns the sum in ns and the number of measured service times, for each of the first `types` types.
     pub fn observed_times(&self, types: usize) -> Vec<(u64, u64)> {
         let read = |number: usize| {
             let kind = self.state.read::<intf::dispatch_type>(type_entry_offset(number));
@@ -216,14 +216,14 @@ impl RequestLedger {
         }
     }
 
-    /// Assigns the slot to a worker, without opening it: the worker's socket is not in the array yet.
+    /// Assigns a slot to a worker. The slot stays closed, because the worker's socket is not in the array yet.
     pub(super) fn assign_slot(&self, slot: u32, socket: SocketCookie, pid: u32) {
         self.abandon_all(slot);
         self.state.store(worker_offset(slot) + offset_of!(intf::dispatch_worker, socket), socket);
         self.state.word32(worker_offset(slot) + offset_of!(intf::dispatch_worker, pid)).store(pid, Ordering::Relaxed);
     }
 
-    /// Releases the slot of a worker that is gone.
+    /// Releases the slot of a worker that has ended.
     pub(super) fn release_slot(&self, slot: u32) {
         self.disable_worker(slot, intf::DISPATCH_GONE | intf::DISPATCH_DISABLED);
         self.abandon_all(slot);
@@ -233,13 +233,13 @@ impl RequestLedger {
         }
     }
 
-    /// Opens the slot: its worker gets requests from now on.
+    /// Opens a slot, so that its worker gets requests from now on.
     pub(super) fn open_slot(&self, slot: u32) {
         self.enable_worker(slot);
         self.update_rotation();
     }
 
-    /// Begins a poll: the age of all requests grows by one.
+    /// Begins a poll, which increases the age of all requests by one.
     pub(super) fn begin_poll(&self) {
         self.state.word(offset_of!(intf::dispatch_state, epoch)).fetch_add(1, Ordering::AcqRel);
         self.state.store(offset_of!(intf::dispatch_state, polled_ms), wall_clock_ms());
@@ -287,7 +287,7 @@ impl RequestLedger {
             as usize
     }
 
-    /// Returns the process of the slot's worker.
+    /// Returns the id of the process whose socket is in the slot.
     fn pid(&self, slot: u32) -> u32 {
         self.state.word32(worker_offset(slot) + offset_of!(intf::dispatch_worker, pid)).load(Ordering::Relaxed)
     }
@@ -330,7 +330,7 @@ impl RequestLedger {
         }
     }
 
-    /// Gives up all outstanding requests of the slot's worker.
+    /// Gives up all outstanding requests of a slot's worker.
     fn abandon_all(&self, slot: u32) {
         let of_slot: Vec<_> = self.entries().filter(|(_, entry)| entry.slot() == slot).collect();
         of_slot.into_iter().for_each(|(place, entry)| self.abandon(place, entry));
@@ -364,7 +364,7 @@ impl RequestLedger {
         self.state.word(work_offset(slot)).fetch_and(!WORK_FLAGS, Ordering::AcqRel);
     }
 
-    /// Sets the rotation of slots, and the highest slot with a worker.
+    /// Updates the order in which slots take turns, and the number of slots up to the highest one with a worker.
     fn update_rotation(&self) {
         let flags =
             |slot| self.state.word32(outstanding_offset(slot)).load(Ordering::Relaxed) & !intf::DISPATCH_COUNT_MASK;

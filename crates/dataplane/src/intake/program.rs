@@ -18,10 +18,10 @@ use crate::mac::MacAddress;
 use crate::per_cpu::per_cpu_sums;
 use crate::skeleton::intake::IntakeSkelBuilder;
 
-/// Number of counters.
+/// Number of counters of the intake program.
 pub const COUNTER_COUNT: usize = intf::INTAKE_COUNTER_COUNT as usize;
 
-/// The program and its maps. The program is detached by a drop or the end of the process.
+/// XDP program that redirects requests to AF_XDP sockets, and its maps. A drop or the process's end detaches it.
 #[derive(Debug)]
 pub struct IntakeProgram {
     program: OwnedFd,
@@ -53,7 +53,7 @@ impl IntakeProgram {
         })
     }
 
-    /// Attaches the program, in the driver if possible. Fails when the device has another XDP program.
+    /// Attaches the program to a device, in the driver if possible. Fails when the device has another XDP program.
     pub fn attach(&mut self, interface_index: u32) -> anyhow::Result<AttachedXdpMode> {
         let created = XdpLink::create_in_any_mode(self.program(), interface_index);
         let (link, attachment) = created.context("attaching the XDP program: expected no other one there")?;
@@ -61,18 +61,18 @@ impl IntakeProgram {
         Ok(attachment)
     }
 
-    /// Returns the program, for `BPF_PROG_TEST_RUN`.
+    /// Returns the file descriptor of the program, for `BPF_PROG_TEST_RUN`.
     pub fn program(&self) -> BorrowedFd<'_> {
         self.program.as_fd()
     }
 
-    /// Redirects requests of a receive queue to an AF_XDP socket that is bound to it.
+    /// Sets the AF_XDP socket to which requests of a receive queue are redirected. It must be bound to that queue.
     pub fn set_socket(&self, queue: u32, socket: BorrowedFd<'_>) -> anyhow::Result<()> {
         let socket = (socket.as_raw_fd() as u32).to_ne_bytes();
         self.sockets.update(&queue.to_ne_bytes(), &socket, MapFlags::ANY).context("adding an AF_XDP socket")
     }
 
-    /// Returns the counters since the program was loaded, in the order of [`COUNTER_NAMES`].
+    /// Returns the counters in the order of [`COUNTER_NAMES`], counted since the program was loaded.
     pub fn counters(&self) -> anyhow::Result<[u64; COUNTER_COUNT]> {
         per_cpu_sums(&self.counters)
     }

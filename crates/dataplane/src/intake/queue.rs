@@ -11,30 +11,30 @@ use xdp::socket::{XdpSocket, XdpSocketBuilder};
 use xdp::umem::{FrameSize, UmemCfgBuilder};
 use xdp::{RingConfigBuilder, RxRing, Umem, WakableFillRing};
 
-/// Number of one socket's frames, which are in the fill ring or the receive ring.
+/// Number of frames in the memory of one socket; each frame is in the fill ring or the receive ring.
 const FRAME_COUNT: u32 = 2048;
-/// Limit of frames of one batch.
+/// Maximum number of frames received in one batch.
 const MAX_BATCH_FRAMES: usize = 32;
 
-/// Method by which frames get into the memory of a socket.
+/// Way by which received frames get into a socket's memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum CopyMode {
-    /// The driver receives into the socket's memory.
+    /// The driver writes frames directly into the socket's memory.
     ZeroCopy,
     /// The kernel copies frames into the socket's memory.
     Copy,
 }
 
-/// Numbers of redirected frames that were dropped, by reason.
+/// Numbers of redirected frames that the kernel dropped, by reason.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct DropCounts {
-    /// The receive ring was full.
+    /// Number of frames dropped because the receive ring was full.
     pub ring_full: u64,
-    /// The fill ring was empty.
+    /// Number of frames dropped because the fill ring was empty.
     pub no_buffer: u64,
 }
 
-/// Socket, rings and memory. The fields are dropped in order: the memory is the last.
+/// AF_XDP socket of one receive queue, with its rings and memory. The fields' order makes a drop free the memory last.
 pub struct XdpQueue {
     socket: XdpSocket,
     rx_ring: RxRing,
@@ -44,8 +44,8 @@ pub struct XdpQueue {
 }
 
 impl XdpQueue {
-    /// Binds a socket to a receive queue. `is_native`: the driver runs the XDP program, and receives into the socket's
-    /// memory if it supports zero-copy. Fails without CAP_NET_RAW, or when the queue has a socket.
+    /// Binds an AF_XDP socket to a receive queue of a device. `is_native`: the XDP program runs in the driver, which
+    /// uses zero-copy if it can. Fails without CAP_NET_RAW, or when the queue already has a socket.
     pub fn bind(interface_index: u32, queue: u32, is_native: bool) -> anyhow::Result<Self> {
         let frames = UmemCfgBuilder { frame_size: FrameSize::TwoK, frame_count: FRAME_COUNT, ..Default::default() };
         let mut umem = Umem::map(frames.build()?).context("memory for frames")?;
@@ -65,12 +65,13 @@ impl XdpQueue {
         Ok(Self { socket, rx_ring, fill_ring, umem, copy_mode })
     }
 
-    /// Returns the method by which frames get into the memory.
+    /// Returns how frames get into the socket's memory.
     pub fn copy_mode(&self) -> CopyMode {
         self.copy_mode
     }
 
-    /// Passes a batch of frames to `accept`. Returns their number.
+    /// Receives a batch of frames, passes each to `accept` and returns their number. Fails if the driver cannot be
+    /// woken.
     pub fn receive(&mut self, accept: &mut impl FnMut(&[u8])) -> io::Result<usize> {
         let mut batch = StackSlab::<MAX_BATCH_FRAMES>::new();
         // SAFETY: all frames are freed before this returns, and `Queue` drops the memory last.
@@ -87,13 +88,13 @@ impl XdpQueue {
         Ok(received)
     }
 
-    /// Returns the frames that the kernel dropped since the start.
+    /// Returns the numbers of frames that the kernel has dropped since the socket was bound.
     pub fn drops(&self) -> anyhow::Result<DropCounts> {
         let statistics = self.socket.statistics()?;
         Ok(DropCounts { ring_full: statistics.rx_ring_full, no_buffer: statistics.rx_dropped })
     }
 
-    /// Fails when the device is gone.
+    /// Checks the state of the socket. Fails when the device was removed.
     pub fn check(&self) -> io::Result<()> {
         match getsockopt(&self.as_fd(), sockopt::SocketError)? {
             0 => Ok(()),

@@ -2,20 +2,20 @@
 
 use std::collections::BTreeSet;
 
-/// The smallest block: a cache line.
+/// Size of the smallest block in bytes: a cache line.
 const MIN_BLOCK_BYTES: u32 = 64;
 
-/// A block in use.
+/// Block of memory that is in use.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Block {
-    /// Bytes from the start of the memory; never 0.
+    /// Offset of the block from the start of the memory, in bytes; never 0.
     pub offset: u32,
-    /// log2 of the size in bytes.
+    /// Binary logarithm of the size in bytes.
     order: u32,
 }
 
 impl Block {
-    /// Returns the block at `at` for `bytes` bytes.
+    /// Returns the block at offset `at` that was allocated for `bytes` bytes.
     pub fn aligned(at: u32, bytes: u32) -> Self {
         Self { offset: at, order: order_of(bytes) }
     }
@@ -32,13 +32,13 @@ fn order_of(bytes: u32) -> u32 {
 
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct BuddyAllocator {
-    /// Offsets of free blocks, by order.
+    /// Offsets of the free blocks, indexed by the binary logarithm of their size.
     free: [BTreeSet<u32>; 32],
     bytes: u32,
 }
 
 impl BuddyAllocator {
-    /// Returns the blocks of a memory of `bytes` (a power of two). The first block and `used` (offset, bytes) are used.
+    /// Creates an allocator of `bytes` bytes (a power of two). The first block and `used` (offset, size) are in use.
     pub fn new(bytes: u32, used: impl IntoIterator<Item = (u32, u32)>) -> Self {
         let mut blocks = Self { bytes, ..Self::default() };
         let mut used: Vec<Block> = used.into_iter().map(|(at, bytes)| Block::aligned(at, bytes)).collect();
@@ -54,13 +54,13 @@ impl BuddyAllocator {
         blocks
     }
 
-    /// Grows to `bytes`, a power of two.
+    /// Grows the memory to `bytes` bytes, a power of two.
     pub fn grow(&mut self, bytes: u32) {
         let old = std::mem::replace(&mut self.bytes, bytes);
         self.free_range(old, bytes);
     }
 
-    /// Frees the bytes `start..end`.
+    /// Frees the bytes from `start` to `end`, exclusive.
     fn free_range(&mut self, mut start: u32, end: u32) {
         while start < end {
             let aligned = if start == 0 { 31 } else { start.trailing_zeros() };
@@ -71,7 +71,7 @@ impl BuddyAllocator {
         }
     }
 
-    /// Allocates a block of at least `bytes`; `None`: no such block is free.
+    /// Allocates a block of at least `bytes` bytes; `None`: no free block is large enough.
     pub fn allocate(&mut self, bytes: u32) -> Option<Block> {
         let needed = order_of(bytes);
         let order = (needed..32).find(|order| !self.free[*order as usize].is_empty())?;
@@ -83,7 +83,7 @@ impl BuddyAllocator {
         Some(Block { offset: at, order: needed })
     }
 
-    /// Frees the block.
+    /// Frees a block, and merges it with free neighbours.
     pub fn free(&mut self, block: Block) {
         let Block { offset: mut at, mut order } = block;
         loop {

@@ -23,7 +23,7 @@ use super::services::{read_services, service_names};
 use super::{COUNTER_NAMES, ServiceIndex, program};
 use crate::mac::MacAddress;
 
-/// Options of a capture.
+/// Options of a packet capture.
 #[derive(Debug, Clone)]
 pub struct Options {
     /// The load balancer's pin directory, below a BPF file system.
@@ -34,16 +34,16 @@ pub struct Options {
     pub capture_length: u32,
 }
 
-/// A captured packet and the program's decision about it.
+/// Captured packet, with the program's decision about it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct CapturedPacket {
-    /// Time of arrival by CLOCK_MONOTONIC.
+    /// Time at which the packet arrived, by CLOCK_MONOTONIC.
     pub time: Duration,
-    /// Length of the frame in bytes. Of a frame longer than `capture_length` only the first bytes are captured.
+    /// Length of the arrived frame in bytes. Only the first `max_captured_bytes` bytes of a longer frame are captured.
     pub length: u32,
-    /// Captured bytes of the frame at its arrival.
+    /// Captured bytes of the frame as it arrived.
     pub frame_in: Vec<u8>,
-    /// Captured bytes of the frame after the program has changed it.
+    /// Captured bytes of the frame as the program left it.
     pub frame_out: Vec<u8>,
     /// Name of the counter that counted the packet: one of [`COUNTER_NAMES`].
     pub outcome: &'static str,
@@ -54,21 +54,21 @@ pub struct CapturedPacket {
 /// Destination of a captured packet.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Destination {
-    /// Network stack of the load balancer's own kernel.
+    /// Network stack of the load balancer's own host.
     Kernel,
-    /// None: the program dropped the packet.
+    /// No destination: the program dropped the packet.
     Dropped,
-    /// Server with this MAC address; several ids when several servers have the address.
+    /// Server with this MAC address; several ids if several servers share the address.
     Server(MacAddress, Vec<ServerId>),
     /// Load balancer with this owner number.
     LoadBalancer(u8),
-    /// All servers, by broadcast.
+    /// All servers: the packet was broadcast.
     AllServers,
-    /// MAC address that no server of the service has (any more).
+    /// Unknown destination: no server of the service has this MAC address (any more).
     Unknown(MacAddress),
 }
 
-/// A running capture, which ends when this is dropped.
+/// Running capture of packets; dropping the value ends the capture.
 pub struct Capture {
     options: Options,
     maps: Maps,
@@ -80,28 +80,28 @@ pub struct Capture {
     records: Rc<RefCell<CaptureRecords>>,
 }
 
-/// The capturing variant at the device, and the program that the variant replaced.
+/// Capturing variant attached to the device, and the program that it replaced.
 struct AttachedCapture {
     replaced_program: OwnedFd,
-    /// Id of the variant. Another id at the device shows that the daemon has attached a newer program.
+    /// Id of the attached variant. If the device has a program of another id, the daemon has attached a newer one.
     program_id: u32,
     buffer: PerfBuffer<'static>,
-    /// The kernel removes the buffers from the map when the descriptor that inserted them is closed.
+    /// Map of the perf buffer, held because closing it would remove the buffers that it inserted.
     _captured: MapHandle,
 }
 
 /// Records from the perf buffer.
 #[derive(Default)]
 struct CaptureRecords {
-    /// Arrived packets without a recorded decision, by CPU.
+    /// Packets whose arrival was recorded but not yet the decision about them, by CPU.
     undecided_by_cpu: HashMap<i32, (intf::captured_packet, Vec<u8>)>,
     complete_records: Vec<(intf::captured_packet, Vec<u8>, intf::captured_packet, Vec<u8>)>,
     lost_records: u64,
 }
 
-/// Size of the perf buffer of each CPU, in pages.
+/// Size of each CPU's perf buffer in pages.
 const BUFFER_PAGE_COUNT: usize = 1024;
-/// Interval of checks whether the daemon has attached another program.
+/// Interval at which the capture checks whether the daemon has attached another program.
 const CHECK_INTERVAL: Duration = Duration::from_millis(500);
 
 impl Capture {
@@ -167,7 +167,7 @@ impl Capture {
         Ok(())
     }
 
-    /// Returns the number of records that did not fit the buffer.
+    /// Returns the number of records that were lost because the perf buffer was full.
     pub fn lost_records(&self) -> u64 {
         self.records.borrow().lost_records
     }
@@ -234,7 +234,7 @@ impl AttachedCapture {
     }
 }
 
-/// Restores the previous program, unless the daemon has replaced the variant.
+/// Restores the replaced program, unless the daemon has attached another one.
 impl Drop for Capture {
     fn drop(&mut self) {
         let put_back = || -> anyhow::Result<()> {
@@ -254,7 +254,7 @@ impl Drop for Capture {
 }
 
 impl CaptureRecords {
-    /// Stores one record: a `struct captured_packet` and the packet's bytes after that header.
+    /// Stores one record of the perf buffer: a `struct captured_packet`, followed by bytes of the packet.
     fn read_record(&mut self, cpu: i32, data: &[u8]) {
         let Ok((packet, rest)) = intf::captured_packet::read_from_prefix(data) else { return };
         let bytes = rest[..rest.len().min(packet.captured_length as usize)].to_vec();

@@ -13,12 +13,12 @@ use crate::mmap_array::MmapArray;
 #[derive(Debug)]
 pub(super) struct SharedMemory {
     entries: MmapArray<[intf::connection]>,
-    /// Free entries of each partition.
+    /// Stack of each partition's free entries.
     free_stacks: MmapArray<[intf::connection_stack]>,
     size: TableSize,
 }
 
-/// The connection table, in memory that is shared with the program.
+/// Connection table in memory that is shared with the BPF program.
 pub(super) type SharedConnectionTable = ConnectionTable<SharedMemory>;
 
 impl SharedMemory {
@@ -71,7 +71,7 @@ impl AtomicStorage for SharedMemory {
     }
 }
 
-/// Maps the memory of both maps and returns the connection table of `size` in them.
+/// Maps the memory of the entries and the free stacks. Returns the connection table of `size` in that memory.
 pub(super) fn map(
     entries: BorrowedFd<'_>,
     free_stacks: BorrowedFd<'_>,
@@ -83,7 +83,7 @@ pub(super) fn map(
     Ok(ConnectionTable::new(SharedMemory { entries, free_stacks, size }, size))
 }
 
-/// Returns the number of entries that are not free.
+/// Returns the number of connection table entries in use.
 pub(super) fn count_used(table: &SharedConnectionTable) -> usize {
     table.size().indexes().filter(|index| !table.is_free(*index)).count()
 }

@@ -36,7 +36,7 @@ pub(super) fn initialise_connections(maps: &Maps, key: Option<CookieKey>) {
     set_owner_word(maps, None);
 }
 
-/// Stores the timers by which packets may reuse entries, and the time `swept` of user space's last sweep.
+/// Stores the timers after which packets may reuse entries, and the time `swept` of the daemon's last sweep.
 fn set_timers(maps: &Maps, timers: &Timeouts, swept: ClockTicks) {
     maps.state.write(offset_of!(intf::lb_state, timers), &timers.to_bpf_timers(swept));
 }
@@ -46,13 +46,13 @@ fn connection_key(maps: &Maps) -> CookieKey {
     CookieKey { k0: key.k0, k1: key.k1 }
 }
 
-/// Returns the counter of a source prefix's entries, which the program increments.
+/// Returns the program's counter of connection table entries of one shard of source prefixes.
 fn source_entry_counter(maps: &Maps, shard: usize) -> &AtomicU64 {
     maps.connection_takes.word(offset_of!(intf::connection_takes, entries_by_source) + shard * size_of::<u64>())
 }
 
-/// Returns the number of entries in use, and corrects the count of each source prefix: an earlier process may have been
-/// killed between freeing and subtracting. The next call corrects a prefix whose count changes during this one.
+/// Counts the entries in use. Corrects the count of each source prefix, since an earlier process may have been killed
+/// between freeing and subtracting. A count that changes meanwhile is corrected by the next call.
 fn recount(maps: &Maps) -> u64 {
     let key = connection_key(maps);
     let shards = 0..intf::SOURCE_SHARDS as usize;
@@ -72,7 +72,7 @@ fn recount(maps: &Maps) -> u64 {
     counted.iter().sum()
 }
 
-/// Pushes the slots that an earlier process released but could not push. Fails without a grace period.
+/// Pushes free slots that an earlier process did not push on a stack. Fails when the kernel offers no grace period.
 pub(super) fn recover_lost_slots(table: &SharedConnectionTable) -> anyhow::Result<()> {
     let mut missing = Vec::new();
     for partition in 0..table.size().partition_count() {
@@ -102,7 +102,7 @@ pub(super) fn recover_lost_slots(table: &SharedConnectionTable) -> anyhow::Resul
     Ok(())
 }
 
-/// Stores the owner number. It shares a word with the clock: a packet's concurrent update of the clock may be lost.
+/// Stores the owner number in the word that holds the clock, too. A packet's concurrent clock update may be lost.
 fn set_owner_word(maps: &Maps, owner: Option<OwnerNumber>) {
     let number = owner.map_or(intf::MAX_OWNERS, |owner| u32::from(owner.get()));
     let clock = maps.state.load(CLOCK_OFFSET) as u32;
@@ -123,11 +123,11 @@ fn is_known(maps: &Maps, service: ServiceIndex, server: ServerId) -> bool {
     (server_entry(maps, service, server) >> SERVER_FLAGS_SHIFT) as u32 & intf::SERVER_KNOWN != 0
 }
 
-/// Number of entries in use: the last count, and the changes since that count.
+/// Number of connection table entries in use: the number at the last count, and the changes since then.
 #[derive(Debug)]
 pub(super) struct Occupancy {
     counted_entries: u64,
-    /// Entries that packets had allocated at the last count, since the maps were created.
+    /// Number of entries that packets had ever allocated, at the time of the last count.
     allocations: u64,
     freed_entries: u64,
 }
@@ -141,7 +141,7 @@ fn allocations(maps: &Maps) -> u64 {
 }
 
 impl Occupancy {
-    /// Counts the entries of the whole table.
+    /// Counts all connection table entries in use.
     pub fn count(maps: &Maps) -> Self {
         let allocations = allocations(maps);
         Self { counted_entries: recount(maps), allocations, freed_entries: 0 }
@@ -163,7 +163,7 @@ pub(super) fn service_connections(
     all.filter(move |connection| connection.identity.service == service.0)
 }
 
-/// Read access to the connection table of a load balancer in operation, without its daemon.
+/// Read access to the connection table of a running load balancer, without its daemon.
 #[derive(Debug)]
 pub struct PinnedConnections {
     maps: Maps,
@@ -175,7 +175,7 @@ impl PinnedConnections {
         Ok(Self { maps: Maps::take_over(&program::existing_pin_directory(pin_directory)?)? })
     }
 
-    /// Returns the services, with their configured names.
+    /// Returns the load balancer's services and their configured names.
     pub fn services(&self) -> Vec<(ServiceAddress, String)> {
         service_names(&self.maps)
     }
@@ -185,12 +185,12 @@ impl PinnedConnections {
         self.maps.connections.size()
     }
 
-    /// Returns the time of the packets' clock.
+    /// Returns the current time of the clock that packets read.
     pub fn clock(&self) -> ClockTicks {
         clock(&self.maps)
     }
 
-    /// Returns the entries of a service's connections; none when the service does not exist.
+    /// Returns the connection table entries of a service; none if the service does not exist.
     pub fn connections(&self, service: ServiceAddress) -> impl Iterator<Item = Connection> + '_ {
         let index = read_services(&self.maps).get(&service).map(|service| service.index);
         index.into_iter().flat_map(|index| service_connections(&self.maps.connections, index))
@@ -203,25 +203,25 @@ impl LoadBalancer {
         self.maps.connections.size()
     }
 
-    /// Returns the hash key of the connection table, drawn when the maps were created.
+    /// Returns the hash key of the connection table, which was set when the maps were created.
     pub fn connection_key(&self) -> CookieKey {
         connection_key(&self.maps)
     }
 
-    /// Sets this load balancer's number among all load balancers with a connection table. With `None` (the default) new
-    /// connections of stateful services get stateless cookies. After a change of the number, cookies that carry the
-    /// former number no longer lead to entries of this table.
+    /// Sets this load balancer's owner number, which is unique among all load balancers with a connection table. With
+    /// `None`, the default, new connections of stateful services get stateless cookies. After a change, cookies that
+    /// carry the former number no longer lead to entries of this table.
     pub fn set_owner_number(&mut self, owner: Option<OwnerNumber>) {
         set_owner_word(&self.maps, owner);
     }
 
-    /// Returns this load balancer's number.
+    /// Returns this load balancer's owner number; `None`: it has none.
     pub fn owner_number(&self) -> Option<OwnerNumber> {
         OwnerNumber::try_from(self.maps.state.load(CLOCK_OFFSET) >> 32).ok()
     }
 
-    /// Sets the MAC address of another load balancer, to which packets with an index of its table are sent. `None`:
-    /// the load balancer is lost, and its packets are broadcast at a separate rate
+    /// Sets the MAC address of another load balancer, to which packets are sent whose cookies name an entry of its
+    /// table. `None`: that load balancer is lost, and its packets are broadcast at a separate rate
     /// ([`Options::broadcast_limits`](super::Options::broadcast_limits)).
     pub fn set_owner_mac(&mut self, owner: OwnerNumber, mac: Option<MacAddress>) {
         let flags = intf::SERVER_KNOWN | if mac.is_some() { intf::SERVER_RESOLVED } else { 0 };
@@ -229,7 +229,7 @@ impl LoadBalancer {
         self.maps.state.store(owner_entry_offset(owner), word);
     }
 
-    /// Returns the MAC address from [`set_owner_mac`](Self::set_owner_mac), also after a take-over.
+    /// Returns the MAC address set by [`set_owner_mac`](Self::set_owner_mac), also by an earlier process.
     pub fn owner_mac(&self, owner: OwnerNumber) -> Option<MacAddress> {
         let word = self.maps.state.load(owner_entry_offset(owner));
         let resolved = (word >> SERVER_FLAGS_SHIFT) as u32 & intf::SERVER_RESOLVED != 0;
@@ -241,47 +241,47 @@ impl LoadBalancer {
         self.maps.state.store(owner_entry_offset(owner), 0);
     }
 
-    /// Sets the packets' clock, which counts tenths of a second, from CLOCK_MONOTONIC. To be called every 100 ms.
+    /// Sets the clock that packets read, in tenths of a second, from CLOCK_MONOTONIC. To be called every 100 ms.
     pub fn tick(&mut self, monotonic: Duration) {
         let owner = self.maps.state.load(CLOCK_OFFSET) & !u64::from(u32::MAX);
         self.maps.state.store(CLOCK_OFFSET, owner | u64::from(ClockTicks::at(monotonic).0));
     }
 
-    /// Returns the time of the packets' clock.
+    /// Returns the current time of the clock that packets read.
     pub fn clock(&self) -> ClockTicks {
         clock(&self.maps)
     }
 
-    /// Returns the entries of a service's connections, read during operation.
+    /// Returns the connection table entries of a service. Packets may change the table while it is read.
     pub fn connections(&self, service: ServiceIndex) -> impl Iterator<Item = Connection> + '_ {
         service_connections(&self.maps.connections, service)
     }
 
-    /// Limits the entries of one source prefix in the connection table: to be called as often as [`tick`](Self::tick).
+    /// Updates the limit of entries that one source prefix may have. To be called as often as [`tick`](Self::tick).
     pub fn update_source_limit(&mut self) {
         let limit = entries_per_source(self.maps.connections.size(), self.occupancy.entries_in_use(&self.maps) as u32);
         self.maps.state.store(offset_of!(intf::lb_state, entries_per_source), limit.into());
     }
 
-    /// Returns the number of connections with an entry, by the last [`count_connections`](Self::count_connections) and
-    /// the changes since.
+    /// Returns the number of connection table entries in use: the result of the last
+    /// [`recount_connections`](Self::recount_connections), and the changes since then.
     pub fn occupancy(&self) -> u64 {
         self.occupancy.entries_in_use(&self.maps)
     }
 
-    /// Counts the entries of the whole table, so that [`occupancy`](Self::occupancy) and the counts of source prefixes
-    /// are exact again. Counter rows that two CPUs share lose an increment now and then.
+    /// Counts all entries in use, so that [`used_entry_count`](Self::used_entry_count) and the counts of source
+    /// prefixes are exact again. Counter rows that two CPUs share lose an increment now and then.
     pub fn count_connections(&mut self) {
         self.occupancy = Occupancy::count(&self.maps);
     }
 
-    /// Returns the number of connections of all services with an entry.
+    /// Returns the number of connection table entries in use, by reading the whole table.
     pub fn connections_in_use(&self) -> usize {
         count_used(&self.maps.connections)
     }
 
-    /// Returns connections in the next `entries` entries of the table that may be freed, with the reason. Each call
-    /// continues after the last one and wraps; a full sweep would pause the daemon. After
+    /// Checks the next `entries` entries of the table. Returns the connections that may be freed, each with the reason.
+    /// Each call continues after the last one and wraps, as a full sweep would pause the daemon. After
     /// [`intf::CONNECTION_UNSWEPT_TICKS`] without a call, packets reuse entries by the timers of the last call.
     pub fn due_connections(&mut self, timers: &Timeouts, entries: u32) -> Vec<(Connection, ExpiryReason)> {
         let all = self.maps.connections.size().entry_count();
@@ -298,9 +298,9 @@ impl LoadBalancer {
         found
     }
 
-    /// Frees entries and returns the number of freed ones. An entry stays if it has another connection now, or its
-    /// connection had another packet. Waits for an RCU grace period (some ms). Fails when the kernel offers no grace
-    /// period: the slots are lost until the next process takes over.
+    /// Frees the entries of `connections` and returns how many were freed. An entry stays in use if it now has another
+    /// connection, or its connection had another packet. Waits for an RCU grace period (some ms). Fails when the kernel
+    /// offers no grace period: the slots are then lost until another process takes over.
     pub fn free_connections(&mut self, connections: &[Connection]) -> anyhow::Result<usize> {
         let table = &self.maps.connections;
         let unchanged = |connection: &&Connection| {

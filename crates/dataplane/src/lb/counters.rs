@@ -6,18 +6,18 @@ use coreward_intf as intf;
 
 use super::{LoadBalancer, ServiceIndex};
 
-/// Number of counted outcomes; their names are [`COUNTER_NAMES`](super::COUNTER_NAMES).
+/// Number of outcomes of a packet, which are named by [`COUNTER_NAMES`](super::COUNTER_NAMES).
 pub const COUNTER_COUNT: usize = intf::LB_COUNTER_COUNT as usize;
 
-/// Number of counted events; their names are [`EVENT_NAMES`](super::EVENT_NAMES).
+/// Number of kinds of events, which are named by [`EVENT_NAMES`](super::EVENT_NAMES).
 pub const EVENT_COUNT: usize = intf::LB_EVENT_COUNT as usize;
 
-/// Outcomes of packets since the maps were created.
+/// Counters of packets and events, since the maps were created.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Counters {
     /// Packets by outcome, in the order of [`COUNTER_NAMES`](super::COUNTER_NAMES). Each packet has one outcome.
     pub packets: [u64; COUNTER_COUNT],
-    /// Number of events, in the order of [`EVENT_NAMES`](super::EVENT_NAMES).
+    /// Number of events of each kind, in the order of [`EVENT_NAMES`](super::EVENT_NAMES).
     pub events: [u64; EVENT_COUNT],
     /// Number of bytes in frames of forwarded packets.
     pub forwarded_bytes: u64,
@@ -29,25 +29,25 @@ impl Counters {
         counted.filter(|(name, _)| outcomes.contains(name)).map(|(_, count)| count).sum()
     }
 
-    /// Returns the number of SYNs sent to servers by the placement rule or a connection table entry. Only
-    /// [`Counters::established_packets`] counts the SYNs of clients without timestamps and of `beamer` services.
+    /// Returns the number of SYNs that the placement rule or a connection table entry sent to servers. SYNs of clients
+    /// without timestamps and of `beamer` services are counted by [`Counters::established_packets`] only.
     pub fn syns(&self) -> u64 {
         self.sum(&["new_connection"])
     }
 
-    /// Returns the number of packets sent to servers as packets of established connections.
+    /// Returns the number of packets that were sent to servers as part of established connections.
     pub fn established_packets(&self) -> u64 {
         self.sum(&["established", "connection_table", "flow_table", "per_packet", "bucket_hash", "to_owner"])
     }
 }
 
 impl LoadBalancer {
-    /// Returns the counters of a service's packets.
+    /// Returns the counters of the packets of one service.
     pub fn counters(&self, service: ServiceIndex) -> Counters {
         self.sum(&[usize::from(service.0)])
     }
 
-    /// Returns the number of a service's new connections that were sent to servers.
+    /// Returns how many new connections of a service were sent to servers.
     pub fn opened_connections(&self, service: ServiceIndex) -> u64 {
         let entry = |row: usize| row * intf::LB_COUNTERS_PER_ROW as usize + usize::from(service.0);
         let field = offset_of!(intf::lb_counters, opened);
@@ -71,13 +71,13 @@ impl LoadBalancer {
         }
     }
 
-    /// Returns the counters of packets without a known service.
+    /// Returns the counters of packets that belong to no known service.
     pub fn counters_without_service(&self) -> Counters {
         self.sum(&[intf::LB_COUNTERS_NO_SERVICE as usize])
     }
 
-    /// Returns the counters of all packets, removed services included. No counter ever falls, even after a take-over
-    /// when the services are not configured yet.
+    /// Returns the counters of all packets, those of removed services included. No counter ever decreases, not even
+    /// after a take-over, before the services are configured again.
     pub fn total_counters(&self) -> Counters {
         let places = 0..self.services_by_index.len();
         let others = [intf::LB_COUNTERS_NO_SERVICE as usize, intf::LB_COUNTERS_REMOVED as usize];

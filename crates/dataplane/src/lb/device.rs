@@ -18,9 +18,9 @@ use crate::veth;
 use crate::vlan_device;
 
 impl LoadBalancer {
-    /// Attaches the program to the device `interface`, in place of a pinned program. Fails when the interface does not
-    /// exist or has another XDP program, or the state taken over is for another interface. Also fails when the driver
-    /// cannot run XDP and `mode` is [`XdpMode::Native`].
+    /// Attaches the program to an interface, in place of a pinned program. Fails when the interface does not exist or
+    /// has another XDP program, or the pinned state is of another interface. Also fails when `mode` is
+    /// [`XdpMode::Native`] and the driver cannot run XDP.
     pub fn attach(&mut self, interface: &str, mode: XdpMode) -> anyhow::Result<AttachedXdpMode> {
         let index =
             nix::net::if_::if_nametoindex(interface).map_err(|_| anyhow::anyhow!(no_such_interface(interface)))?;
@@ -117,7 +117,7 @@ impl LoadBalancer {
         Ok(attachment)
     }
 
-    /// Returns the error text about a foreign program at the device: its origin and the remedy.
+    /// Returns an error message about an XDP program of someone else on the interface: its origin and the remedy.
     fn describe_foreign_program(&self, interface: &str, index: u32) -> String {
         let own = self.lb_pin_directory.as_deref().and_then(Path::parent);
         let others = own.map(|own| pins::other_directories(own, "lb/link")).unwrap_or_default();
@@ -139,8 +139,8 @@ impl LoadBalancer {
         }
     }
 
-    /// Reads the device's addresses and MTU again. The program ignores frames to another MAC address. To be called
-    /// often, because the operator may change the addresses. Fails when the device is gone.
+    /// Updates the MAC address, other addresses and MTU from the attached interface. The program ignores frames to
+    /// other MAC addresses. To be called often, as the operator may change them. Fails when the interface was removed.
     pub fn refresh_own_mac(&mut self) -> anyhow::Result<()> {
         let interface = self.interface.as_deref().context("not attached")?;
         let mac = mac_of(interface)?.with_context(|| match nix::net::if_::if_nametoindex(interface) {
@@ -159,8 +159,8 @@ impl LoadBalancer {
         Ok(())
     }
 
-    /// Sets the MAC address to which frames are accepted and from which frames are sent. [`attach`](Self::attach) sets
-    /// the device's address.
+    /// Sets the MAC address from which frames are sent and to which frames are accepted. [`attach`](Self::attach) sets
+    /// it to the device's address.
     pub fn set_own_mac(&mut self, mac: MacAddress) {
         self.maps.state.store(offset_of!(intf::lb_state, own_mac_shifted), mac.word() << 16);
     }
@@ -170,7 +170,7 @@ fn no_such_interface(interface: &str) -> String {
     format!("interface {interface:?} does not exist")
 }
 
-/// Returns the interface's MAC address. /sys is not used because it may show another network namespace.
+/// Returns the MAC address of an interface. /sys is not used because it may show another network namespace.
 pub(crate) fn mac_of(interface: &str) -> anyhow::Result<Option<MacAddress>> {
     let addresses = nix::ifaddrs::getifaddrs().context("reading the interfaces' addresses")?;
     let mac = addresses.filter(|entry| entry.interface_name == interface).find_map(|entry| {

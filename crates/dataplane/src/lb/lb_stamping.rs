@@ -18,44 +18,44 @@ use super::{LbStampingClock, LoadBalancer, ServiceIndex, service_state_offset};
 use crate::clock::monotonic_ms;
 use crate::mac::MacAddress;
 
-/// Measurements of a server's timestamp clock, from the server's replies.
+/// Measurements of the clock behind a server's TCP timestamps, from the server's replies.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct ServerClock {
-    /// Number of latest connections in a row whose SYN-ACKs showed one clock; at most [`MIN_AGREEING_SYN_ACKS`].
+    /// Number of latest consecutive connections whose SYN-ACKs agreed on one clock, up to [`MIN_AGREEING_SYN_ACKS`].
     pub agreeing_connections: u16,
-    /// Number of sampled connections whose TSval grew by 1 per ms; a sample with another rate halves the number.
+    /// Number of sampled connections whose TSval grew by 1 per ms; it is halved by a sample with another rate.
     pub steady_samples: u16,
-    /// Whether the newest sample's TSval did not grow by 1 per ms.
+    /// Whether the TSval of the newest sample grew at another rate than 1 per ms.
     pub is_unsteady: bool,
     /// Number of new connections sent to the server.
     pub opened_connections: u64,
     /// Number of SYN-ACKs from the server that passed this load balancer.
     pub syn_acks: u64,
-    /// Number of SYN-ACKs with timestamps.
+    /// Number of the server's SYN-ACKs that had TCP timestamps.
     pub with_timestamps: u64,
-    /// Number of replies that showed another clock than the connection before.
+    /// Number of replies whose clock differed from that of the connection before.
     pub disagreeing_replies: u64,
 }
 
 /// State of a server's clock, which decides whether its new connections are stamped.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ClockState {
-    /// Stamped: all connections show one clock.
+    /// Stamped: all connections of the server share one clock.
     Known,
-    /// Stamped: each connection has a separate clock, which grows by 1 per ms.
+    /// Stamped: each connection has its own clock, which grows by 1 per ms.
     PerConnection,
     /// Undecided: more connections are needed.
     Learning,
     /// Not stamped: none of the server's replies has passed this load balancer.
     Unseen,
-    /// Not stamped: the server's replies carry no timestamps.
+    /// Not stamped: the server's replies have no TCP timestamps.
     NoTimestamps,
     /// Not stamped: each connection has a separate clock, which does not grow by 1 per ms or has not been measured.
     Differs,
 }
 
 impl ClockState {
-    /// Returns the state's name in the controller's output.
+    /// Returns the state's name, as the controller prints it.
     pub fn name(self) -> &'static str {
         match self {
             ClockState::Known => "known",
@@ -68,11 +68,11 @@ impl ClockState {
     }
 }
 
-/// Number of disagreeing replies after which a clock counts as [`ClockState::Differs`] although no sample measured it.
+/// Number of disagreeing replies after which a clock that no sample measured counts as [`ClockState::Unusable`].
 const MAX_UNMEASURED_ANSWERS: u64 = 100;
 
 impl ServerClock {
-    /// Returns the state that follows from the counts.
+    /// Returns the state of the clock that follows from the measurements.
     pub fn state(&self) -> ClockState {
         if self.agreeing_connections >= MIN_AGREEING_SYN_ACKS {
             ClockState::Known
@@ -89,8 +89,8 @@ impl ServerClock {
         }
     }
 
-    /// Returns the reason why the server's new connections are not stamped, with the remedy; `None`: they are stamped,
-    /// or the state is not decided yet.
+    /// Returns the reason why the server's new connections are not stamped, and the remedy; `None`: they are stamped,
+    /// or it is not decided yet.
     pub fn problem(&self) -> Option<String> {
         const FALLBACK: &str = "its connections use the flow table";
         match self.state() {
@@ -124,16 +124,16 @@ impl ServerClock {
     }
 }
 
-/// Numbers of established packets of a service with LB-side stamping, by the lookup that found the server.
+/// Numbers of established packets of a service with LB-side stamping, by the way their server was found.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct StampedPackets {
-    /// Packets whose server was found by the cookie.
+    /// Number of packets whose server was found by their cookie.
     pub by_cookie: u64,
-    /// Packets whose server was found in the flow table.
+    /// Number of packets whose server was found in the flow table.
     pub by_flow_table: u64,
 }
 
-/// A server id that is too large for LB-side stamping.
+/// Error for a server id that is too large for LB-side stamping.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("server id {0}: timestamps by the load balancer need ids from 0 to {max}", max = SERVER_ID_COUNT - 1)]
 pub struct ServerIdTooLarge(ServerId);
@@ -146,7 +146,7 @@ impl LoadBalancer {
         self.maps.state.write(service_state_offset(service) + offset_of!(intf::service_state, time_key), &key);
     }
 
-    /// Returns the TSval from which the current key of `new` is used, by this machine's clock in ms.
+    /// Returns the TSval, by this machine's clock in ms, from which the current key of `new` applies.
     pub(super) fn switch_ms(&self, new: &FleetKeys) -> u32 {
         let now_ms = match self.variant.lb_stamping_clock {
             LbStampingClock::Kernel => monotonic_ms(),
@@ -159,8 +159,8 @@ impl LoadBalancer {
         key_activation::switch_ms(&before, new, now_ms)
     }
 
-    /// Returns each server's clock, sorted by id. When two ids have one MAC address (the operator changed the id), only
-    /// the id that takes new connections is returned. Fails when the map cannot be read.
+    /// Returns the clocks of a service's servers, sorted by server id. If two ids have one MAC address (the operator
+    /// changed the id), only the id that takes new connections is returned. Fails when the map cannot be read.
     pub fn server_clocks(&self, service: ServiceIndex) -> anyhow::Result<Vec<(ServerId, ServerClock)>> {
         let entries = lb_stamped_servers(&self.maps)?.into_iter().filter(|((of, _), _)| *of == service);
         let clock = |(_, known): (_, intf::lb_stamped_server)| -> anyhow::Result<_> {
@@ -181,7 +181,7 @@ impl LoadBalancer {
         Ok(clocks)
     }
 
-    /// Returns the numbers of the service's established packets, by the lookup that found the server.
+    /// Returns the numbers of a service's established packets, by the way their server was found.
     pub fn stamped_packets(&self, service: ServiceIndex) -> StampedPackets {
         let packets = self.counters(service).packets;
         StampedPackets {
@@ -194,7 +194,7 @@ impl LoadBalancer {
         self.service(service).mode.timestamps == Timestamps::LoadBalancer
     }
 
-    /// Moves a server's entry with its clock to `mac`; `None`: the address is unknown, and nothing changes.
+    /// Moves a server's entry, with its clock, to the address `mac`; with `None`, an unknown address, nothing changes.
     pub(super) fn move_lb_stamped_server(
         &mut self,
         service: ServiceIndex,
@@ -227,7 +227,7 @@ impl LoadBalancer {
         write_lb_stamped_server(map, service, mac, &intf::lb_stamped_server { server_id: id.get(), ..known })
     }
 
-    /// Removes a server. If another server id has the same MAC address, the entry passes to that id.
+    /// Removes a server's entry. If another server id has the same MAC address, that id gets the entry.
     pub(super) fn forget_lb_stamped_server(&mut self, service: ServiceIndex, id: ServerId) -> anyhow::Result<()> {
         let Some(mac) = self.lb_stamped_macs.remove(&(service, id)) else { return Ok(()) };
         let map = self.maps.lb_stamped_servers();
@@ -248,7 +248,7 @@ impl LoadBalancer {
         Ok(())
     }
 
-    /// Removes the entry of `mac`, or gives it to another server id with that address.
+    /// Removes the entry of the MAC address `mac`, or assigns it to another server id with that address.
     fn remove_address(&self, map: &MapHandle, service: ServiceIndex, mac: MacAddress) -> anyhow::Result<()> {
         let other = self.lb_stamped_macs.iter().find(|((of, _), at)| *of == service && **at == mac);
         match (other, read(map, service, mac)?) {

@@ -16,7 +16,7 @@ fn c_path(path: &Path) -> io::Result<CString> {
     Ok(CString::new(path.as_os_str().as_bytes())?)
 }
 
-/// Returns the descriptor that a libbpf function has returned; a negative result is an errno.
+/// Converts the result of a libbpf function to an owned file descriptor; a negative result is a negated errno.
 fn descriptor(result: i32) -> io::Result<OwnedFd> {
     if result < 0 {
         return Err(io::Error::from_raw_os_error(-result));
@@ -36,7 +36,7 @@ pub(crate) fn pin(object: BorrowedFd<'_>, path: &Path) -> anyhow::Result<()> {
         .with_context(|| format!("pinning {}", path.display()))
 }
 
-/// Removes a pin if it exists.
+/// Removes a pinned object, if `path` exists.
 pub(crate) fn unpin(path: &Path) -> anyhow::Result<()> {
     match std::fs::remove_file(path) {
         Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error).with_context(|| path.display().to_string()),
@@ -77,7 +77,7 @@ impl XdpLink {
         })
     }
 
-    /// Returns the link pinned at `path`; `None`: the pin does not exist.
+    /// Opens the link that is pinned at `path`; `None`: there is no such pin.
     pub fn open_pinned(path: &Path) -> anyhow::Result<Option<Self>> {
         if !path.exists() {
             return Ok(None);
@@ -88,7 +88,7 @@ impl XdpLink {
         Ok(Some(Self(descriptor(result).with_context(|| path.display().to_string())?)))
     }
 
-    /// Returns the device's index; 0: the device was removed.
+    /// Returns the index of the device to which the program is attached; 0: the device was removed.
     pub fn interface_index(&self) -> anyhow::Result<u32> {
         match LinkInfo::from_fd(self.0.as_fd()).context("reading the link")?.info {
             LinkTypeInfo::Xdp(xdp) => Ok(xdp.ifindex),
@@ -100,7 +100,7 @@ impl XdpLink {
         Ok(LinkInfo::from_fd(self.0.as_fd()).context("reading the link")?.prog_id)
     }
 
-    /// Replaces the program at the device atomically, without loss of packets.
+    /// Replaces the attached program atomically, without loss of packets.
     pub fn replace(&self, program: BorrowedFd<'_>) -> io::Result<()> {
         // SAFETY: no options are passed.
         io_result(unsafe { libbpf_sys::bpf_link_update(self.0.as_raw_fd(), program.as_raw_fd(), std::ptr::null()) })

@@ -11,8 +11,8 @@ use super::servers::{resolved_mac, server_entry};
 use super::services::read_services;
 use super::{SERVER_FLAGS_SHIFT, Server, ServiceIndex};
 
-/// Returns the reason why [`LoadBalancer::load`](super::LoadBalancer::load) would not take over the state pinned below
-/// `pin_directory`; `None`: the state fits, or nothing is pinned.
+/// Returns why [`LoadBalancer::load`](super::LoadBalancer::load) would not take over the state that is pinned below
+/// `pin_directory`; `None`: it would, or nothing is pinned.
 pub fn pinned_problem(pin_directory: &Path) -> Option<String> {
     let directory = pin_directory.join("lb");
     if !directory.join("link").exists() {
@@ -21,13 +21,13 @@ pub fn pinned_problem(pin_directory: &Path) -> Option<String> {
     Maps::take_over(&directory).err().map(|error| format!("{error:#}"))
 }
 
-/// Returns the id of the program that the link pinned below `pin_directory` attaches; `None`: no link is pinned. Fails
-/// when the link cannot be read.
+/// Returns the id of the attached program of the load balancer that is pinned below `pin_directory`; `None`: no link is
+/// pinned. Fails when the link cannot be read.
 pub fn pinned_program_id(pin_directory: &Path) -> anyhow::Result<Option<u32>> {
     XdpLink::open_pinned(&pin_directory.join("lb").join("link"))?.map(|link| link.program_id()).transpose()
 }
 
-/// Read access to the servers of a load balancer in operation, without its daemon.
+/// Read access to the servers of a running load balancer, without its daemon.
 #[derive(Debug)]
 pub struct PinnedServers {
     maps: Maps,
@@ -39,12 +39,12 @@ impl PinnedServers {
         Ok(Self { maps: Maps::take_over(&program::existing_pin_directory(pin_directory)?)? })
     }
 
-    /// Returns the index of a service; `None`: the service does not exist.
+    /// Returns the index of the service with this address; `None`: there is no such service.
     pub fn service(&self, address: &ServiceAddress) -> Option<ServiceIndex> {
         read_services(&self.maps).get(address).map(|service| service.index)
     }
 
-    /// Returns a server's present entry; `None`: the server is not one of the service.
+    /// Returns the current state of a service's server; `None`: the service has no such server.
     pub fn server(&self, service: ServiceIndex, id: ServerId) -> Option<Server> {
         let word = server_entry(&self.maps, service, id);
         let flags = (word >> SERVER_FLAGS_SHIFT) as u32;

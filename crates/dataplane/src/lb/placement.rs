@@ -27,8 +27,8 @@ impl LoadBalancer {
         Ok(())
     }
 
-    /// Returns how many connections were assigned to each of the first `count` core slots of the service's table;
-    /// an empty list without a table.
+    /// Returns the number of connections assigned to each of the first `count` core slots of a service's table; an
+    /// empty list if it has no table.
     pub fn assigned_connections(&self, service: ServiceIndex, count: u16) -> Vec<u32> {
         let at = self.maps.state.load(table_word_offset(service)) as u32;
         if at == 0 {
@@ -38,9 +38,9 @@ impl LoadBalancer {
         }
     }
 
-    /// Replaces the rule and the candidates of a service's table by the result of `choose`. `choose` gets the table
-    /// without candidates and keys. Established packets depend on the rest, which stays: hash, consistent choices,
-    /// members, generation. Nothing happens without a table with members, or if `choose` returns no candidates.
+    /// Replaces the rule and the candidates of a service's table by those that `choose` returns. `choose` gets the
+    /// table without candidates and keys. The rest stays, since established packets depend on it: hash, consistent
+    /// choices, members, generation. Does nothing without a table with members, or if `choose` returns no candidates.
     pub fn replace_candidates(
         &mut self,
         service: ServiceIndex,
@@ -59,7 +59,7 @@ impl LoadBalancer {
         self.install(service, ToeplitzSource::UnchangedMembers, &table)
     }
 
-    /// Returns whether the rule of `table` differs from the rule in force: then `install_table` may load a program.
+    /// Returns whether `table` has another rule than the installed table; `install_table` may then load a program.
     pub fn changes_rule(&self, service: ServiceIndex, table: &PlacementTable) -> bool {
         self.service(service).rule_bit() != table_rule_bit(table)
     }
@@ -88,7 +88,7 @@ impl LoadBalancer {
         self.change_variant(Variant { features: features_in_use(&self.services), ..self.variant })
     }
 
-    /// Writes the table into the memory for tables, which grows if it is full.
+    /// Writes a table into the memory for placement tables, which is enlarged if it is full.
     fn write_table(
         &mut self,
         service: ServiceIndex,
@@ -137,14 +137,14 @@ impl LoadBalancer {
         Ok(())
     }
 
-    /// Returns the generation of a service's table; `None`: the service has no table, or a table without members.
+    /// Returns the generation of a service's table; `None`: the service has no table, or its table has no members.
     pub fn table_generation(&self, service: ServiceIndex) -> Option<u64> {
         let at = self.maps.state.load(table_word_offset(service)) as u32;
         tables::rule_bit(self.maps.tables.memory(), at).map(|_| self.maps.tables.generation(at))
     }
 }
 
-/// Returns the table's rule as a bit; `None`: the table has no members and places nothing.
+/// Returns the bit of the table's placement rule; `None`: the table has no members and places no connections.
 fn table_rule_bit(table: &PlacementTable) -> Option<u32> {
     (!table.members.is_empty()).then(|| 1 << table.rule.number())
 }
@@ -154,7 +154,7 @@ fn table_word_offset(service: ServiceIndex) -> usize {
     service_state_offset(service) + offset_of!(intf::service_state, table_at)
 }
 
-/// Assigns the tables in the memory to their services; to be called once, after a take-over.
+/// Assigns the tables in the placement memory to their services. To be called once, after a take-over.
 pub(super) fn adopt_tables(maps: &mut Maps, services: &mut BTreeMap<ServiceAddress, Service>) {
     let at = |service: &Service| maps.state.load(table_word_offset(service.index)) as u32;
     let mut with_table: Vec<((u32, Family), &mut Service)> = services

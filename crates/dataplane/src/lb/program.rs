@@ -23,20 +23,20 @@ use crate::mmap_array::MmapArray;
 use crate::pins::ensure_bpf_file_system;
 use crate::skeleton::lb::{LbSkelBuilder, OpenLbMaps, OpenLbSkel};
 
-/// Rule that is compiled in without any table, most likely the first table's.
+/// Placement rule that is compiled in as long as no service has a table; most likely the first table uses it.
 const DEFAULT_RULES: u32 = 1 << intf::PLACEMENT_RULE_TABLE;
 const DEFAULT_MODES: u32 = 1 << intf::CONSISTENCY_STATELESS;
 const DEFAULT_FORWARDING: u32 = 1 << intf::FORWARDING_L2;
 
-/// Sizes of the maps whose size is not fixed.
+/// Sizes of the maps that are configured, or grow.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct MapSizes {
-    /// Number of sets of the flow table.
+    /// Number of sets of entries in the flow table.
     pub flow_set_count: u32,
     pub connection_table_size: TableSize,
-    /// Size of the memory for placement tables, in bytes: a power of two.
+    /// Size of the memory for placement tables in bytes, a power of two.
     pub placement_memory_bytes: u32,
-    /// Number of rows of counters: a power of two.
+    /// Number of rows of counters, a power of two.
     pub counter_rows: u32,
 }
 
@@ -73,10 +73,10 @@ impl MapSizes {
 }
 
 pub(super) type ServerEntries = [intf::server_entry; intf::SERVER_ID_COUNT as usize];
-/// Flags of each service's servers: `intf::SERVER_MEMBERS_PER_WORD` servers per word.
+/// Flags of the servers of each service, with `intf::SERVER_MEMBERS_PER_WORD` servers in each word.
 pub(super) type Membership = [u64; intf::MAX_SERVICES as usize * intf::MEMBERSHIP_WORDS as usize];
 
-/// The maps of the program, in the order of [`MAP_NAMES`], and the memory of the memory-mapped ones.
+/// Maps of the program, in the order of [`MAP_NAMES`], and the mapped memory of those that are accessed directly.
 #[derive(Debug)]
 pub(super) struct Maps {
     handles: [MapHandle; MAP_NAMES.len()],
@@ -86,11 +86,11 @@ pub(super) struct Maps {
     pub counters: MmapArray<[intf::lb_counters]>,
     pub tables: TableMemory,
     sizes: MapSizes,
-    /// Traffic to servers, by row and server id.
+    /// Packets and bytes sent to servers, by counter row and server id.
     pub traffic: MmapArray<[intf::server_traffic]>,
     pub connections: SharedConnectionTable,
     pub flows: MmapArray<[intf::flow_set]>,
-    /// Counts of connection table entries that packets have allocated.
+    /// Numbers of connection table entries that packets have allocated, by counter row.
     pub connection_takes: MmapArray<intf::connection_takes>,
     /// Outer headers of encapsulated packets, by server id.
     pub tunnels: MmapArray<intf::server_tunnels>,
@@ -172,7 +172,7 @@ impl Maps {
         })
     }
 
-    /// Creates empty maps, and loads the program that uses these maps.
+    /// Creates empty maps and loads the program that uses them. Returns the maps and the program.
     pub fn create(variant: &Variant, sizes: MapSizes) -> anyhow::Result<(Self, OwnedFd)> {
         let mut storage = MaybeUninit::uninit();
         let mut skeleton = open(&mut storage, variant, &sizes)?;
@@ -203,7 +203,7 @@ impl Maps {
         Ok((maps, loaded.progs.lb.as_fd().try_clone_to_owned()?))
     }
 
-    /// Loads another variant of the program on the same maps.
+    /// Loads another variant of the program, which uses the same maps.
     pub fn load(&self, variant: &Variant) -> anyhow::Result<OwnedFd> {
         let mut storage = MaybeUninit::uninit();
         let mut skeleton = open(&mut storage, variant, &self.sizes)?;
@@ -214,8 +214,8 @@ impl Maps {
         Ok(loaded.progs.lb.as_fd().try_clone_to_owned()?)
     }
 
-    /// Loads a variant that captures one service ([`super::capture`]), with all other constants of the program `like`.
-    /// Returns the program and the map of its perf buffer.
+    /// Loads the variant of the program `like` that captures the packets of one service ([`super::capture`]). Returns
+    /// this variant and the map of its perf buffer.
     pub fn load_capturing(
         &self,
         like: BorrowedFd<'_>,
@@ -282,8 +282,8 @@ impl Maps {
         Ok(maps)
     }
 
-    /// Gives the connection table in `directory` its requested size; the flow table keeps its size. Fails when the
-    /// connection table needs another size but has entries in use.
+    /// Changes the connection table in `directory` to the requested size; the flow table keeps its size. Fails when the
+    /// connection table has another size and entries in use.
     pub fn resize(&mut self, directory: &Path, requested: MapSizes) -> anyhow::Result<()> {
         if self.sizes.flow_set_count != requested.flow_set_count {
             let entries = |sets: u32| sets * intf::FLOW_SET_ENTRIES;
@@ -330,14 +330,14 @@ impl Maps {
         self.sizes.placement_memory_bytes
     }
 
-    /// Creates a memory of `bytes` bytes for placement tables, with a copy of the present contents.
+    /// Creates a placement memory of `bytes` bytes and copies the present contents into it.
     pub fn create_larger_placement_memory(&self, bytes: u32) -> anyhow::Result<MapHandle> {
         let map = new_array(PLACEMENT_MEMORY, bytes + intf::PLACEMENT_MEMORY_SLACK, 1)?;
         self.tables.memory().copy_to(&map_memory(&map, bytes)?);
         Ok(map)
     }
 
-    /// Loads the program against the memory `map`, attaches the program by `switch`, and returns it. After an error the
+    /// Loads the program with the placement memory `map`, attaches it by `switch` and returns it. After an error, the
     /// former memory stays in use.
     pub fn switch_placement_memory(
         &mut self,
@@ -366,7 +366,7 @@ impl Maps {
         Ok(program)
     }
 
-    /// Replaces the array of `T` pinned in `directory` by a new array of zeros.
+    /// Replaces the array of `T` that is pinned in `directory` as `name` by a new one, filled with zeros.
     fn replace_array<T>(&mut self, directory: &Path, name: &str, entries: u32) -> anyhow::Result<()> {
         let map = new_array(name, size_of::<T>() as u32, entries)?;
         super::link::unpin(&directory.join(name))?;
@@ -379,18 +379,18 @@ impl Maps {
         self.handles[map_position(name)].as_fd()
     }
 
-    /// Returns the map with the destinations of fragmented datagrams.
+    /// Returns the map that holds the destinations of fragmented datagrams.
     pub fn fragments(&self) -> &MapHandle {
         &self.handles[map_position(FRAGMENTS)]
     }
 
-    /// Returns the map with the clocks of servers with LB-side stamping.
+    /// Returns the map that holds the clocks of servers with LB-side stamping.
     pub fn lb_stamped_servers(&self) -> &MapHandle {
         &self.handles[map_position(LB_STAMPED_SERVERS)]
     }
 }
 
-/// Creates a memory-mappable array map of zeros.
+/// Creates an array map, filled with zeros, that can be mapped into memory.
 fn new_array(name: &str, value_bytes: u32, entries: u32) -> anyhow::Result<MapHandle> {
     let options = libbpf_sys::bpf_map_create_opts {
         sz: size_of::<libbpf_sys::bpf_map_create_opts>() as libbpf_sys::size_t,
@@ -403,7 +403,7 @@ fn new_array(name: &str, value_bytes: u32, entries: u32) -> anyhow::Result<MapHa
         .with_context(|| format!("making {name} of {entries} entries of {value_bytes} bytes"))
 }
 
-/// Maps the first `bytes` bytes of the placement tables' map into memory.
+/// Maps the first `bytes` bytes of the map for placement tables into memory.
 fn map_memory(map: impl AsFd, bytes: u32) -> anyhow::Result<MmapArray<[u64]>> {
     MmapArray::new_slice(map, bytes as usize / size_of::<u64>()).context("mapping the placement tables")
 }
@@ -416,7 +416,7 @@ pub(super) struct CapturedService {
     pub length: u32,
 }
 
-/// Returns the read-only data of a loaded program: the constants in which variants differ.
+/// Returns the read-only data of a loaded program, which holds the constants that variants differ in.
 fn constants_of(program: BorrowedFd<'_>) -> anyhow::Result<Vec<u8>> {
     let id = libbpf_rs::Program::id_from_fd(program).context("the program's id")?;
     let options = ProgInfoQueryOptions::default().include_map_ids(true);
@@ -465,7 +465,7 @@ fn recovery_hint(directory: &Path) -> String {
     )
 }
 
-/// Opens the map pinned at `path`. Fails when its type or sizes differ from those of `expected`.
+/// Opens the map that is pinned at `path`. Fails when its type or sizes differ from those of the map `expected`.
 fn pinned_map(path: &Path, expected: &OpenMapMut<'_>) -> anyhow::Result<MapHandle> {
     let map = MapHandle::from_pinned_path(path).with_context(|| path.display().to_string())?;
     let found = (map.map_type(), map.key_size(), map.value_size(), map.max_entries());
@@ -478,7 +478,7 @@ fn pinned_map(path: &Path, expected: &OpenMapMut<'_>) -> anyhow::Result<MapHandl
     Ok(map)
 }
 
-/// Removes the pins of [`Maps::pin`], of any version, except the link.
+/// Removes the pins of all maps ([`Maps::pin`]), of any version, but not that of the link.
 pub(super) fn unpin_maps(directory: &Path) -> anyhow::Result<()> {
     for entry in fs::read_dir(directory).with_context(|| directory.display().to_string())? {
         let path = entry?.path();
@@ -489,7 +489,7 @@ pub(super) fn unpin_maps(directory: &Path) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Returns whether the attached program, of any version, counts by CPU, which generic XDP needs.
+/// Returns whether the attached program, of any version, has a counter row per CPU, as generic XDP needs.
 pub(super) fn pinned_counters_by_cpu(directory: &Path) -> anyhow::Result<bool> {
     let path = directory.join("state");
     let state = MapHandle::from_pinned_path(&path).with_context(|| path.display().to_string())?;
@@ -499,7 +499,7 @@ pub(super) fn pinned_counters_by_cpu(directory: &Path) -> anyhow::Result<bool> {
     Ok(word.iter().any(|byte| *byte != 0))
 }
 
-/// Removes the pins of [`Maps::pin`], and the directory.
+/// Removes the pins of all maps ([`Maps::pin`]), and the directory.
 pub(super) fn unpin(directory: &Path) -> anyhow::Result<()> {
     unpin_maps(directory)?;
     match fs::remove_dir(directory) {
@@ -555,14 +555,14 @@ fn bits_or_default(bits: u32, default: u32) -> u32 {
     if bits == 0 { default } else { bits }
 }
 
-/// Returns the fields of `struct token_bucket` in `bpf/lb/broadcast.h`: ns per token, and the burst in ns.
+/// Converts a rate to the fields of `struct token_bucket` in `bpf/lb/broadcast.h`: ns per token, and burst in ns.
 fn token_bucket_times(rate: PacketRate) -> (u64, u64) {
     let interval = 1_000_000_000 / u64::from(rate.per_second.max(1));
     (interval, interval * u64::from(rate.burst.max(1) - 1))
 }
 
-/// Returns the load balancer's directory below the configured directory, and creates it if it is missing. Fails when
-/// the directory is not on a BPF file system.
+/// Returns the load balancer's directory below the configured one, which is created if it is missing. Fails when the
+/// directory is not on a BPF file system.
 pub(super) fn create_pin_directory(configured: &Path) -> anyhow::Result<PathBuf> {
     let directory = configured.join("lb");
     fs::create_dir_all(&directory).with_context(|| directory.display().to_string())?;
@@ -570,7 +570,7 @@ pub(super) fn create_pin_directory(configured: &Path) -> anyhow::Result<PathBuf>
     Ok(directory)
 }
 
-/// Returns the directory with a load balancer's pinned maps, and creates nothing. Fails when no map is pinned there.
+/// Returns the directory that contains a load balancer's pinned maps. Fails when no map is pinned there.
 pub(super) fn existing_pin_directory(configured: &Path) -> anyhow::Result<PathBuf> {
     let directory = configured.join("lb");
     ensure!(

@@ -13,7 +13,7 @@ use super::variant::Variant;
 use super::{LoadBalancer, SERVER_FLAGS_SHIFT, Server, ServiceIndex, entry_offset};
 use crate::mac::MacAddress;
 
-/// Server flags that the configuration sets.
+/// Flags of a server that are set by the configuration.
 const CONFIGURED_FLAGS: u32 = intf::SERVER_KNOWN | intf::SERVER_ELIGIBLE;
 
 /// Returns the MAC address in a `struct server_entry`; `None`: the address is not resolved.
@@ -22,7 +22,7 @@ pub(super) fn resolved_mac(entry: u64) -> Option<MacAddress> {
     (flags & intf::SERVER_RESOLVED != 0).then(|| MacAddress::from_word(entry))
 }
 
-/// Returns the offset of the word with the flags of a service's server, and the position of the flags' lowest bit.
+/// Returns the offset of the word with the flags of a service's server, and the position of the lowest flag in it.
 fn member_flags_position(service: ServiceIndex, id: u16) -> (usize, u32) {
     let word = usize::from(service.0) * intf::MEMBERSHIP_WORDS as usize
         + usize::from(id) / intf::SERVER_MEMBERS_PER_WORD as usize;
@@ -30,7 +30,7 @@ fn member_flags_position(service: ServiceIndex, id: u16) -> (usize, u32) {
     (word * size_of::<u64>(), shift)
 }
 
-/// Returns the entry of a service's server, as server_at() of `bpf/lb/placement.h` does for packets.
+/// Returns the entry of a service's server as a word, as server_at() of `bpf/lb/placement.h` does for packets.
 pub(super) fn server_entry(maps: &Maps, service: ServiceIndex, id: ServerId) -> u64 {
     let (word, shift) = member_flags_position(service, id.get());
     let flags = maps.membership.load(word) >> shift & u64::from(intf::SERVER_MEMBER_MASK);
@@ -55,7 +55,7 @@ pub(super) fn servers_with_flag(maps: &Maps, service: ServiceIndex, flag: u32) -
 }
 
 impl LoadBalancer {
-    /// Sets the flags in `mask` of a service's server, without an atomic operation: only this process writes flags.
+    /// Sets the flags in `mask` of a service's server. The write is not atomic, as only this process writes flags.
     fn set_member_flags(&mut self, service: ServiceIndex, id: ServerId, mask: u32, flags: u32) {
         let (at, shift) = member_flags_position(service, id.get());
         let word = self.maps.membership.load(at);
@@ -65,7 +65,7 @@ impl LoadBalancer {
         }
     }
 
-    /// Marks the servers in `down`, a list from the service's placement table, as down, and all others as up.
+    /// Marks the servers in `down`, which the service's placement table lists, as down, and its other servers as up.
     pub(super) fn set_down(&mut self, service: ServiceIndex, down: &[ServerId]) {
         let down: BTreeSet<ServerId> = down.iter().copied().collect();
         for up in servers_with_flag(&self.maps, service, intf::SERVER_DOWN).into_iter().filter(|id| !down.contains(id))
@@ -75,7 +75,7 @@ impl LoadBalancer {
         down.into_iter().for_each(|id| self.set_member_flags(service, id, intf::SERVER_DOWN, intf::SERVER_DOWN));
     }
 
-    /// Adds or changes a server. Its MAC address is the same for all services.
+    /// Adds a server to a service, or changes it. The MAC address applies to all services that have the server.
     pub fn set_server(&mut self, service: ServiceIndex, id: ServerId, server: Server) {
         let flags = intf::SERVER_KNOWN | if server.is_eligible { intf::SERVER_ELIGIBLE } else { 0 };
         let resolved = |mac: MacAddress| mac.word() | u64::from(intf::SERVER_RESOLVED) << SERVER_FLAGS_SHIFT;
@@ -92,13 +92,13 @@ impl LoadBalancer {
         self.set_member_flags(service, id, CONFIGURED_FLAGS, flags);
     }
 
-    /// Sets whether this load balancer's health checks found a server down. UDP flows then leave the server, which gets
-    /// new connections as long as it is eligible.
+    /// Sets whether the health checks of this load balancer found the server down. If so, UDP flows move to other
+    /// servers; the server still gets new connections as long as it is eligible.
     pub fn set_masked(&mut self, service: ServiceIndex, id: ServerId, is_masked: bool) {
         self.set_member_flags(service, id, intf::SERVER_MASKED, if is_masked { intf::SERVER_MASKED } else { 0 });
     }
 
-    /// Removes a server. Packets of its connections are then broadcast at a limited rate.
+    /// Removes a server from a service. Packets of its connections are then broadcast at a limited rate.
     pub fn remove_server(&mut self, service: ServiceIndex, id: ServerId) {
         if let Err(error) = self.forget_lb_stamped_server(service, id) {
             tracing::warn!(
@@ -112,7 +112,7 @@ impl LoadBalancer {
         self.set_member_flags(service, id, intf::SERVER_MEMBER_MASK, 0);
     }
 
-    /// Returns the servers of a service, sorted by id; after a take-over the previous process's servers.
+    /// Returns the servers of a service, sorted by id. After a take-over these are the servers of the previous process.
     pub fn servers(&self, service: ServiceIndex) -> Vec<(ServerId, Server)> {
         members(&self.maps, service).into_iter().filter_map(|id| Some((id, self.server(service, id)?))).collect()
     }
@@ -122,7 +122,7 @@ impl LoadBalancer {
         members(&self.maps, service)
     }
 
-    /// Returns a server of a service; `None`: the service has no such server.
+    /// Returns the state of a service's server; `None`: the service has no such server.
     pub fn server(&self, service: ServiceIndex, id: ServerId) -> Option<Server> {
         let word = server_entry(&self.maps, service, id);
         let flags = (word >> SERVER_FLAGS_SHIFT) as u32;
@@ -130,18 +130,18 @@ impl LoadBalancer {
         (flags & intf::SERVER_KNOWN != 0).then_some(server)
     }
 
-    /// Sets whether packets and bytes are counted by server (default: no), which costs each packet two additions.
+    /// Sets whether packets and bytes are counted by server (off by default), which costs two additions per packet.
     pub fn count_traffic(&mut self, is_enabled: bool) -> anyhow::Result<()> {
         self.change_variant(Variant { counts_traffic: is_enabled, ..self.variant })
     }
 
-    /// Returns the traffic to a server, for all services.
+    /// Returns the packets and bytes sent to a server, summed over all services.
     pub fn traffic(&self, id: ServerId) -> ServerTraffic {
         let [sum] = self.traffic_of(&[id])[..] else { unreachable!("one of each") };
         sum
     }
 
-    /// Returns the traffic of several servers, in the order of `ids`. Counters are read row by row, because reading
+    /// Returns the traffic of each server of `ids`, in that order. Counters are read row by row, because reading them
     /// server by server would miss the cache for each server.
     pub fn traffic_of(&self, ids: &[ServerId]) -> Vec<ServerTraffic> {
         let mut sums = vec![ServerTraffic::default(); ids.len()];

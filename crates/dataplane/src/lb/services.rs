@@ -30,19 +30,19 @@ impl Service {
         Self { index, mode, table: None }
     }
 
-    /// Returns the bit of the rule of the service's table; `None`: no table, or a table without members.
+    /// Returns the bit of the table's placement rule; `None`: the service has no table, or its table has no members.
     pub fn rule_bit(&self) -> Option<u32> {
         self.table.as_ref()?.rule_bit
     }
 }
 
-/// A mode that the service's protocol or other settings do not allow.
+/// Error for a mode that the service's protocol or another setting does not allow.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum ModeError {
     /// The consistency mode needs TCP: a datagram carries no cookie, and a server cannot recognise its UDP flows.
     #[error("service {0}: consistency {name:?} needs TCP: expected \"hash-table\" or \"none\"", name = .1.name())]
     NeedsTcp(ServiceAddress, Consistency),
-    /// LB-side stamping needs a stateless TCP service, because the cookie holds only a server's id.
+    /// LB-side stamping needs a stateless TCP service, because its cookie holds only a server id.
     #[error("service {0}: timestamps by the load balancer need consistency \"stateless\" and TCP")]
     NeedsStateless(ServiceAddress),
     /// The service cannot be migrated, because a server could not recognise packets of other connections.
@@ -75,19 +75,19 @@ fn check_mode(address: &ServiceAddress, mode: &ServiceMode) -> Result<(), ModeEr
     Ok(())
 }
 
-/// Returns the number in a service's slot: the index and the mode, in the layout of `bpf/include/intf.h`.
+/// Encodes a service's index and mode as the number of its directory slot (layout of `bpf/include/intf.h`).
 fn slot_number(index: ServiceIndex, mode: ServiceMode) -> u32 {
     u32::from(index.0) | mode.slot_bits()
 }
 
-/// Returns the index and the mode in a slot's number, with the default forwarding; `None`: the slot has no service.
+/// Decodes the index and the mode, without its forwarding, from a slot's number; `None`: the slot is empty.
 fn parse_slot_number(number: u32) -> Option<(ServiceIndex, ServiceMode)> {
     let index = (number & intf::SERVICE_INDEX_MASK) as u16;
     let mode = ServiceMode::from_slot_bits(number & !intf::SERVICE_INDEX_MASK)?;
     (u32::from(index) < intf::MAX_SERVICES).then_some((ServiceIndex(index), mode))
 }
 
-/// Returns the features that these services and their tables need.
+/// Returns the features that the program must have for these services and their tables.
 pub(super) fn features_in_use(services: &BTreeMap<ServiceAddress, Service>) -> EnabledFeatures {
     let of = |(address, service): (&ServiceAddress, &Service)| EnabledFeatures {
         rule_bits: service.rule_bit().unwrap_or(0),
@@ -103,10 +103,10 @@ pub(super) fn features_in_use(services: &BTreeMap<ServiceAddress, Service>) -> E
 }
 
 impl LoadBalancer {
-    /// Sets the services and their modes, and returns the index of each. A known service keeps its index, servers,
-    /// table and connections; a new service starts empty. Fails when a service has no slot (too many, a duplicate),
-    /// when a mode does not suit the service's protocol ([`ModeError`]), or when the kernel rejects the program for the
-    /// modes. A failed call changes nothing.
+    /// Sets the services and their modes. Returns the index of each service. A known service keeps its index, servers,
+    /// table and connections; a new service starts empty. Fails when a service has no slot (too many, a duplicate), a
+    /// mode does not suit its protocol ([`ModeError`]), or the kernel rejects the program. A failed call changes
+    /// nothing.
     pub fn set_services(&mut self, services: &[(ServiceAddress, ServiceMode)]) -> anyhow::Result<Vec<ServiceIndex>> {
         let unnumbered: Vec<_> = services.iter().map(|(address, _)| (*address, 0)).collect();
         service_slots::lb_directory(&unnumbered)?;
@@ -163,8 +163,8 @@ impl LoadBalancer {
         Ok(services.iter().map(|(address, _)| self.services[address].index).collect())
     }
 
-    /// Stores a service's name, for commands that read the pinned state without the daemon. The name is cut after
-    /// [`SERVICE_NAME_BYTES`](intf::SERVICE_NAME_BYTES) bytes.
+    /// Stores the name of a service, for commands that read the pinned state without the daemon. A name longer than
+    /// [`SERVICE_NAME_BYTES`](intf::SERVICE_NAME_BYTES) bytes is cut.
     pub fn set_service_name(&mut self, service: ServiceIndex, name: &str) {
         let mut bytes: ServiceName = [0; intf::SERVICE_NAME_BYTES as usize];
         let end = (0..=bytes.len().min(name.len())).rev().find(|end| name.is_char_boundary(*end)).unwrap_or(0);
@@ -188,7 +188,7 @@ impl LoadBalancer {
         self.services.iter().map(|(address, service)| (*address, slot_number(service.index, service.mode))).collect()
     }
 
-    /// Writes the services into the idle half of the directory, and activates that half.
+    /// Writes the services into the unused half of the service directory, and then activates that half.
     fn switch_directory(&mut self) -> anyhow::Result<()> {
         self.grace_periods.wait(self.directory_grace_ticket)?;
         let directory = service_slots::lb_directory(&self.addresses_with_numbers())?;
@@ -202,7 +202,7 @@ impl LoadBalancer {
         Ok(())
     }
 
-    /// Clears servers, tables and connections of these indexes.
+    /// Clears the servers, tables and connections of the services with these indexes.
     fn clear_services(&mut self, indexes: &BTreeSet<ServiceIndex>) -> anyhow::Result<()> {
         self.forget_lb_stamped_servers(indexes)?;
         for index in indexes {
@@ -215,7 +215,7 @@ impl LoadBalancer {
         Ok(())
     }
 
-    /// Removes the fragmented datagrams of these indexes.
+    /// Removes the destinations of fragmented datagrams that belong to the services with these indexes.
     fn forget_fragments(&self, indexes: &BTreeSet<ServiceIndex>) -> anyhow::Result<()> {
         let fragments = self.maps.fragments();
         // Keys are collected first, because the kernel's iteration restarts when its current key is deleted.
@@ -238,7 +238,7 @@ impl LoadBalancer {
         self.maps.membership.write(usize::from(index.0) * size_of_val(&words), &words);
     }
 
-    /// Removes the flows of these indexes from the flow table.
+    /// Removes the flows of the services with these indexes from the flow table.
     fn forget_flows(&self, indexes: &BTreeSet<ServiceIndex>) {
         let table = &self.maps.flows;
         for set in 0..self.maps.flow_set_count() {
@@ -254,7 +254,7 @@ impl LoadBalancer {
         }
     }
 
-    /// Returns the services and their indexes.
+    /// Returns the address and the index of each service.
     pub fn services(&self) -> impl Iterator<Item = (ServiceAddress, ServiceIndex)> + '_ {
         self.services.iter().map(|(address, service)| (*address, service.index))
     }
@@ -279,13 +279,13 @@ fn service_name_offset(service: ServiceIndex) -> usize {
     offset_of!(intf::lb_state, service_names) + usize::from(service.0) * size_of::<ServiceName>()
 }
 
-/// Returns the services in maps taken over, with their configured names.
+/// Returns the address and the configured name of each service in `maps`.
 pub(super) fn service_names(maps: &Maps) -> Vec<(ServiceAddress, String)> {
     let named = |(address, service): (ServiceAddress, Service)| (address, service_name(maps, service.index));
     read_services(maps).into_iter().map(named).collect()
 }
 
-/// Returns a service's name; empty if none was set.
+/// Returns the configured name of a service; an empty string if none is set.
 pub(super) fn service_name(maps: &Maps, service: ServiceIndex) -> String {
     let bytes = maps.state.read::<ServiceName>(service_name_offset(service));
     String::from_utf8_lossy(&bytes[..]).trim_end_matches('\0').to_owned()

@@ -17,13 +17,13 @@ use super::buddy_allocator::{Block, BuddyAllocator};
 use crate::mmap_array::MmapArray;
 use crate::rcu::{GracePeriods, GraceTicket};
 
-/// A placement table that is too large for the data plane, or contradicts itself.
+/// Error for a placement table that exceeds a limit of the data plane or contradicts itself.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum TableError {
-    /// Too many groups, or none.
+    /// The table has no RSS groups, or too many.
     #[error("a table of {0} groups: expected 1 to {max}", max = intf::MAX_RSS_GROUPS)]
     InvalidGroupCount(usize),
-    /// Too many candidates for one bucket.
+    /// The table has too many candidates per bucket.
     #[error("{0} candidates per bucket: expected at most {max}", max = intf::MAX_CANDIDATES)]
     TooManyPerBucket(u32),
     /// The number of candidates is not groups x buckets x candidates per bucket, or exceeds the limit.
@@ -34,24 +34,24 @@ pub enum TableError {
     WrongCandidateCount {
         /// Number of candidates in the table.
         found: usize,
-        /// Number of candidates that follows from the table's parameters.
+        /// Number of candidates that the numbers of groups and buckets require.
         expected: usize,
     },
-    /// The rule selects among candidates, and the table has members but no candidates.
+    /// The rule selects among candidates, but the table has members and no candidates.
     #[error("rule {0} without candidates")]
     NoCandidates(&'static str),
-    /// More core slots than the limit.
+    /// The table has too many core slots.
     #[error("{0} core slots: expected at most {max}", max = intf::MAX_CORE_SLOTS)]
     TooManyCoreSlots(usize),
-    /// A candidate with a core slot that does not exist.
+    /// A candidate refers to a core slot that the table does not have.
     #[error("core slot {slot} of {count}")]
     UnknownCoreSlot {
-        /// Slot of the candidate.
+        /// Core slot to which the candidate refers.
         slot: u16,
         /// Number of core slots of the table.
         count: usize,
     },
-    /// More members than the limit.
+    /// The table has too many members.
     #[error("{0} members: expected at most {max}", max = intf::MAX_MEMBERS)]
     TooManyMembers(usize),
     /// The number of consistent choices is not that of buckets. (A table without members may have none.)
@@ -64,7 +64,7 @@ pub enum TableError {
     },
 }
 
-/// Fails when the data plane cannot hold the table.
+/// Checks that the data plane can hold the table. Fails with the first violated limit.
 pub(super) fn check(table: &PlacementTable) -> Result<(), TableError> {
     let (groups, buckets, per_bucket) = (table.groups.len(), table.bucket_count.get(), table.candidates_per_bucket);
     if groups == 0 || groups > intf::MAX_RSS_GROUPS as usize {
@@ -102,15 +102,15 @@ pub(super) fn check(table: &PlacementTable) -> Result<(), TableError> {
     Ok(())
 }
 
-/// Error: the memory for placement tables has no room for another table.
+/// Error: the memory for placement tables has no free block of the required size.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct MemoryFull;
 
-/// A placement table in the memory.
+/// Placement table that is stored in the memory for placement tables.
 #[derive(Debug)]
 pub(super) struct StoredTable {
     block: Block,
-    /// Blocks with the Toeplitz tables of the groups' RSS keys.
+    /// Blocks that hold the Toeplitz tables of the groups' RSS keys.
     toeplitz_blocks: Vec<Block>,
     core_slot_index: CoreSlotIndex,
     /// Bit of the table's rule; `None`: the table has no members.
@@ -118,26 +118,26 @@ pub(super) struct StoredTable {
 }
 
 impl StoredTable {
-    /// Returns the table's offset in the memory, in bytes.
+    /// Returns the offset of the table in the memory for placement tables, in bytes.
     pub fn offset(&self) -> u32 {
         self.block.offset
     }
 }
 
-/// Source of a new table's Toeplitz tables.
+/// Origin of the Toeplitz tables that a new placement table uses.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum ToeplitzSource {
-    /// The RSS keys of the new table's groups, with this VIP as destination.
+    /// Computed from the RSS keys of the new table's groups, with this VIP as the destination.
     Keys(SocketAddr),
-    /// The first group of the service's present table.
+    /// Taken from the first group of the service's present table.
     UnchangedMembers,
 }
 
-/// Key of Toeplitz tables: the RSS key, the address family, and the VIP if the NIC combines source and destination
-/// before hashing.
+/// Key by which Toeplitz tables are shared: the RSS key, the address family and, if the NIC combines source and
+/// destination before hashing, the VIP.
 type ToeplitzKey = (RssKey, Family, Option<SocketAddr>);
 
-/// Address family of a service, which decides the size of its source tables.
+/// Address family of a service's VIP, on which the size of its Toeplitz tables depends.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) enum Family {
     Ipv4,
@@ -158,36 +158,36 @@ impl Family {
     }
 }
 
-/// Toeplitz tables of one RSS key in the memory.
+/// Toeplitz tables of one RSS key, which several placement tables may use.
 #[derive(Debug, Default)]
 struct SharedToeplitzTables {
-    /// Key of the tables; `None`: unknown after a take-over.
+    /// Key of the Toeplitz tables; `None`: it is not known, since they were taken over.
     key: Option<ToeplitzKey>,
     /// Number of placement tables that use these Toeplitz tables.
     reference_count: usize,
 }
 
-/// Memory of the placement tables of all services.
+/// Memory that holds the placement tables of all services.
 #[derive(Debug)]
 pub(super) struct TableMemory {
     memory: MmapArray<[u64]>,
     blocks: BuddyAllocator,
     sources: HashMap<Block, SharedToeplitzTables>,
     by_key: HashMap<ToeplitzKey, Block>,
-    /// Tables that programs may still read, the oldest first.
+    /// Replaced tables that programs may still read, oldest first.
     retired: VecDeque<(GraceTicket, StoredTable)>,
 }
 
 const HEADER_BYTES: u32 = size_of::<intf::placement_table>() as u32;
 
-/// Offset in bytes of a field of the table at `at`.
+/// Returns the offset in bytes of a field of the table at offset `at`.
 macro_rules! field {
     ($at:expr, $field:ident) => {
         $at as usize + offset_of!(intf::placement_table, $field)
     };
 }
 
-/// Returns the lower and the upper 32 bits of a word.
+/// Splits a word into its lower and its upper 32 bits.
 fn split_word(word: u64) -> (u32, u32) {
     (word as u32, (word >> 32) as u32)
 }
@@ -203,13 +203,13 @@ pub(super) fn rule_bit(memory: &MmapArray<[u64]>, at: u32) -> Option<u32> {
     (members != 0).then_some(1 << rule)
 }
 
-/// Layout of a table's block, which grows with each reserved list.
+/// Layout of a table's block, to which lists are appended.
 struct BlockLayout {
     bytes: u32,
 }
 
 impl BlockLayout {
-    /// Reserves space for `count` values of a type, and returns their offset from the table's start.
+    /// Reserves space for `count` values of type `T`. Returns their offset from the start of the table.
     fn reserve<T>(&mut self, count: usize) -> u32 {
         let at = self.bytes;
         self.bytes += ((count * size_of::<T>()) as u32).next_multiple_of(8);
@@ -218,13 +218,13 @@ impl BlockLayout {
 }
 
 impl TableMemory {
-    /// Returns a memory of `bytes` bytes without tables.
+    /// Creates the allocator and the registry of an empty placement memory with `bytes` bytes.
     pub fn new(memory: MmapArray<[u64]>, bytes: u32) -> Self {
         let blocks = BuddyAllocator::new(bytes, []);
         Self { memory, blocks, sources: HashMap::new(), by_key: HashMap::new(), retired: VecDeque::new() }
     }
 
-    /// Registers the tables of an earlier process, at the offsets `in_use`, and returns these tables.
+    /// Registers the tables that an earlier process has stored at the offsets `in_use`, and returns them.
     pub fn adopt(&mut self, bytes: u32, in_use: &[(u32, Family)]) -> Vec<StoredTable> {
         let mut sources: HashMap<Block, usize> = HashMap::new();
         let header = |at: u32| self.memory.read::<intf::placement_table>(at as usize);
@@ -254,13 +254,13 @@ impl TableMemory {
         written
     }
 
-    /// Switches to a larger memory, which must have a copy of the contents.
+    /// Switches to a larger memory, to which the contents have been copied.
     pub fn grow(&mut self, memory: MmapArray<[u64]>, bytes: u32) {
         self.memory = memory;
         self.blocks.grow(bytes);
     }
 
-    /// Returns the memory as words.
+    /// Returns the mapped memory.
     pub fn memory(&self) -> &MmapArray<[u64]> {
         &self.memory
     }
@@ -270,8 +270,8 @@ impl TableMemory {
         self.memory.load(field!(at, generation))
     }
 
-    /// Returns the table at offset `at` without candidates and keys of groups; `None`: `at` is 0, or the table has no
-    /// members.
+    /// Reads the table at offset `at`, without its candidates and its groups' keys; `None`: `at` is 0, or the table has
+    /// no members.
     pub fn read(&self, at: u32) -> Option<PlacementTable> {
         rule_bit(&self.memory, at)?;
         let header = self.memory.read::<intf::placement_table>(at as usize);
@@ -298,13 +298,13 @@ impl TableMemory {
         before.core_slot_index.initial_counts(next, |slot| self.assigned_connections(before.offset(), slot))
     }
 
-    /// Returns how many connections were assigned to a core slot of the table at `at`.
+    /// Returns the number of connections that were assigned to a core slot of the table at offset `at`.
     pub fn assigned_connections(&self, at: u32, slot: u16) -> u32 {
         let assigned_offset = self.memory.word32(field!(at, assigned_offset)).load(Ordering::Relaxed) as usize;
         self.memory.word32(assigned_offset + usize::from(slot) * size_of::<u32>()).load(Ordering::Relaxed)
     }
 
-    /// Writes a table that [`check`] has accepted. `before`: the service's present table.
+    /// Writes a table that [`validate_table`] has accepted. `before` is the service's present table.
     pub fn write(
         &mut self,
         before: Option<&StoredTable>,
@@ -384,7 +384,7 @@ impl TableMemory {
         self.memory.write(header.assigned_offset as usize, counts.as_slice());
     }
 
-    /// Returns for each group the Toeplitz tables of sources, and the destination's share of the hash.
+    /// Returns the Toeplitz tables for source addresses and the hash of the destination, for each RSS group.
     fn acquire_group_hashes(
         &mut self,
         before: Option<&StoredTable>,
@@ -412,8 +412,8 @@ impl TableMemory {
         Ok(hashes)
     }
 
-    /// Returns the Toeplitz tables of a key. Placement tables with the same key share them; if the key has an input
-    /// transform, only placement tables of the same VIP do.
+    /// Returns the block with the Toeplitz tables of an RSS key. Placement tables with the same key share it; if the
+    /// key has an input transform, only those of the same VIP do.
     fn acquire_toeplitz_block(&mut self, key: &RssKey, vip: SocketAddr) -> Result<Block, MemoryFull> {
         let family = Family::of(&vip);
         let source_key = (key.clone(), family, (key.input_transform() != InputTransform::None).then_some(vip));
@@ -444,7 +444,7 @@ impl TableMemory {
         }
     }
 
-    /// Retires a table that new program runs no longer find. Running programs may still read it.
+    /// Retires a replaced table. New program runs do not find it any more, but running programs may still read it.
     pub fn retire(&mut self, table: StoredTable, grace_periods: &GracePeriods) {
         self.retired.push_back((grace_periods.request(), table));
     }
@@ -458,7 +458,7 @@ impl TableMemory {
         }
     }
 
-    /// Returns the grace period ticket of the newest retired table; `None`: no table is retired.
+    /// Returns the grace period ticket of the table that was retired last; `None`: no table is retired.
     pub fn last_retired(&self) -> Option<GraceTicket> {
         self.retired.back().map(|(moment, _)| *moment)
     }

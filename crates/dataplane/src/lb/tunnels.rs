@@ -8,21 +8,21 @@ use coreward_model::ServerId;
 
 use super::{LoadBalancer, entry_offset};
 
-/// Outer header of packets that are encapsulated for a server.
+/// Outer header with which packets to a server are encapsulated.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Tunnel {
-    /// Destination address, which also decides the address family of the outer header.
+    /// Destination address of the outer header, which also determines its address family.
     pub address: IpAddr,
-    /// UDP source port of GUE; `None`: a hash of the flow.
+    /// UDP source port of a GUE header; `None`: a hash of the client's flow.
     pub source_port: Option<u16>,
 }
 
-/// Source addresses of outer headers. An unspecified address: the device has none of that family.
+/// Source addresses of outer headers. An address is unspecified if the device has none of that family.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct OuterSources {
-    /// Source of IPv4 headers.
+    /// Source address of outer IPv4 headers.
     pub ipv4: Ipv4Addr,
-    /// Source of IPv6 headers.
+    /// Source address of outer IPv6 headers.
     pub ipv6: Ipv6Addr,
 }
 
@@ -44,8 +44,8 @@ impl LoadBalancer {
         Ok(())
     }
 
-    /// Writes an IPv6 destination. Because the address has two words, no program may read it during the change.
-    /// `entry_at`: offset of the server's entry.
+    /// Writes the IPv6 destination of the entry at offset `entry_at`. As the address has two words, no program may read
+    /// it during the change.
     fn set_tunnel_address_ipv6(&mut self, id: ServerId, entry_at: usize, address: Ipv6Addr) -> anyhow::Result<()> {
         let at = offset_of!(intf::server_tunnels, address_ipv6) + super::entry_offset::<[u64; 2]>(id.get());
         let words = words_of(address);
@@ -60,7 +60,7 @@ impl LoadBalancer {
         Ok(())
     }
 
-    /// Sets the source addresses of outer headers, and the device's MTU in bytes.
+    /// Sets the source addresses of all outer headers, and the MTU of the device in bytes.
     pub fn set_outer_header(&mut self, sources: OuterSources, mtu: u32) {
         // The IPv4 address and the MTU share one word: own_address, then mtu.
         let word = u64::from(u32::from_ne_bytes(sources.ipv4.octets())) | u64::from(mtu) << 32;

@@ -4,29 +4,29 @@ use coreward_model::vlan::Vlan;
 
 use super::{BroadcastLimits, LbStampingClock};
 
-/// Features that the services and their tables need. The program is compiled without all other features.
+/// Features that the services and their tables need. The kernel removes the code of all other features.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(super) struct EnabledFeatures {
-    /// Placement rules of the tables: bits 1 << `enum placement_rule`.
+    /// Placement rules that tables use: bits 1 << `enum placement_rule`.
     pub rule_bits: u32,
-    /// Consistency modes of the services: bits 1 << `enum consistency`.
+    /// Consistency modes that services use: bits 1 << `enum consistency`.
     pub mode_bits: u32,
-    /// Whether a TCP service has packets without a cookie.
+    /// Whether a TCP service has packets without a cookie, as its timestamps are off.
     pub has_timestamps_off: bool,
     /// Whether a service uses LB-side stamping.
     pub has_lb_stamping: bool,
-    /// Whether a service is in migration from or to another load balancer.
+    /// Whether a service is migrating from or to another load balancer.
     pub has_transfer: bool,
     /// Whether a service uses UDP.
     pub has_udp: bool,
-    /// Forwarding modes of the services: bits 1 << `enum forwarding`.
+    /// Forwarding modes that services use: bits 1 << `enum forwarding`.
     pub forwarding_bits: u32,
     /// Whether a service has an IPv6 VIP.
     pub has_ipv6: bool,
 }
 
 impl EnabledFeatures {
-    /// Returns the features that are enabled in `self` or `other`.
+    /// Returns the features that are needed by `self` or by `other`.
     pub fn union(self, other: Self) -> Self {
         Self {
             rule_bits: self.rule_bits | other.rule_bits,
@@ -41,25 +41,25 @@ impl EnabledFeatures {
     }
 }
 
-/// Constants of the loaded program. A change of a constant loads the program again.
+/// Constants with which the program is loaded. A change of any of them loads the program again.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Variant {
     pub features: EnabledFeatures,
-    /// Whether packets and bytes are counted by server.
+    /// Whether packets and bytes are counted for each server.
     pub counts_traffic: bool,
-    /// Whether each CPU has a row of counters (for generic XDP), and not each receive queue.
+    /// Whether counter rows belong to CPUs, as generic XDP needs, and not to receive queues.
     pub counters_by_cpu: bool,
     pub broadcast_limits: BroadcastLimits,
     pub lb_stamping_clock: LbStampingClock,
-    /// Whether packets read the kernel's clock to age entries of the connection table.
+    /// Whether packets read the kernel's clock to age connection table entries.
     pub packets_read_clock: bool,
     pub vlans: VlansInUse,
 }
 
-/// VLAN settings that the program is compiled for.
+/// VLAN settings for which the program is loaded.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(super) struct VlansInUse {
-    /// VLAN of the VIPs.
+    /// VLAN in which clients' packets to VIPs arrive.
     pub vip: Vlan,
     /// Whether any server is in a VLAN.
     pub has_server_vlan: bool,

@@ -9,8 +9,8 @@ pub const EQUALS: u32 = libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K;
 pub const RETURN: u32 = libc::BPF_RET | libc::BPF_K;
 const AND: u32 = libc::BPF_ALU | libc::BPF_AND | libc::BPF_K;
 
-/// Offset of the VLAN tag, which the kernel has removed from the frame: SKF_AD_VLAN_TAG (and SKF_AD_VLAN_TAG_PRESENT
-/// below) of linux/filter.h.
+/// Offset by which a filter loads the VLAN tag that the kernel has removed from the frame (SKF_AD_VLAN_TAG of
+/// linux/filter.h; below: SKF_AD_VLAN_TAG_PRESENT).
 const VLAN_TAG_OFFSET: u32 = (libc::SKF_AD_OFF as u32).wrapping_add(44);
 const TAG_PRESENT_OFFSET: u32 = (libc::SKF_AD_OFF as u32).wrapping_add(48);
 const ID_MASK: u32 = 0xfff;
@@ -19,7 +19,7 @@ pub const fn instruction(code: u32, jt: u8, jf: u8, k: u32) -> sock_filter {
     sock_filter { code: code as u16, jt, jf, k }
 }
 
-/// Filter that passes only ARP.
+/// Socket filter that passes only ARP frames.
 pub const ARP_FILTER: [sock_filter; 4] = [
     instruction(LOAD_HALF, 0, 0, 12),
     instruction(EQUALS, 0, 1, super::ETHERTYPE_ARP as u32),
@@ -27,7 +27,7 @@ pub const ARP_FILTER: [sock_filter; 4] = [
     instruction(RETURN, 0, 0, 0),
 ];
 
-/// Returns a filter that passes frames of the VLAN that also pass `filter`. For an untagged VLAN it is `filter` alone.
+/// Returns a filter for frames of the VLAN that also pass `filter`. For an untagged VLAN it is `filter` unchanged.
 pub fn in_vlan(vlan: Vlan, filter: &[sock_filter]) -> Vec<sock_filter> {
     if !vlan.is_tagged() {
         return filter.to_vec();

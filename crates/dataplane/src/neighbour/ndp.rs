@@ -11,11 +11,11 @@ const IP_OFFSET: usize = 14;
 const ICMP_OFFSET: usize = IP_OFFSET + 40;
 const TARGET_OFFSET: usize = ICMP_OFFSET + 8;
 const OPTIONS_OFFSET: usize = TARGET_OFFSET + 16;
-/// Length of a solicitation's frame with one option, in bytes.
+/// Length of the frame of a neighbour solicitation with one option, in bytes.
 const FRAME_BYTES: usize = OPTIONS_OFFSET + 8;
 
 const NEXT_HEADER_ICMPV6: u8 = 58;
-/// Hop limit that proves that the sender is on the link, because routers decrease it (RFC 4861, Sect. 7.1.1).
+/// Hop limit 255, which proves that the sender is on the link, as routers decrease it (RFC 4861, Sect. 7.1.1).
 const HOP_LIMIT: u8 = 255;
 const SOLICITATION: u8 = 135;
 const ADVERTISEMENT: u8 = 136;
@@ -35,9 +35,9 @@ pub const SOCKET_FILTER: [libc::sock_filter; 9] = [
     instruction(RETURN, 0, 0, 0),
 ];
 
-/// Returns the solicitation of `target`, sent to `mac`; `None`: to the target's multicast group. Without an own address
-/// the solicitation is as in duplicate address detection: sent to the group, without the option (RFC 4861, Sect. 4.3
-/// and 7.1.1).
+/// Returns the frame of a neighbour solicitation for `target`, sent to `mac` or, if `None`, to the target's multicast
+/// group. Without an own address it is sent as in duplicate address detection: to the group, without the option (RFC
+/// 4861, Sect. 4.3 and 7.1.1).
 pub fn solicitation(target: Ipv6Addr, mac: Option<MacAddress>, own_mac: MacAddress, own_address: Ipv6Addr) -> Vec<u8> {
     let [.., a, b, c] = target.octets();
     let (destination_mac, destination) = match mac.filter(|_| !own_address.is_unspecified()) {
@@ -81,8 +81,8 @@ fn checksum(frame: &[u8]) -> u16 {
     !(sum as u16)
 }
 
-/// Returns the sender of a solicitation, or the target of an advertisement, with its MAC address. `None`: the frame is
-/// neither, is invalid, or has no MAC address.
+/// Returns the sender of a solicitation or the target of an advertisement, with its MAC address; `None`: the frame is
+/// neither of them, is invalid, or has no MAC address.
 pub fn parse_sender(frame: &[u8]) -> Option<(Ipv6Addr, MacAddress)> {
     if frame.len() < OPTIONS_OFFSET || frame[12..14] != ETHERTYPE_IPV6.to_be_bytes() {
         return None;
@@ -106,7 +106,7 @@ pub fn parse_sender(frame: &[u8]) -> Option<(Ipv6Addr, MacAddress)> {
     (usable && !mac.is_group() && mac != MacAddress([0; 6])).then_some((address, mac))
 }
 
-/// Returns the MAC address of the first option of this kind.
+/// Returns the MAC address in the first option of type `option_type`; `None`: there is no such option.
 fn find_mac_option(mut options: &[u8], option_type: u8) -> Option<MacAddress> {
     while let [kind, length, ..] = *options {
         let bytes = usize::from(length) * 8;

@@ -10,7 +10,7 @@ use zerocopy::{FromBytes, Immutable, IntoBytes as _, KnownLayout};
 
 use super::{InetDiagRequest, Inode, NetlinkHeader, SOCK_DIAG_BY_FAMILY, SocketId, open};
 
-/// struct nlmsghdr and the start of struct inet_diag_msg, up to the inode.
+/// Reply of sock_diag(7): struct nlmsghdr and struct inet_diag_msg, up to the inode.
 #[derive(Debug, Clone, Copy, FromBytes, Immutable, KnownLayout)]
 #[repr(C)]
 struct InetDiagReply {
@@ -29,10 +29,10 @@ struct InetDiagReply {
 
 const NO_STATES: u32 = 0;
 const LISTENING_STATES: u32 = 1 << 10;
-/// Bits of include/net/tcp_states.h: ESTABLISHED, SYN-RECEIVED (for half-open connections), FIN-WAIT-1 and 2,
-/// CLOSE-WAIT, LAST-ACK, CLOSING.
+/// Bits of TCP states (include/net/tcp_states.h): ESTABLISHED, SYN-RECEIVED (for half-open connections), FIN-WAIT-1 and
+/// 2, CLOSE-WAIT, LAST-ACK, CLOSING.
 const CONNECTED_STATES: u32 = 1 << 1 | 1 << 3 | 1 << 4 | 1 << 5 | 1 << 8 | 1 << 9 | 1 << 11;
-/// Size of the receive buffer: the kernel fills at most 32 KiB per read.
+/// Size of the receive buffer in bytes: the kernel fills at most 32 KiB per read.
 const BUFFER_BYTES: usize = 32 << 10;
 
 /// Returns the number of TCP connections at each of `services`, in the same order. Connections count from half-open to
@@ -77,19 +77,19 @@ fn for_each_socket(request: &InetDiagRequest, mut found: impl FnMut(&InetDiagRep
     Ok(())
 }
 
-/// Fails when the kernel has no sock_diag(7) for TCP. A query for one socket would not show that: such a kernel answers
-/// that the socket does not exist.
+/// Checks that the kernel has sock_diag(7) for TCP. A query for one socket would not show that: a kernel without it
+/// answers that the socket does not exist.
 pub(super) fn ensure_supported() -> anyhow::Result<()> {
     for_each_socket(&list_request(libc::AF_INET as u8, NO_STATES, 0), |_| ())
 }
 
-/// Returns the common port of all services, if they have one: the kernel then skips sockets at other ports.
+/// Returns the port of all services if they have the same one. The kernel then skips sockets at other ports.
 fn common_port(services: &[SocketAddr]) -> Option<u16> {
     let port = services.first()?.port();
     services.iter().all(|service| service.port() == port).then_some(port)
 }
 
-/// Returns the request for a list of sockets. `port` 0: sockets at all ports.
+/// Returns the request for a list of sockets in `states` at `port`; 0: at all ports.
 fn list_request(family: u8, states: u32, port: u16) -> InetDiagRequest {
     InetDiagRequest {
         header: NetlinkHeader {
@@ -115,8 +115,8 @@ fn list_request(family: u8, states: u32, port: u16) -> InetDiagRequest {
     }
 }
 
-/// Reads a part of the list, and returns whether another part follows. `may_lack`: a kernel without this address family
-/// counts as one without sockets.
+/// Reads a part of the list. Returns whether another part follows. `may_lack`: the list is empty if the kernel lacks
+/// this address family.
 fn read_list(
     socket: &OwnedFd,
     buffer: &mut [u8],
@@ -153,7 +153,7 @@ fn read_list(
     Ok(true)
 }
 
-/// Returns the local address. An IPv4-mapped address becomes an IPv4 address, because sockets at `[::]` accept IPv4.
+/// Returns the local address of a socket. An IPv4-mapped address becomes IPv4, because sockets at `[::]` accept IPv4.
 fn local_address(listed: &InetDiagReply) -> SocketAddr {
     let (port, source) = (u16::from_be_bytes(listed.id.source_port), listed.id.source);
     let ip = match i32::from(listed.family) {
@@ -171,7 +171,7 @@ mod tests {
 
     use super::*;
 
-    /// Returns the result of [`read_list`] for a list that ends with `error`.
+    /// Returns the result of [`read_list_part`] for a list that ends with `error`.
     fn read_end(kind: i32, error: i32, may_lack: bool) -> anyhow::Result<bool> {
         let (ours, mut theirs) = std::os::unix::net::UnixStream::pair().unwrap();
         let length = (size_of::<NetlinkHeader>() + size_of::<i32>()) as u32;

@@ -24,7 +24,7 @@ fn pin_thread(cpu: usize) {
     sched_setaffinity(Pid::from_raw(0), &only).unwrap();
 }
 
-/// The busy time is read while a task runs, so no task switch has ended the measured period.
+/// The busy time is read while the task is running, before a task switch ends the measured period.
 #[test]
 fn cpu_is_busy_while_a_task_runs() {
     skip_if!(missing_bpf_rights());
@@ -50,8 +50,8 @@ fn cpu_is_busy_while_a_task_runs() {
     assert_eq!(load.busy_ns(100_000), 0, "no such CPU");
 }
 
-/// Compares with the kernel's idle time in /proc/stat. On machines with stolen time that was 7 to 25 % off, so it only
-/// decides whether the CPUs were idle at all.
+/// The counted time is compared with the kernel's idle time in /proc/stat. On machines with stolen time the latter was
+/// 7 to 25 % off, so it only decides whether the CPUs were idle at all.
 #[test]
 fn idle_time_does_not_count() {
     skip_if!(missing_bpf_rights());
@@ -114,7 +114,7 @@ fn receiving_packets_counts_as_busy() {
 
 const FLOODED: Ipv4Addr = Ipv4Addr::new(10, 9, 0, 2);
 
-/// Puts this thread into a network namespace in which packets to [`FLOODED`] are received, and dropped, on `cpu`.
+/// Moves this thread into a new network namespace that receives packets to [`FLOODED_ADDRESS`] on `cpu` and drops them.
 fn flooded_device(cpu: usize) {
     unshare(CloneFlags::CLONE_NEWNET).unwrap();
     // /sys shows the network namespace in which it was mounted.
@@ -140,12 +140,12 @@ fn flood(cpu: usize, done: &AtomicBool) {
     }
 }
 
-/// Unit of times in /proc/stat (proc(5)): 10 ms.
+/// Length of a tick, the unit of times in /proc/stat (proc(5)): 10 ms in ns.
 const TICK_NS: u64 = 10_000_000;
 
 #[derive(Clone, Copy)]
 struct CpuTicks {
-    /// Ticks in which the CPU was idle or waited for a disk.
+    /// Number of ticks in which the CPU was idle or waited for a disk.
     idle: u64,
     stolen: u64,
 }

@@ -35,7 +35,7 @@ fn client_packet(family: Family) -> Vec<u8> {
     Tcp::between(client(family), vip(family)).frame()
 }
 
-/// Returns a frame between these addresses, with `transport` after the IP headers.
+/// Returns a frame from `source` to `destination` with `transport` after its IP headers.
 fn packet(source: IpAddr, destination: IpAddr, protocol: u8, fragment: u16, transport: &[u8]) -> Vec<u8> {
     match (source, destination) {
         (IpAddr::V4(source), IpAddr::V4(destination)) => {
@@ -46,13 +46,13 @@ fn packet(source: IpAddr, destination: IpAddr, protocol: u8, fragment: u16, tran
     }
 }
 
-/// Returns a frame with a UDP datagram from a client to the VIP's address.
+/// Returns a frame with a UDP datagram from a client's `port` to the VIP.
 fn datagram(family: Family, port: u16) -> Vec<u8> {
     let transport = [&40_000u16.to_be_bytes()[..], &port.to_be_bytes(), &[0, 12, 0, 0], b"data"].concat();
     packet(client(family).ip(), vip(family).ip(), UDP, 0, &transport)
 }
 
-/// Returns `frame`, encapsulated by a load balancer in an outer header of this form.
+/// Returns `frame` as a load balancer encapsulates it, with an outer header of this form.
 fn encapsulated(form: TunnelForm, frame: &[u8]) -> Vec<u8> {
     let inner = &frame[ETHERNET..];
     let mut transport = Vec::new();
@@ -65,7 +65,7 @@ fn encapsulated(form: TunnelForm, frame: &[u8]) -> Vec<u8> {
     packet(own_address(form.outer), server_address(form.outer, id(1)), form.protocol(), 0x4000, &transport)
 }
 
-/// Runs the program on `frame`. Exactly `counter` must have risen; `None`: no counter may have risen.
+/// Runs the program on `frame`. Asserts that exactly `counter` has increased; `None`: that no counter has.
 fn run(decapsulation: &Decapsulation, frame: &[u8], counter: Option<&str>) -> (i32, Vec<u8>) {
     let before = decapsulation.counters().unwrap();
     let outcome = test_run::run(decapsulation.program(), frame, 1).unwrap();
@@ -76,7 +76,7 @@ fn run(decapsulation: &Decapsulation, frame: &[u8], counter: Option<&str>) -> (i
     (outcome.verdict, outcome.packet)
 }
 
-/// Asserts that an encapsulated packet of each form, changed by `change`, is dropped and counted as `counter`.
+/// Asserts that an encapsulated packet of each form that `change` has changed is dropped, and counted as `counter`.
 fn expect_drop(counter: &str, change: impl Fn(&mut Vec<u8>, TunnelForm)) {
     skip_if!(missing_bpf_rights());
     let decapsulation = loaded();

@@ -18,8 +18,8 @@ use crate::support::{missing_bpf_rights, skip_if};
 const REQUEST_COUNT: u32 = 3000;
 const TIMES: [Duration; 3] = [Duration::from_micros(10), Duration::from_micros(37), Duration::from_micros(1000)];
 
-/// Sends requests and lets workers respond in random order, and compares each decision with the model. Responses are
-/// slower than requests until many requests are outstanding, then faster.
+/// Asserts that workers are selected as by the model, while requests are sent and workers respond in random order.
+/// Until many requests are outstanding, responses are slower than requests, then faster.
 fn assert_equals_model(env: &TestEnv, model: &mut impl Dispatcher, clients: &[UdpSocket]) {
     let mut rng = seeded_rng(7, 1);
     let mut under_way: Vec<(ReceivedDatagram, DispatchHeader)> = Vec::new();

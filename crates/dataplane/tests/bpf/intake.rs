@@ -14,11 +14,11 @@ use crate::support::{MORE_FRAGMENTS, Udp, missing_bpf_rights, ones_complement_su
 const CLIENT: (Ipv4Addr, u16) = (Ipv4Addr::new(192, 0, 2, 9), 40_000);
 const SERVICE: (Ipv4Addr, u16) = (Ipv4Addr::new(10, 0, 0, 1), 4000);
 const OTHER_SERVICE: (Ipv4Addr, u16) = (Ipv4Addr::new(10, 0, 0, 1), 4001);
-/// Offsets in a frame without IP options.
+/// Offsets of headers and fields in a frame without IP options, in bytes.
 const IP: usize = 14;
 const UDP: usize = IP + 20;
 const UDP_CHECKSUM: usize = UDP + 6;
-/// Payload of the longest datagram with an MTU of 1500, in bytes.
+/// Maximum payload of a datagram with an MTU of 1500, in bytes.
 const MAX_PAYLOAD: usize = 1472;
 
 const NO_SOCKET: Option<&str> = Some("passed_no_socket");
@@ -28,7 +28,7 @@ fn loaded() -> IntakeProgram {
     IntakeProgram::load(MacAddress([0; 6]), &listeners).unwrap()
 }
 
-/// Runs the program on `frame`. Exactly `counter` must have risen; `None`: no counter may have risen.
+/// Runs the program on `frame`. Asserts that exactly `counter` has increased; `None`: that no counter has.
 fn expect(program: &IntakeProgram, frame: &[u8], counter: Option<&str>, case: &str) {
     let before = program.counters().unwrap();
     let outcome = test_run::run(program.program(), frame, 1).unwrap();
@@ -43,7 +43,7 @@ fn request(payload: Vec<u8>) -> Udp {
     Udp { payload, ..Udp::new(CLIENT, SERVICE) }
 }
 
-/// Returns the sum of the pseudo header, not inverted. With checksum offload this is in the checksum field.
+/// Returns the sum over the UDP pseudo header, not inverted: with checksum offload the checksum field contains it.
 fn pseudo_header_sum(frame: &[u8]) -> u16 {
     let length = &frame[UDP + 4..UDP + 6];
     ones_complement_sum(&[&frame[IP + 12..UDP], &[0, 17], length].concat())

@@ -27,7 +27,7 @@ fn balancer(services: u16, options: Options) -> Balancer {
     balancer
 }
 
-/// Returns an ICMP error of `router` that quotes a packet to `client`: IP header and 8 bytes, as RFC 792 requires.
+/// Returns an ICMP error from `router` that quotes a packet to `client`: its IP header and 8 bytes (RFC 792).
 fn icmp(router: Ipv4Addr, client: (Ipv4Addr, u16)) -> Vec<u8> {
     let quoted = &Tcp::new(VIP, client).frame()[14..][..28];
     let message = [&[3, 4, 0, 0, 0, 0, 5, 0][..], quoted].concat();
@@ -53,7 +53,7 @@ fn count_accepted(balancer: &Balancer, forged: impl FnMut() -> Vec<u8>) -> usize
     count_accepted_from(|n| Ipv4Addr::from(0x0a01_0000 + n), balancer, forged)
 }
 
-/// [`count_accepted`] with ICMP errors whose sources `router` returns.
+/// Returns the same number as [`count_accepted_errors`], for ICMP errors from the addresses that `router` returns.
 fn count_accepted_from(router: fn(u32) -> Ipv4Addr, balancer: &Balancer, mut forged: impl FnMut() -> Vec<u8>) -> usize {
     const INTERVAL: Duration = Duration::from_micros(100);
     let (mut next, mut accepted) = (Instant::now(), 0);
@@ -92,7 +92,7 @@ fn genuine_icmp_errors_pass_among_forged_packets() {
     assert!(beside_one_source >= 98, "{beside_one_source} among ICMP errors of one source");
 }
 
-/// Returns a rate of one packet a second, at which hardly more than the burst is sent.
+/// Returns a rate of one packet per second, at which hardly more packets than the burst pass.
 fn rate(burst: u32) -> PacketRate {
     PacketRate { per_second: 1, burst }
 }

@@ -26,7 +26,7 @@ fn keys() -> FleetKeys {
     FleetKeys { keys: [CookieKey { k0: 1, k1: 2 }, CookieKey { k0: 3, k1: 4 }], current: KeyIndex::First }
 }
 
-/// Returns all packets captured until there are `count` packets, or 30 s have passed.
+/// Collects captured packets until there are `count` of them, or 30 s have passed.
 fn collect(capture: &mut Capture, count: usize) -> Vec<CapturedPacket> {
     let mut captured = Vec::new();
     let limit = Instant::now() + Duration::from_secs(30);
@@ -36,7 +36,7 @@ fn collect(capture: &mut Capture, count: usize) -> Vec<CapturedPacket> {
     captured
 }
 
-/// Timeout of a wait that a signal must end earlier.
+/// Timeout of a wait that is to be ended earlier by a signal.
 const LONG_WAIT: Duration = Duration::from_secs(30);
 
 /// Sends signals until `wait` returns, as Ctrl-C does to `coreward capture`. A signal before the wait has no effect.

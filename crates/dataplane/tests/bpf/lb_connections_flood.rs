@@ -12,11 +12,11 @@ use crate::support::stateful::{balancer, established, number_of, syn};
 use crate::support::{missing_bpf_rights, skip_if};
 
 const ENTRY_COUNT: u32 = 16_384;
-/// Interval of ticks, as in the daemon.
+/// Interval between two ticks, as in the daemon.
 const TICK: Duration = Duration::from_millis(100);
-/// Number of ticks in which the whole table is searched for due connections.
+/// Number of ticks in which the whole table is swept for expired connections.
 const TICKS_PER_SWEEP: u32 = 10;
-/// Number of ticks between two exact counts of the table.
+/// Number of ticks between two exact counts of the table's entries.
 const TICKS_PER_COUNT: u32 = 100;
 /// Number of SYNs per tick, which would fill the table in two seconds.
 const FLOOD: u32 = ENTRY_COUNT / 20;
@@ -69,8 +69,8 @@ fn flood_of_one_prefix_leaves_entries_to_others_and_is_freed_on_time() {
     assert!(balancer.events(0, "connection_source_limited") > 0);
 }
 
-/// Returns the share of the table (%) that one prefix holds after `beats` ticks with `per_beat` SYNs each. With
-/// `is_slow` each connection is established.
+/// Returns the percentage of the table that one source prefix holds after `beats` ticks with `per_beat` SYNs each. With
+/// `is_slow` each connection is also established.
 fn held_by_prefix(addresses: u32, per_beat: u32, beats: u32, is_slow: bool) -> f64 {
     let mut rng = seeded_rng(132, 0);
     let (mut balancer, _) = balancer(ENTRY_COUNT.into(), &mut rng);

@@ -29,7 +29,7 @@ use crate::support::{self, SYN, Tcp, missing_bpf_rights, skip_if, timestamp};
 const ENTRY_COUNT: u64 = 4096;
 const THREAD_COUNT: u32 = 4;
 
-/// Returns the client of a thread's connection `number`. No two connections have the same client.
+/// Returns the client of connection `number` of a thread. Each connection has another client.
 fn client_of(thread: u32, number: u32) -> (Ipv4Addr, u16) {
     (Ipv4Addr::from(0x0a00_0000 | thread << 20 | number >> 8), 1024 + (number & 0xff) as u16)
 }
@@ -126,7 +126,7 @@ fn syn_to_own_mac(client: (Ipv4Addr, u16)) -> Vec<u8> {
     Tcp { flags: SYN, options: timestamp(77, 0), destination_mac: OWN_MAC.0, ..Tcp::new(client, VIP) }.frame()
 }
 
-/// Opens a connection at a load balancer, and returns the number for its cookies; `None`: it got no entry.
+/// Opens a connection at a load balancer. Returns the index for its cookies; `None`: it got no table entry.
 fn open(lb: &mut LoadBalancer, client: (Ipv4Addr, u16)) -> Option<u16> {
     lb.set_own_mac(OWN_MAC);
     let outcome = test_run::run(lb.program(), &syn_to_own_mac(client), 1).unwrap();

@@ -16,10 +16,10 @@ use crate::support::stateful::{
 use crate::support::{ACK, FIN, missing_bpf_rights, skip_if};
 
 const ENTRY_COUNT: u64 = 2048;
-/// Number of new connections that together examine every entry of a partition: 4 entries each.
+/// Number of new connections that together examine every entry of a partition, as each examines 4 entries.
 const PER_ROUND: usize = 1024 / 4;
 
-/// Returns a balancer with a full table, whose entries had their last packet at `start`.
+/// Returns a balancer with a full connection table, and the connections, whose last packets were at `start`.
 fn full_table(start: Duration, rng: &mut impl Rng) -> (Balancer, Vec<OpenConnection>) {
     let (mut balancer, _) = balancer(ENTRY_COUNT, rng);
     balancer.lb.tick(start);
@@ -27,7 +27,7 @@ fn full_table(start: Duration, rng: &mut impl Rng) -> (Balancer, Vec<OpenConnect
     (balancer, opened)
 }
 
-/// Opens connections until no slot is free, and returns the connections with an entry.
+/// Opens connections until no entry is free. Returns those that got an entry.
 fn fill(balancer: &Balancer, rng: &mut impl Rng) -> Vec<OpenConnection> {
     let mut opened = Vec::new();
     while balancer.lb.connections_in_use() < ENTRY_COUNT as usize {
@@ -38,7 +38,7 @@ fn fill(balancer: &Balancer, rng: &mut impl Rng) -> Vec<OpenConnection> {
     opened
 }
 
-/// Opens `count` new connections, and returns the connections with an entry.
+/// Opens `count` connections. Returns those that got an entry.
 fn entries_of(balancer: &Balancer, count: usize, rng: &mut impl Rng) -> Vec<OpenConnection> {
     let open = |client: Client| {
         let (server, number) = balancer.open(client);

@@ -50,8 +50,8 @@ fn run_on_cpu(cpu: usize, program: BorrowedFd<'_>, frame: &[u8], times: u32) {
     assert_eq!(test_run::run(program, frame, times).unwrap().verdict, XDP_TX);
 }
 
-/// [`run_on_cpu`] on two CPUs at once, as on a bond whose devices both have a queue 0. The kernel does not restore the
-/// frame between runs, so the load balancer gets the MAC address of its only server.
+/// Runs the program on two CPUs at once, as on a bond whose two devices both have a queue 0. The kernel does not
+/// restore the frame between runs, so the load balancer gets the MAC address of its only server.
 fn run_on_two_cpus(balancer: &mut Balancer, server: ServerId, mut frame: Vec<u8>, times: u32) {
     let mac = *balancer.macs.iter().find(|((_, of), _)| *of == server).unwrap().1;
     balancer.lb.set_own_mac(mac);

@@ -40,7 +40,7 @@ fn drain(balancer: &mut Balancer, id: ServerId) {
 }
 
 /// A server drains; in half of the cases a new table also lacks that server and a down server. Established connections
-/// stay, and new connections of the same ports go to another server.
+/// stay at their servers, and new connections with the same ports go to another server.
 #[test]
 fn syn_leaves_a_server_that_takes_no_new_connections() {
     skip_if!(missing_bpf_rights());
@@ -93,7 +93,7 @@ fn syn_leaves_a_server_that_takes_no_new_connections() {
     }
 }
 
-/// Returns a load balancer that stamps for six servers, round robin.
+/// Returns a balancer with LB-side stamping for six servers, which are placed round robin.
 fn with_lb_stamping(rng: &mut impl Rng) -> Balancer {
     let mode = ServiceMode { timestamps: Timestamps::LoadBalancer, ..ServiceMode::default() };
     let mut balancer = Balancer::with(&[(service(WEB), mode)], Options::default(), rng);
@@ -148,7 +148,7 @@ fn late_syn_ack_of_another_server_does_not_move_a_plain_connection() {
     assert_eq!(sent(&balancer, ACK), reopened);
 }
 
-/// An attacker can send a SYN with a client's address and port.
+/// An attacker may send a SYN with the address and port of a connected client.
 #[test]
 fn forged_syn_does_not_move_an_open_connection() {
     skip_if!(missing_bpf_rights());
@@ -198,7 +198,7 @@ fn syn_that_leaves_a_draining_server_names_it_as_previous() {
     balancer.expect_sent(0, &frame(ACK), at, Identification::Before(Some(ids[0])), "flow_table");
 }
 
-/// Only the flow table finds the server of a connection whose bucket's server drained when the connection was opened.
+/// If a connection opens while its bucket's server drains, only the flow table has the connection's server.
 #[test]
 fn flood_evicts_no_connection_that_only_the_flow_table_has() {
     skip_if!(missing_bpf_rights());
@@ -282,8 +282,7 @@ fn udp_flow_expires() {
     balancer.run_expecting_counter(&frame, Some(0), "new_connection");
 }
 
-/// Floods that would fill the table ten times go to four services, one after the other. A fifth service has 1,000
-/// flows.
+/// Four services, one after the other, get floods that would fill the table ten times. A fifth service has 1,000 flows.
 #[test]
 fn flood_on_one_service_moves_no_udp_flow_of_another() {
     skip_if!(missing_bpf_rights());
@@ -338,8 +337,8 @@ fn flood_on_one_service_moves_no_udp_flow_of_another() {
     }
 }
 
-/// A SYN whose stamped SYN-ACK is lost is retransmitted to a server that cannot be stamped for yet. The client answers
-/// either SYN-ACK, and its connection goes to the server of that SYN-ACK.
+/// A SYN whose stamped SYN-ACK was lost is retransmitted to a server for which SYN-ACKs cannot be stamped yet. The
+/// client may answer either SYN-ACK; its connection goes to the server that sent that one.
 #[test]
 fn client_may_answer_the_stamped_or_the_unstamped_syn_ack() {
     skip_if!(missing_bpf_rights());

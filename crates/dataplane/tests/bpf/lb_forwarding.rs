@@ -85,7 +85,7 @@ fn check_outer_ipv6(outer: &[u8], form: TunnelForm, server: ServerId, class: u8)
     assert_eq!(outer[8..40], addresses.concat());
 }
 
-/// Checks the outer header of `packet`, and returns the inner packet.
+/// Checks the outer header of `packet`, and returns the packet inside.
 fn strip_outer_header(packet: &[u8], form: TunnelForm, server: ServerId, class: u8) -> Vec<u8> {
     let outer = &packet[ETHERNET..];
     match form.outer {
@@ -175,7 +175,7 @@ fn syn_of(family: Family, length: usize) -> Vec<u8> {
     Tcp { payload: vec![7; length - headers], ..syn(family) }.frame()
 }
 
-/// Checks the headers of the ICMP error `packet` about `frame`, and returns the ICMP message.
+/// Checks the headers of `packet`, an ICMP error about `frame`, and returns the ICMP message.
 fn error_to<'a>(packet: &'a [u8], frame: &[u8], family: Family) -> &'a [u8] {
     assert_eq!(packet[..14], [&frame[6..12], &OWN_MAC.0, &ethertype(family)].concat());
     let (header, message) = packet[ETHERNET..].split_at(ip_header(family));

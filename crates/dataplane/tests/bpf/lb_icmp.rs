@@ -15,27 +15,27 @@ use rand::Rng as _;
 use crate::support::balancer::{Balancer, CLIENT, Identification, VIP, XDP_DROP, random_table, service};
 use crate::support::{self, ACK, SYN, Tcp, Udp, aligned_timestamp, ipv4_frame, missing_bpf_rights, skip_if, timestamp};
 
-/// Source of ICMP errors: a router between client and VIP.
+/// Address of a router between client and VIP, from which ICMP errors come.
 const ROUTER: Ipv4Addr = Ipv4Addr::new(192, 0, 2, 1);
 
-/// Offsets in a frame with an IP header of 20 bytes.
+/// Offsets of headers in a frame with an IP header of 20 bytes, in bytes.
 const IP: usize = 14;
 const ICMP: usize = IP + 20;
 const QUOTE: usize = ICMP + 8;
 
 const UNCHANGED: Identification = Identification::Unchanged;
 
-/// Returns the IP packet of a frame.
+/// Returns the IP packet in a frame.
 fn packet_of(frame: &[u8]) -> Vec<u8> {
     frame[14..].to_vec()
 }
 
-/// Returns a server's IP packet to the client, to be quoted by an ICMP error.
+/// Returns an IP packet from a server to the client, which an ICMP error can quote.
 fn answer(options: Vec<u8>, ip_options: Vec<u8>) -> Vec<u8> {
     packet_of(&Tcp { options, ip_options, payload: vec![9; 64], ..Tcp::new(VIP, CLIENT) }.frame())
 }
 
-/// Returns an ICMP error of type `kind` and code 4 that quotes `quoted`. Type 3: "fragmentation needed".
+/// Returns an ICMP error of type `kind` and code 4 that quotes `quoted`. With type 3 it is "fragmentation needed".
 fn error(kind: u8, quoted: &[u8]) -> Vec<u8> {
     let message = [&[kind, 4, 0, 0, 0, 0, 5, 0][..], quoted].concat();
     ipv4_frame(1, [ROUTER, VIP.0], &[], [0x77, 0], &message)

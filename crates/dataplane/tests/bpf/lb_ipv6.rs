@@ -31,7 +31,7 @@ fn tuple(client: (Ipv6Addr, u16)) -> FourTuple {
     FourTuple::ipv6(client, VIP)
 }
 
-/// Returns a TCP segment from the client after these extension headers.
+/// Returns a frame from the client with a TCP segment after these extension headers.
 fn frame_behind(headers: &[(u8, Vec<u8>)], client: (Ipv6Addr, u16), flags: u8, options: Vec<u8>) -> Vec<u8> {
     let ports_of = ((Ipv4Addr::UNSPECIFIED, client.1), (Ipv4Addr::UNSPECIFIED, VIP.1));
     Tcp { flags, options, ..Tcp::new(ports_of.0, ports_of.1) }.ipv6_frame(client.0, VIP.0, headers)
@@ -45,13 +45,13 @@ fn syn(client: (Ipv6Addr, u16)) -> Vec<u8> {
     frame(client, SYN, [&[2, 4, 5, 0xa0, 4, 2][..], &timestamp(77, 0), &[1, 3, 3, 7]].concat())
 }
 
-/// Returns a dual-stack balancer, whose service 0 has an IPv6 VIP.
+/// Returns a balancer with an IPv6 and an IPv4 service; service 0 has the IPv6 VIP.
 fn balancer(rng: &mut impl rand::Rng) -> Balancer {
     let services = [service(VIP), service(IPV4_VIP)].map(|service| (service, ServiceMode::default()));
     Balancer::with(&services, Options::default(), rng)
 }
 
-/// Returns lists of extension headers that the program skips in front of TCP.
+/// Returns lists of extension headers, each of which the program skips to find the TCP header.
 fn extension_headers() -> [Vec<(u8, Vec<u8>)>; 4] {
     let options = |number| (number, vec![0, 0, 1, 4, 0, 0, 0, 0]);
     // An atomic fragment, which is the whole packet (RFC 6946), and an authentication header of 24 bytes.
@@ -277,8 +277,8 @@ fn ipv6_prefix_holds_a_quarter_of_the_table_at_most() {
     assert_eq!(balancer.lb.connections_in_use(), 1025);
 }
 
-/// Unknown packets go to the other load balancer, with a flow label that makes no server forward them. Packets to a
-/// server have the other load balancer in their flow label.
+/// Unknown packets go to the other load balancer, with a flow label that keeps servers from forwarding them. Packets to
+/// a server name the other load balancer in the flow label.
 #[test]
 fn migrating_ipv6_service_forwards_unknown_packets() {
     skip_if!(missing_bpf_rights());

@@ -59,12 +59,12 @@ fn forwarded(lb: &LoadBalancer, index: ServiceIndex) -> u64 {
     lb.counters(index).packets[intf::LB_COUNTER_ESTABLISHED as usize]
 }
 
-/// Returns the number of forwarded packets of all services, also of removed services.
+/// Returns the number of forwarded packets of all services, those of removed services included.
 fn total_packets(lb: &LoadBalancer) -> u64 {
     lb.total_counters().packets[intf::LB_COUNTER_ESTABLISHED as usize]
 }
 
-/// Returns a function that reads the number of forwarded packets from the pinned map, without a load balancer process.
+/// Returns a function that reads the number of forwarded packets from the pinned map, as no load balancer may run.
 fn pinned_count(pins: &PinDirectory) -> impl Fn() -> u64 + Send + use<> {
     let map = MapHandle::from_pinned_path(pins.path().join("lb/counters")).unwrap();
     let entries = map.max_entries() as usize;
@@ -154,7 +154,7 @@ fn new_process_takes_over_while_packets_pass() {
     assert!(!String::from_utf8(shown.stdout).unwrap().contains("xdp"));
 }
 
-/// Modes, flow table entries, and the size of the flow table outlive the process.
+/// The modes, the flow table's entries and its size outlive the process.
 #[test]
 fn modes_and_flows_are_taken_over() {
     skip_if!(missing_bpf_rights());

@@ -15,12 +15,12 @@ use crate::support::{
     timestamp,
 };
 
-/// Offsets in a frame with an IP header of 20 bytes.
+/// Offsets of headers in a frame with an IP header of 20 bytes, in bytes.
 const IP: usize = 14;
 const TCP: usize = IP + 20;
 const OPTIONS: usize = TCP + 20;
 
-/// Returns a balancer with one service, a server, and a packet of an established connection to this server.
+/// Returns a balancer with one service, one of its servers, and a packet of a connection established to that server.
 fn balancer() -> (Balancer, ServerId, Tcp) {
     let mut rng = seeded_rng(21, 0);
     let mut balancer = Balancer::new(&[VIP], &mut rng);
@@ -224,7 +224,7 @@ fn malformed_options_are_dropped_with_a_reason() {
     }
 }
 
-/// Returns `length` bytes of options, without timestamp and end of options; a single byte is a NOP.
+/// Returns `length` bytes of TCP options other than timestamp and end of options; a single byte is a no-operation.
 fn other_options(length: usize) -> Vec<u8> {
     match length {
         0 => vec![],
@@ -258,8 +258,8 @@ fn flags_that_no_connection_has_are_dropped_with_a_reason() {
     }
 }
 
-/// Random frames, and valid packets with random bytes: each has exactly one outcome, and the program changes only the
-/// MAC addresses and the IP identification.
+/// Tests random frames, and valid packets with random bytes. Each has exactly one outcome, and the program changes only
+/// the MAC addresses and the IP identification.
 #[test]
 fn random_frames_get_one_outcome_and_stay_unchanged() {
     skip_if!(missing_bpf_rights());

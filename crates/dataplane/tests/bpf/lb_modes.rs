@@ -34,7 +34,7 @@ fn balancer(
     (balancer, ids, table)
 }
 
-/// Returns a packet of a connection. `options`: 0 without timestamp, 1 with an aligned timestamp, 2 at another offset.
+/// Returns a client's packet. `options` is 0 for no timestamp, 1 for an aligned timestamp, 2 for one at another offset.
 fn packet(client: (Ipv4Addr, u16), flags: u8, options: u32) -> Vec<u8> {
     let options = match options {
         0 => vec![],
@@ -300,7 +300,7 @@ fn traffic_is_counted_by_server() {
     assert_eq!(balancer.lb.traffic(server).packets, 4);
 }
 
-/// An attacker can send such packets to the same server repeatedly.
+/// An attacker may send such packets to one server repeatedly.
 #[test]
 fn forged_packets_do_not_move_counts() {
     skip_if!(missing_bpf_rights());
@@ -320,7 +320,7 @@ fn forged_packets_do_not_move_counts() {
     }
 }
 
-/// A program that is compiled for all modes treats each service like a program that is compiled for its mode alone.
+/// The program compiled for all modes treats each service like a program compiled for that service's mode alone.
 #[test]
 fn services_of_different_modes_coexist_and_change() {
     skip_if!(missing_bpf_rights());

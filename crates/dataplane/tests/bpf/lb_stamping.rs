@@ -61,7 +61,7 @@ impl TestEnv {
         stream
     }
 
-    /// Opens a connection. Returns the client's end, the server's end, and the server's position.
+    /// Opens a connection. Returns its client end, its server end, and the index of the server.
     fn connection(&self) -> (TcpStream, TcpStream, usize) {
         let client = self.connect();
         let end = Instant::now() + TIMEOUT;
@@ -88,7 +88,7 @@ impl TestEnv {
     }
 }
 
-/// Sends 200 kB from the client to the server, and 200 kB back.
+/// Sends 200 kB from the client to the server, and 200 kB from the server to the client.
 fn exchange(client: &mut TcpStream, server: &mut TcpStream) {
     let sent: Vec<u8> = (0..200_000u32).map(|n| ((n * 7) >> 3) as u8).collect();
     let send = |from: &mut TcpStream, to: &mut TcpStream| {
@@ -159,7 +159,7 @@ fn servers_with_a_clock_per_connection_are_stamped_and_keep_connections() {
     change_keys_and_close(env, stamped.into_iter().chain(plain).collect());
 }
 
-/// Asserts that stamped and unstamped connections continue while keys change and no server is eligible, and then closes
+/// Asserts that stamped and unstamped connections continue while keys change and no server is eligible. Then closes
 /// them.
 fn change_keys_and_close(mut env: TestEnv, mut connections: Vec<(TcpStream, TcpStream, usize)>) {
     for current in [KeyIndex::Second, KeyIndex::First] {

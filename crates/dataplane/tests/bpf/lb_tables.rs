@@ -23,7 +23,7 @@ const SWITCH_COUNT: u64 = 1_000;
 const DECISIONS_PER_TABLE: u64 = 30;
 const TIME_LIMIT: Duration = Duration::from_secs(240);
 
-/// Returns a table of rule `Table` in which each bucket of each group has another server, drawn from `servers`.
+/// Returns a table with the rule `Table`, in which each bucket of each group has a server drawn from `servers`.
 fn table(
     generation: u64,
     buckets: u64,
@@ -120,7 +120,7 @@ fn every_decision_belongs_to_one_table_while_tables_are_switched() {
     assert!(decided.iter().all(|count| *count > 10 * SWITCH_COUNT), "{decided:?}");
 }
 
-/// Returns a table that prefers the first servers: each server has as many open connections as its position in `ids`.
+/// Returns a table that prefers the first servers: each server's number of open connections is its position in `ids`.
 fn least(ids: &[ServerId], buckets: BucketCount) -> PlacementTable {
     let server = |(open_connections, id): (usize, &ServerId)| PoolServer {
         open_connections: open_connections as u32,

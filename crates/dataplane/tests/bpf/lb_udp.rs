@@ -18,7 +18,7 @@ use crate::support::{MORE_FRAGMENTS, SYN, Tcp, Udp, missing_bpf_rights, skip_if}
 
 const VIP: (Ipv4Addr, u16) = (Ipv4Addr::new(10, 200, 0, 1), 53);
 
-/// Offsets in a frame with an IP header of 20 bytes.
+/// Offsets of headers in a frame with an IP header of 20 bytes, in bytes.
 const IP: usize = 14;
 const UDP: usize = IP + 20;
 
@@ -30,7 +30,7 @@ fn tuple(client: (Ipv4Addr, u16)) -> FourTuple {
     FourTuple::ipv4(client, VIP)
 }
 
-/// Returns a balancer with a UDP service, and a TCP service at the same port.
+/// Returns a balancer with a UDP and a TCP service at the same port, the servers' ids, and the UDP service's table.
 fn balancer(
     consistency: Consistency,
     rule: PlacementRule,
@@ -180,7 +180,7 @@ fn malformed_datagrams_are_dropped_with_a_reason() {
     }
 }
 
-/// Returns the `count` fragments of a datagram of `count` times 16 bytes.
+/// Returns the fragments of a datagram of `count` times 16 bytes, in order.
 fn fragments(datagram: &Udp, count: u16) -> Vec<Vec<u8>> {
     let fragment = |n: u16| {
         let more = if n + 1 < count { MORE_FRAGMENTS } else { 0 };
@@ -242,7 +242,7 @@ fn fragments_follow_the_first_one() {
     }
 }
 
-/// Each CPU reserves some free entries of an LRU map, which must not reduce the documented capacity.
+/// Free entries that each CPU reserves in an LRU map must not reduce the documented capacity.
 #[test]
 fn fragment_table_holds_its_documented_number_of_datagrams() {
     skip_if!(missing_bpf_rights());

@@ -18,15 +18,15 @@ use crate::support::{ACK, Family, RST, SYN, Tcp, aligned_timestamp, missing_bpf_
 
 const TAG_AT: usize = 12;
 const PRIORITY: u16 = 0xa000;
-/// MTU in bytes, which the test's long packet exceeds.
+/// MTU of the devices in bytes, which the long packet of a test exceeds.
 const MTU: usize = 600;
 
 fn vlan(id: u16) -> Vlan {
     Vlan::from_id(id.into()).unwrap()
 }
 
-/// Returns a load balancer with one service. `vips` and `servers` are the VLANs of the VIP and of all servers; they do
-/// not change the placement.
+/// Returns a balancer with one service. `vips` is the VLAN of the VIP and `servers` that of all servers; neither
+/// changes the placement.
 fn balancer(family: Family, mode: ServiceMode, vips: u16, servers: u16) -> Balancer {
     let mut rng = seeded_rng(32, 1);
     let options = Options { vlan: vlan(vips), ..Options::default() };
@@ -49,7 +49,7 @@ fn tagged(frame: &[u8], tag: u16) -> Vec<u8> {
     [&frame[..TAG_AT], &[0x81, 0], &tag.to_be_bytes(), &frame[TAG_AT..]].concat()
 }
 
-/// Returns a frame as it arrives from a VLAN; 0: untagged.
+/// Returns a frame as it arrives from the VLAN with this id; 0: untagged.
 fn in_vlan(frame: &[u8], vlan: u16) -> Vec<u8> {
     if vlan == 0 { frame.to_vec() } else { tagged(frame, PRIORITY | vlan) }
 }

@@ -42,8 +42,8 @@ fn read_only_commands_create_no_pins() {
     assert_eq!(std::fs::read_dir(pins.path()).unwrap().count(), 0);
 }
 
-/// An agent whose `pin_directory` has changed finds the programs of the former directory at its device. If both stamped
-/// every packet, no connection could open.
+/// An agent whose `pin_directory` has changed finds the programs pinned in the former directory attached to its device.
+/// If both stamped each packet, no connection could open.
 #[test]
 fn programs_pinned_elsewhere_are_not_replaced() {
     skip_if!(missing_bpf_rights());

@@ -287,16 +287,16 @@ fn transfer_continues_when_keys_change() {
     }
 }
 
-/// Side that sends first after the silence.
+/// Side of the connection that sends first after the silence.
 #[derive(Debug, Clone, Copy)]
 enum FirstSender {
     Server,
     Client,
-    /// The server sends first, more than one segment.
+    /// The server sends first, and sends more than one segment.
     ServerManySegments,
 }
 
-/// A connection that is silent for the time `silence`, and is then used again.
+/// Connection that is silent for `silent_time` before it is used again.
 struct SilentConnection {
     client: TcpStream,
     server: TcpStream,
@@ -318,7 +318,7 @@ impl SilentConnection {
         Self { client, server, silence, first, keep_alive }
     }
 
-    /// Waits for the silence, then transfers data. Returns a description if the transfer took 3 s or longer.
+    /// Waits until the silence ends, and then transfers data. Returns a description if the transfer took 3 s or longer.
     fn resume(mut self) -> Option<String> {
         std::thread::sleep(self.silence);
         let (client, server, began) = (&mut self.client, &mut self.server, Instant::now());
@@ -336,7 +336,7 @@ impl SilentConnection {
     }
 }
 
-/// Asserts that connections continue after each silence (s), with each first sender, with and without keep-alive.
+/// Asserts that connections continue after each silence (in s), for each first sender, with and without keep-alive.
 fn assert_resumes_after(env: &TestEnv, silences: &[u64], keep_alives: &[bool]) {
     let (listener, mut connections) = (env.listen(), vec![]);
     for silence in silences {
@@ -359,7 +359,7 @@ fn assert_resumes_after(env: &TestEnv, silences: &[u64], keep_alives: &[bool]) {
     env.assert_no_errors();
 }
 
-/// The silences are longer than half the period of the TSval's time part (32.8 s).
+/// The connections are silent for longer than half the period of the time in a TSval (32.8 s).
 #[test]
 fn idle_connection_continues() {
     skip_if!(missing_bpf_rights());
@@ -381,7 +381,7 @@ fn expect_idle_connections_continue(family: Family) {
     assert_eq!(env.counter(intf::SERVER_COUNTER_TSVAL_CLAMP_CONFIRMED), 9);
 }
 
-/// The silences are around multiples of half the period of the TSval's time part, up to two periods.
+/// The connections are silent for about multiples of half the period of the time in a TSval, up to two periods.
 #[test]
 #[ignore = "takes 140 s"]
 fn connections_idle_for_any_time_continue() {

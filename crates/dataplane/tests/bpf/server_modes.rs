@@ -185,7 +185,7 @@ fn previous_server() -> ServerId {
     ServerId::try_from(u64::from(PREVIOUS_SERVER_ID)).unwrap()
 }
 
-/// Sends `frame` with the previous server `identification`. Returns whether the server forwarded it there.
+/// Sends `frame` with `identification` as the id of its previous server. Returns whether the server forwarded it there.
 fn send_and_check_forwarded(client: &mut RawTcpClient<'_>, frame: &[u8], identification: u16) -> bool {
     let mut frame = frame.to_vec();
     set_previous_server(&mut frame, identification);
@@ -202,7 +202,7 @@ fn send_and_check_forwarded(client: &mut RawTcpClient<'_>, frame: &[u8], identif
     true
 }
 
-/// Sends `frame` with the previous server `identification`. Returns whether the client got a reply (an RST).
+/// Sends `frame` with `identification` as the id of its previous server. Returns whether the client got an RST.
 fn send_and_check_reply(client: &mut RawTcpClient<'_>, frame: &[u8], identification: u16) -> bool {
     let mut frame = frame.to_vec();
     set_previous_server(&mut frame, identification);
@@ -289,7 +289,7 @@ fn expect_chain_of_all_packets(family: Family) {
     }
 }
 
-/// Returns a broadcast "fragmentation needed" or "packet too big" that quotes a packet between these addresses.
+/// Returns a broadcast ICMP error, "fragmentation needed" or "packet too big", about a packet between these addresses.
 fn icmp_error(client: &RawTcpClient<'_>, quoted_source: SocketAddr, quoted_destination: SocketAddr) -> Vec<u8> {
     let quoted = Tcp::between(quoted_source, quoted_destination).frame();
     let mut frame = client.frame(ACK, 0, b"");

@@ -18,12 +18,12 @@ fn longest_segment(family: Family) -> u32 {
     1500 - ip_header - 20 - 12
 }
 
-/// Addresses of servers, and the length of GUE's outer headers to them in bytes (IP-in-IP needs less).
+/// Addresses of servers, each with the length of the GUE outer headers to it in bytes (IP-in-IP needs less).
 const OUTER_HEADERS: [(IpAddr, u32); 2] =
     [(IpAddr::V4(Ipv4Addr::new(10, 9, 0, 1)), 28), (IpAddr::V6(Ipv6Addr::new(0x2001, 0xdb8, 9, 0, 0, 0, 0, 1)), 48)];
 
-/// Connects, sends a request and returns the client's segment size and the number of clamped SYN-ACKs. `server`: the
-/// server's address in outer headers.
+/// Connects and sends a request. Returns the client's maximum segment size and the number of clamped SYN-ACKs. `server`
+/// is the server's address in outer headers.
 fn segment_size(family: Family, mode: ServiceMode, server: IpAddr) -> (u32, u64) {
     let mut env = TestEnv::of(family, mode);
     env.programs.set_outer_family(server);

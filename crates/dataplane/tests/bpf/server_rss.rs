@@ -64,7 +64,7 @@ fn syn_samples_equal_the_model() {
     }
 }
 
-/// Returns a group of listening sockets at the service's address.
+/// Returns listening sockets at the service's address, all in one SO_REUSEPORT group.
 fn listeners(env: &TestEnv) -> Vec<TcpListener> {
     let domain = if env.family == Family::Ipv4 { Domain::IPV4 } else { Domain::IPV6 };
     let listener = || {

@@ -19,7 +19,7 @@ use crate::support::{
     timestamp_offset, word,
 };
 
-/// Actions of linux/pkt_cls.h.
+/// Return values of tc programs (linux/pkt_cls.h).
 const TC_ACT_UNSPEC: i32 = -1;
 const TC_ACT_SHOT: i32 = 2;
 
@@ -39,7 +39,7 @@ fn some_client(family: Family) -> SocketAddr {
     (address, 40312).into()
 }
 
-/// Returns the connection of a client to the service of the client's address family.
+/// Returns the 4-tuple from a client to the service of the client's address family.
 fn tuple_of(client: SocketAddr) -> FourTuple {
     FourTuple::new(client, vip(family_of(client))).unwrap()
 }
@@ -51,7 +51,7 @@ fn family_of(address: SocketAddr) -> Family {
 struct Server {
     programs: ServerPrograms,
     keys: FleetKeys,
-    /// Time from which the current key stamps.
+    /// TSval from which packets are stamped with the current key.
     switch_ms: u32,
     id: ServerId,
 }
@@ -72,14 +72,14 @@ impl Server {
         server
     }
 
-    /// Sets an IPv4 and an IPv6 service.
+    /// Configures one IPv4 and one IPv6 service.
     fn set_services(&mut self) {
         let service = |family| ServiceAddress { socket: vip(family), protocol: Protocol::Tcp };
         let services = Family::BOTH.map(|family| (service(family), self.id, ServiceMode::default()));
         self.programs.set_services(&services).unwrap();
     }
 
-    /// Returns the TSval that is sent in place of the server's own TSval `milliseconds`.
+    /// Returns the TSval that the program must send if the server's own TSval is `milliseconds`.
     fn stamp(&self, tuple: &FourTuple, cookie: Cookie, milliseconds: u32) -> u32 {
         let keys = self.keys.at_tsval(milliseconds, self.switch_ms);
         cookie::stamp_tsval(&keys, &self.programs.time_key(), tuple, cookie, milliseconds)
@@ -90,7 +90,7 @@ impl Server {
         (outcome.verdict, outcome.packet)
     }
 
-    /// Runs a program on `frame`. Returns verdict, packet, and the names of the counters that have risen.
+    /// Runs a program on `frame`. Returns the verdict, the packet, and the names of the counters that have increased.
     fn counted(&self, direction: Direction, frame: &[u8]) -> (i32, Vec<u8>, Vec<&'static str>) {
         let before = self.programs.counters();
         let (verdict, packet) = self.run(direction, frame);
@@ -111,7 +111,7 @@ fn client(family: Family, rng: &mut Xoshiro256PlusPlus) -> SocketAddr {
     (address, rng.next_u32() as u16).into()
 }
 
-/// Adds a random number of IP options or extension headers that the programs skip.
+/// Adds a random number of IP options, or of extension headers, that the programs skip.
 fn add_ip_options(packet: &mut Tcp, rng: &mut Xoshiro256PlusPlus) {
     packet.ip_options = vec![1; uniform_below(rng, 41) as usize];
     let options = |number| (number, vec![0, 0, 1, 4, 0, 0, 0, 0]);
@@ -124,7 +124,7 @@ fn add_ip_options(packet: &mut Tcp, rng: &mut Xoshiro256PlusPlus) {
         .collect();
 }
 
-/// Returns the frame with the word `new` at `offset`, and a correct TCP checksum.
+/// Returns the frame with the word at `offset` replaced by `new`, and with a correct TCP checksum.
 fn with_word(frame: &[u8], offset: usize, new: u32) -> Vec<u8> {
     let mut expected = frame.to_vec();
     expected[offset..offset + 4].copy_from_slice(&new.to_be_bytes());
@@ -135,7 +135,7 @@ fn with_word(frame: &[u8], offset: usize, new: u32) -> Vec<u8> {
     expected
 }
 
-/// Returns options that end with `timestamp`, at a random even or odd offset.
+/// Returns TCP options of which `timestamp` is the last, at a random even or odd offset.
 fn options(rng: &mut Xoshiro256PlusPlus, timestamp: Vec<u8>) -> Vec<u8> {
     let mut options = vec![];
     while options.len() < 26 && uniform_below(rng, 4) > 0 {
@@ -328,7 +328,7 @@ fn ipv6_fragment_and_long_extension_headers_pass_unchanged() {
     }
 }
 
-/// Damages `frame` so that it is still a TCP packet of the service, which the program parses.
+/// Damages `frame` in such a way that the program still parses it as a TCP packet of the service.
 fn damage(rng: &mut Xoshiro256PlusPlus, frame: &mut Vec<u8>) {
     let tcp = support::tcp_offset(frame);
     for _ in 0..=uniform_below(rng, 3) {

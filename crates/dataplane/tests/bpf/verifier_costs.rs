@@ -7,11 +7,11 @@ use coreward_dataplane::check::{VerifierCost, verifier_costs};
 
 use coreward_dataplane::test_run::{missing_bpf_rights, skip_if};
 
-/// Factor by which a cost may exceed the table. A larger cost needs a new table, to be written on purpose.
+/// Factor by which a cost may exceed the recorded one. For a larger cost, a new table must be written on purpose.
 const LIMIT: f64 = 1.1;
 const KERNEL: &str = "kernel ";
 
-/// Returns the kernel's version without its patch level: the verifier changes with releases.
+/// Returns the kernel's version without its patch level, as the verifier changes with each release.
 fn kernel() -> String {
     let release = nix::sys::utsname::uname().unwrap().release().to_string_lossy().into_owned();
     release.splitn(3, '.').take(2).collect::<Vec<_>>().join(".")

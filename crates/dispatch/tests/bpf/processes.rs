@@ -17,21 +17,21 @@ use nix::unistd::Pid;
 use socket2::{Domain, Protocol, Socket, Type};
 
 const SERVICE: SocketAddr = SocketAddr::new(std::net::IpAddr::V4(Ipv4Addr::LOCALHOST), 5300);
-/// Longer than a busy machine keeps a worker waiting: no request is given up, no worker barred for that.
+/// Timeouts that exceed the delays of a busy machine, so that no request is given up and no worker is barred.
 const NO_STALLS: TimeoutPair = [dispatch::MAX_RESPONSE_TIMEOUT, Duration::from_secs(600)];
 const STALLS: TimeoutPair = [Duration::from_secs(2), Duration::from_millis(1500)];
-/// For a response, and until a worker counts as stalled.
+/// Timeout of a response, and time without one after which a worker counts as stalled.
 type TimeoutPair = [Duration; 2];
-/// For what comes by itself.
+/// Time limit of waits for events that come by themselves.
 const TIMEOUT: Duration = Duration::from_secs(60);
 const WORKER_VARIABLE: &str = "COREWARD_TEST_WORKER";
 
-/// Type of a request, in its first byte; four bytes of request id follow.
+/// Type of a request, in its first byte; four bytes with the request id follow.
 const ECHO: u8 = 0;
 const THREE_DATAGRAMS: u8 = 1;
 const NO_RESPONSE: u8 = 2;
 
-/// Not a test but a worker, when it is started as one: a stock server's loop, without epoll.
+/// Not a test but the body of a worker process: the loop of a stock UDP server, without epoll.
 #[test]
 #[ignore = "started by the other tests"]
 fn worker_process() {
@@ -55,7 +55,7 @@ fn worker_process() {
     }
 }
 
-/// Killed when dropped.
+/// Worker process, which is killed on drop.
 struct Worker(Child);
 
 impl Worker {
@@ -91,14 +91,14 @@ fn in_namespace(test: impl FnOnce() + Send) {
     });
 }
 
-/// A service with its workers, its dispatch and its clients, all driven from one thread.
+/// Dispatched service with its workers and clients, all driven from one thread.
 struct TestEnv {
     workers: Vec<Worker>,
     service: Option<service::Service>,
     config: config::Service,
     directory: PathBuf,
     clients: Vec<UdpSocket>,
-    /// By request id: how many datagrams answered it.
+    /// Number of response datagrams by request id.
     responses_by_request: BTreeMap<u32, u32>,
     sent_count: u32,
     last_poll: Instant,
@@ -132,7 +132,7 @@ impl TestEnv {
         env
     }
 
-    /// They count from the next [`attach`](Self::attach) on.
+    /// Sets the timeouts, which apply from the next [`attach_dispatch`](Self::attach_dispatch) on.
     fn set_timeouts(&mut self, [response_timeout, stall_after]: TimeoutPair) {
         self.config.timeouts = Timeouts { response_timeout, stall_after };
     }
@@ -159,7 +159,7 @@ impl TestEnv {
         self.counts().iter().filter(|worker| worker.is_eligible).count()
     }
 
-    /// One request; responses that are there are read, and the service is polled when it is due.
+    /// Sends one request, reads the responses that have arrived, and polls the service if a poll is due.
     fn send_request(&mut self, kind: u8) {
         let id = self.sent_count;
         self.sent_count += 1;
@@ -197,7 +197,7 @@ impl TestEnv {
         }
     }
 
-    /// Nothing is outstanding any more, and what was dispatched is completed or was given up.
+    /// Waits until no request is outstanding: each was completed or given up. Returns the counts.
     fn wait_until_settled(&mut self) -> Vec<WorkerCounts> {
         self.wait_until("nothing is outstanding", |env| env.counts().iter().all(|worker| worker.outstanding == 0));
         let counts = self.counts();

@@ -141,7 +141,7 @@ fn arp(
     vec![Finding::fault(found, why).with_sysctl(device_sysctl(device, name), value, safe)]
 }
 
-/// Checks that IPv6 is enabled for an IPv6 VIP at the device of its packets, and at `lo`, which holds the VIP.
+/// Checks that IPv6 is enabled on the device that receives packets of an IPv6 VIP, and on `lo`, which has the VIP.
 pub fn ipv6(facts: &Facts) -> Vec<Finding> {
     if !facts.vips().iter().any(IpAddr::is_ipv6) {
         return vec![];

@@ -30,7 +30,7 @@ pub fn tcp_timestamps(facts: &Facts) -> Vec<Finding> {
     )]
 }
 
-/// Clock sources that are slow, because each reading accesses a device.
+/// Clock sources that are slow to read, because each reading accesses a device.
 const SLOW_CLOCKS: [&str; 4] = ["hpet", "acpi_pm", "jiffies", "refined-jiffies"];
 
 pub fn source(facts: &Facts) -> Vec<Finding> {
@@ -48,7 +48,7 @@ pub fn source(facts: &Facts) -> Vec<Finding> {
     vec![Finding::warning(format!("{source}: expected tsc or the hypervisor's"), why).with_remediation(remedy)]
 }
 
-/// Check `clock-sync`: whether the wall clock is synchronised.
+/// Checks whether the wall clock is synchronised (check `clock-sync`).
 pub fn synchronised(facts: &Facts) -> Vec<Finding> {
     let future = facts.future_report_count;
     if future > 0 {

@@ -18,7 +18,7 @@ pub fn controller_connection(facts: &Facts) -> Vec<Finding> {
     }
 }
 
-/// Check of the listening address, for the controller's machine.
+/// Checks the listening address of a controller.
 pub fn listen(facts: &Facts) -> Vec<Finding> {
     let Some(place) = &facts.controller_facts else { return vec![Finding::unknown("no file is named: --config FILE")] };
     match &place.listen_problem {

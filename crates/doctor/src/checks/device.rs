@@ -7,7 +7,7 @@ use coreward_dataplane::lb::XdpMode;
 use crate::facts::{Device, Facts, Role, Server};
 use crate::finding::Finding;
 
-/// Runs a check of the device. Without a device the check `interface` reports the reason.
+/// Runs a check of the services' device. If there is none, only the check `interface` reports the reason.
 fn with_device(facts: &Facts, check: impl FnOnce(&Device) -> Vec<Finding>) -> Vec<Finding> {
     facts.device.as_ref().map_or_else(Vec::new, check)
 }
@@ -114,7 +114,7 @@ pub fn xdp_send(facts: &Facts) -> Vec<Finding> {
     })
 }
 
-/// Adds the remedy for veth devices: veth_xdp_flush() in drivers/net/veth.c needs an XDP program at the other end.
+/// Adds a remedy for veth devices: veth_xdp_flush() in drivers/net/veth.c requires an XDP program at the peer.
 fn with_veth_remedy(finding: Finding) -> Finding {
     finding
         .with_remediation(
@@ -125,7 +125,7 @@ fn with_veth_remedy(finding: Finding) -> Finding {
         )
 }
 
-/// Returns the problem of too many queues: ena_xdp_legal_queue_count() in the driver ena allows half of them with XDP.
+/// Returns the problem of too many queues for XDP: ena_xdp_legal_queue_count() in the driver ena allows half of them.
 fn queue_limit_problem(device: &Device) -> Option<String> {
     let channels = device.channels?;
     (device.driver == "ena" && channels.receive * 2 > channels.receive_max).then(|| {
@@ -136,8 +136,8 @@ fn queue_limit_problem(device: &Device) -> Option<String> {
     })
 }
 
-/// Largest MTU: a page minus the room that XDP and the kernel need around a frame (docs/limits.md). veth_xdp_set() in
-/// drivers/net/veth.c allows 3,504, drivers/net/virtio_net.c 3,506.
+/// Maximum MTU in bytes for native XDP: a page minus the room that XDP and the kernel need around a frame
+/// (docs/limits.md). veth_xdp_set() in drivers/net/veth.c allows 3,504, drivers/net/virtio_net.c 3,506.
 const MAX_MTU: u32 = 3_498;
 
 pub fn mtu(facts: &Facts) -> Vec<Finding> {
@@ -159,7 +159,7 @@ pub fn mtu(facts: &Facts) -> Vec<Finding> {
     })
 }
 
-/// Minimum MTU of an IPv6 link (RFC 8200, Sect. 5).
+/// Minimum MTU of an IPv6 link in bytes (RFC 8200, Sect. 5).
 const IPV6_MIN_MTU: usize = 1280;
 
 pub fn outer_headers(facts: &Facts) -> Vec<Finding> {

@@ -3,10 +3,10 @@
 use crate::facts::{Facts, Role};
 use crate::finding::{Finding, Fix};
 
-/// Oldest supported kernel (docs/limits.md).
+/// Oldest supported kernel version, major and minor (docs/limits.md).
 const MIN_KERNEL: (u32, u32) = (6, 1);
 
-/// Returns the version in a kernel release, which `uname -r` prints.
+/// Returns the major and minor version of a kernel release, as `uname -r` prints it.
 pub(super) fn parse_kernel_version(release: &str) -> (u32, u32) {
     let mut numbers = release.split(['.', '-']).map_while(|part| part.parse::<u32>().ok());
     (numbers.next().unwrap_or(0), numbers.next().unwrap_or(0))
@@ -109,7 +109,7 @@ pub fn pins(facts: &Facts) -> Vec<Finding> {
     vec![Finding::fault(problem.clone(), why).with_remediation(remedy)]
 }
 
-/// Number of files that a daemon opens: pins, maps, sockets, links and /proc. The controller needs one more per peer.
+/// Minimum limit of open files: pins, maps, sockets, links and /proc. The controller needs one more per peer.
 const MIN_DAEMON_OPEN_FILES: u64 = 1024;
 const MIN_CONTROLLER_OPEN_FILES: u64 = 4096;
 

@@ -21,9 +21,9 @@ pub struct Check {
     pub name: &'static str,
     pub roles: &'static [Role],
     pub expectation: &'static str,
-    /// Whether `--fix` repairs some of its findings.
+    /// Whether `--fix` can repair some findings of this check.
     pub is_fixable: bool,
-    /// Returns the findings; none if the check does not apply.
+    /// Function that runs the check and returns its findings; none if the check does not apply.
     pub run_check: fn(&Facts) -> Vec<Finding>,
 }
 
@@ -51,7 +51,7 @@ const fn fixable_check(
     Check { is_fixable: true, ..check(name, roles, expects, look) }
 }
 
-/// All checks, in the order of reports.
+/// All checks of `coreward doctor`, in the order of the report.
 pub const CHECKS: &[Check] = &[
     check("kernel", LB_AND_SERVER, "Linux 6.1 or newer, with BTF", machine::kernel),
     check("rights", LB_AND_SERVER, "CAP_NET_ADMIN, CAP_NET_RAW, CAP_PERFMON and CAP_BPF", machine::rights),

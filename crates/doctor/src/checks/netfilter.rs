@@ -43,7 +43,7 @@ pub fn conntrack(facts: &Facts) -> Vec<Finding> {
     })
 }
 
-/// Returns a text per chain, with the services whose packets it can change. Without known services every rule counts.
+/// Returns a text per chain that can change destinations, with the services. If none is known, every rule counts.
 fn translating_chains_of(chains: &[Chain], services: &[Service]) -> Vec<String> {
     if services.is_empty() {
         let translates = |chain: &&Chain| chain.rules.iter().any(|rule| rule.translates);

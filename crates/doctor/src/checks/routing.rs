@@ -3,12 +3,12 @@
 use crate::facts::{Facts, IPV6_FORWARDING, Role, device_sysctl};
 use crate::finding::Finding;
 
-/// Returns whether a service with an IPv4 VIP is stamped here.
+/// Returns whether this machine stamps replies of a service with an IPv4 VIP.
 fn stamps_replies_here(facts: &Facts) -> bool {
     facts.services.iter().any(|service| service.is_stamped_by_lb && service.vip().is_ipv4())
 }
 
-/// Value of rp_filter for strict mode (RFC 3704, Sect. 2.2).
+/// Value of the sysctl rp_filter for strict mode (RFC 3704, Sect. 2.2).
 const RP_FILTER_STRICT: u32 = 1;
 
 pub fn rp_filter(facts: &Facts) -> Vec<Finding> {

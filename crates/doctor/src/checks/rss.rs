@@ -53,7 +53,7 @@ pub fn rss(facts: &Facts) -> Vec<Finding> {
     }
 }
 
-/// Returns whether the driver hides the transformation: mlx5e_get_rxfh() reports it since Linux 6.15.
+/// Returns whether the driver may hide the input transform: mlx5e_get_rxfh() reports it only since Linux 6.15.
 fn hides_input_transform(facts: &Facts, device: &Device) -> bool {
     device.driver == "mlx5_core" && super::machine::parse_kernel_version(&facts.kernel.release) < (6, 15)
 }
@@ -75,7 +75,7 @@ pub fn flow_director(facts: &Facts) -> Vec<Finding> {
     }
 }
 
-/// Checks that the NIC hashes ports. The check [`rss`] covers TCP over IPv4.
+/// Checks that the NIC includes ports in its hash. TCP over IPv4 is covered by [`check_rss`].
 pub fn ports(facts: &Facts) -> Vec<Finding> {
     let Some(device) = &facts.device else { return vec![] };
     let types = facts.services.iter().map(|service| FlowType::new(service.address.protocol, service.vip()));
@@ -107,7 +107,7 @@ pub fn irqbalance(facts: &Facts) -> Vec<Finding> {
     vec![Finding::ok("does not run")]
 }
 
-/// Adds a fix that writes zero to an attribute of these queues, until the next boot.
+/// Adds a fix that writes zero to a sysfs attribute of these queues, effective until the next boot.
 fn with_zeroing_fix(facts: &Facts, finding: Finding, queues: &[String], attribute: &str) -> Finding {
     let of_device = format!("/sys/class/net/{}/queues", facts.interface());
     queues.iter().fold(finding, |finding, queue| {

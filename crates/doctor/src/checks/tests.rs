@@ -37,7 +37,7 @@ fn servers(address: &str, is_on_segment: bool) -> BTreeMap<String, Server> {
     BTreeMap::from([("s1".to_owned(), Server { address: address.parse().unwrap(), is_on_segment })])
 }
 
-/// Facts of a server or load balancer without findings.
+/// Returns facts of a server or load balancer for which no check has findings.
 fn passing_facts(role: Role) -> Facts {
     let sysctls = [
         ("net/core/bpf_jit_enable", "1"),
@@ -125,7 +125,7 @@ fn passing_facts(role: Role) -> Facts {
     }
 }
 
-/// A certificate of 90 days.
+/// Returns a certificate with a validity of 90 days.
 fn certificate(days_left: u64) -> CertificateFacts {
     CertificateFacts {
         usage: "own",
@@ -149,7 +149,7 @@ fn certificate_expiry_and_key_owner_are_checked() {
     }
 }
 
-/// Returns the warnings and faults after `change`.
+/// Returns the warnings and faults that the checks find after `change`.
 fn problems(role: Role, change: impl FnOnce(&mut Facts)) -> Vec<(&'static str, Severity)> {
     let mut facts = passing_facts(role);
     change(&mut facts);
@@ -549,7 +549,7 @@ fn unreachable_etcd_is_a_fault() {
     assert_eq!(found(Err("etcd does not answer".to_owned())), [("store", FAULT)]);
 }
 
-/// Facts of a server with an IPv6 service alone, and its VIP on `device`.
+/// Returns facts of a server with an IPv6 service only, whose VIP is on `device`.
 fn ipv6_facts(device: &str) -> Facts {
     let mut facts = passing_facts(Role::Server);
     let vip = "2001:db8::1".parse().unwrap();

@@ -5,7 +5,7 @@ use std::process::Command;
 
 use crate::facts::Announcement;
 
-/// Process names of daemons that learn routes from the kernel.
+/// Process names of routing daemons that learn routes from the kernel.
 const ROUTING_DAEMONS: [&str; 2] = ["bird", "zebra"];
 
 pub fn gather(table: u32) -> Announcement {

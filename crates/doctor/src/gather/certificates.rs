@@ -5,8 +5,8 @@ use coreward_tls::{CredentialFiles, Role as CertifiedRole, table};
 
 use crate::facts::{CertificateFacts, Role};
 
-/// Gathers the certificates. `name`: name of this machine at the controller. Fails if the files are unusable, with
-/// which the daemon would not start.
+/// Gathers facts about the daemon's certificates. `name` is that of this machine at the controller. Fails if the files
+/// are unusable, so that the daemon would not start.
 pub(super) fn gather(
     role: Role,
     files: Option<&CredentialFiles>,

@@ -21,7 +21,7 @@ use tonic::transport::Endpoint;
 use crate::facts::{Role, Server, Service};
 
 const TIMEOUT: Duration = Duration::from_secs(5);
-/// Limit of an answer in bytes: 16,384 servers and 1,000 services are about 1 MB.
+/// Maximum size of a reply in bytes: 16,384 servers and 1,000 services are about 1 MB.
 const MAX_ANSWER_BYTES: usize = 64 << 20;
 
 #[derive(Default)]
@@ -32,8 +32,8 @@ pub(super) struct FleetFacts {
     pub future_report_count: u64,
 }
 
-/// Returns the first answer of several controllers. `name`: name of this machine at the controller; `None`: all
-/// services count. `tls`: the daemon's certificate.
+/// Queries the controllers in order and returns facts from the first answer. `name` is that of this machine at the
+/// controller; `None`: all services count. `tls` is the daemon's certificate.
 pub(super) fn query_controllers(
     role: Role,
     controllers: &[SocketAddr],
@@ -53,7 +53,7 @@ pub(super) fn query_controllers(
     }
 }
 
-/// Requests the answer by gRPC, like the daemon.
+/// Requests the fleet from a controller by gRPC, like the daemon.
 fn fetch(controller: SocketAddr, tls: Option<&CredentialFiles>) -> anyhow::Result<FleetReply> {
     let tls = coreward_tls::table::load(tls)?.map(|tls| (tls, &[CertifiedRole::Controller][..]));
     let unreachable = |reason: &dyn std::fmt::Display| {
@@ -70,7 +70,7 @@ fn fetch(controller: SocketAddr, tls: Option<&CredentialFiles>) -> anyhow::Resul
     })
 }
 
-/// Returns whether the controller with this file runs, by its API on this host.
+/// Returns whether a controller with this configuration runs on this host, by asking its API.
 pub(super) fn is_running(config: &ControllerConfig) -> bool {
     let asked = || -> anyhow::Result<()> {
         // If the listening address does not answer, the API belongs to another controller.

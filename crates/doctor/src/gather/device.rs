@@ -11,7 +11,7 @@ use nix::net::if_::{InterfaceFlags, if_nametoindex};
 
 use crate::facts::{Device, RssProblem, Settings};
 
-/// Gathers the facts of a device; `None`: the device does not exist.
+/// Gathers the facts about a network device; `None`: the device does not exist.
 pub(super) fn gather(name: &str, settings: &Settings, rss: Option<Box<dyn RssDevice>>) -> Option<Device> {
     let index = if_nametoindex(name).ok()?;
     let entries: Vec<_> = getifaddrs().into_iter().flatten().filter(|entry| entry.interface_name == name).collect();
@@ -47,7 +47,7 @@ pub(super) fn gather(name: &str, settings: &Settings, rss: Option<Box<dyn RssDev
     })
 }
 
-/// Returns whether the driver moves open connections; `None`: the driver has no such feature. ixgbe and txgbe do it
+/// Returns whether the driver moves open connections to other queues, or `None` if it cannot. ixgbe and txgbe do it
 /// without rules for single flows (NETIF_F_NTUPLE in ixgbe_set_features() and wx_set_features()), i40e by a flag.
 fn moves_connections(name: &str, driver: &str, rss_conflicts: &RssConflicts) -> Option<bool> {
     match driver {

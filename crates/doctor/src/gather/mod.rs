@@ -26,7 +26,7 @@ pub use settings::CliOptions;
 
 const PIN_DIRECTORY: &str = "/sys/fs/bpf/coreward";
 
-/// Gathers the facts. Fails if the file or the options are wrong; a property that is not visible is a fact, too.
+/// Gathers facts about this machine, even that a property is not visible. Fails if file or options are wrong.
 pub fn gather(options: &CliOptions) -> anyhow::Result<Facts> {
     let options = options.read()?;
     let (role, settings) = (options.role, options.settings);
@@ -131,7 +131,7 @@ fn addresses() -> Vec<Address> {
     entries.filter_map(address).collect()
 }
 
-/// Returns the devices of routes to 0.0.0.0/0 in /proc/net/route.
+/// Returns the devices of default routes (0.0.0.0/0) in the text of /proc/net/route.
 fn default_routes(text: &str) -> BTreeSet<String> {
     let device = |line: &str| {
         let words: Vec<&str> = line.split_whitespace().collect();
@@ -153,12 +153,12 @@ fn clock() -> Clock {
     }
 }
 
-/// Returns the directory of a file, which may be a bare name.
+/// Returns the directory of a file, whose path may be a bare name.
 fn directory_of(path: &Path) -> PathBuf {
     path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new(".")).to_owned()
 }
 
-/// Returns the error of binding the address.
+/// Returns the error of binding a TCP socket to the address, if any.
 fn bind_problem(listen: SocketAddr) -> Option<String> {
     std::net::TcpListener::bind(listen).err().map(|error| error.to_string())
 }

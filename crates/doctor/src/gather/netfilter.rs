@@ -71,7 +71,7 @@ fn parse_chains(ruleset: &Value) -> Vec<Chain> {
     chains.into_values().collect()
 }
 
-/// Returns a rule that changes destinations or jumps. `table`: family and name of the chain's table.
+/// Parses a rule that changes destinations or jumps. `table` is the family and name of the chain's table.
 fn parse_nat_rule(expressions: &[Value], table: &str) -> NatRule {
     let mut rule = NatRule::default();
     for expression in expressions {
@@ -84,7 +84,7 @@ fn parse_nat_rule(expressions: &[Value], table: &str) -> NatRule {
     rule
 }
 
-/// Adds the targets of jumps, including those in a verdict map.
+/// Adds the names of chains to which an expression jumps, including those in a verdict map.
 fn add_jumps(value: &Value, table: &str, jumps: &mut Vec<String>) {
     match value {
         Value::Object(members) => {
@@ -100,7 +100,7 @@ fn add_jumps(value: &Value, table: &str, jumps: &mut Vec<String>) {
     }
 }
 
-/// Adds the conditions of a `match` expression; none if a value is not understood.
+/// Adds the conditions of a `match` expression to `conditions`; adds none if a value is not understood.
 fn add_conditions(expression: &Value, conditions: &mut Vec<MatchCondition>) {
     if expression["op"] != "==" {
         return;
@@ -124,7 +124,7 @@ fn add_conditions(expression: &Value, conditions: &mut Vec<MatchCondition>) {
     }
 }
 
-/// Adds conditions on the protocol. Protocols without services match no service.
+/// Adds a condition on the protocol. Protocols that no service uses match no service.
 fn add_protocols(values: &[Value], conditions: &mut Vec<MatchCondition>) {
     if values.iter().all(|value| value.is_string() || value.is_u64()) {
         conditions.push(MatchCondition::Protocol(values.iter().filter_map(parse_protocol).collect()));
@@ -181,7 +181,7 @@ fn has_key(value: &Value, keys: &[&str]) -> bool {
 mod tests {
     use super::*;
 
-    /// As nft 1.0.6 prints it.
+    /// Ruleset as JSON, as nft 1.0.6 prints it.
     const RULESET: &str = r#"{"nftables": [{"metainfo": {"version": "1.0.6", "json_schema_version": 1}},
         {"table": {"family": "ip", "name": "filter", "handle": 1}},
         {"chain": {"family": "ip", "table": "filter", "name": "input", "handle": 1, "type": "filter",

@@ -7,10 +7,10 @@ use std::time::Duration;
 
 use crate::facts::PollingThread;
 
-/// Duration of a sample. A serving thread waits at least once in this time, unless it is at full load.
+/// Time between two samples. A serving thread waits at least once in this time, unless it is at full load.
 const SAMPLE_DURATION: Duration = Duration::from_millis(500);
 
-/// Runnable thread, with the number of its waits.
+/// Runnable thread, with the number of its waits (voluntary context switches) so far.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct RunnableThread {
     name: String,
@@ -18,7 +18,7 @@ struct RunnableThread {
     wait_count: u64,
 }
 
-/// Returns the polling threads of this network namespace. Takes half a second if there is a candidate.
+/// Returns the polling threads of this network namespace. Takes half a second if there are candidates.
 pub fn find_polling_threads() -> Vec<PollingThread> {
     let before = read_runnable_threads();
     if before.is_empty() {
@@ -32,7 +32,7 @@ pub fn find_polling_threads() -> Vec<PollingThread> {
     after.into_iter().filter_map(polls).collect()
 }
 
-/// Returns pinned runnable threads by id, without processes that have ended meanwhile.
+/// Returns the pinned runnable threads by thread id, without those that have ended meanwhile.
 fn read_runnable_threads() -> BTreeMap<u32, RunnableThread> {
     let own = fs::read_link("/proc/self/ns/net").ok();
     let is_here = |process: &Path| fs::read_link(process.join("ns/net")).ok() == own;
@@ -49,7 +49,7 @@ fn read_runnable_threads() -> BTreeMap<u32, RunnableThread> {
     threads.filter_map(status).collect()
 }
 
-/// Parses /proc/PID/status (proc(5)); `None`: the thread waits, or may run on several CPUs.
+/// Parses /proc/PID/status (proc(5)). Returns `None` if the thread waits, or may run on several CPUs.
 fn parse(status: &str) -> Option<RunnableThread> {
     let value = |key: &str| status.lines().find_map(|line| Some(line.strip_prefix(key)?.strip_prefix(':')?.trim()));
     let is_running = value("State")?.starts_with('R');

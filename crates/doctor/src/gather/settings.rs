@@ -22,19 +22,19 @@ use nix::sys::statvfs;
 use super::{bind_problem, controller, directory_of};
 use crate::facts::{ControllerFacts, Role, Service, Settings, StoreFacts};
 
-/// Minimum of free space for a store (bytes): redb creates a file of half this size.
+/// Minimum free space for a store in bytes: redb creates a file of half this size.
 const MIN_STORE_SPACE: u64 = 1 << 20;
 
 #[derive(Debug, Clone, Default)]
 pub struct CliOptions {
     pub config: Option<PathBuf>,
-    /// Device, which overrides the file's.
+    /// Network device, which overrides that of the configuration file.
     pub interface: Option<String>,
-    /// Role, if there is no file.
+    /// Role of the machine, if there is no configuration file.
     pub role: Option<Role>,
-    /// Controller, which overrides the file's.
+    /// Address of the controller, which overrides that of the configuration file.
     pub controller: Option<SocketAddr>,
-    /// Services in addition to the controller's.
+    /// Services to check in addition to the controller's.
     pub services: Vec<ServiceAddress>,
 }
 
@@ -43,7 +43,7 @@ pub(super) struct GatheredSettings {
     pub settings: Settings,
     /// Name of this machine at the controller.
     pub machine_name: Option<String>,
-    /// The daemon's certificate.
+    /// Files of the daemon's certificate.
     pub tls: Option<CredentialFiles>,
     pub rss: Option<Box<dyn RssDevice>>,
     pub services: Vec<Service>,
@@ -83,7 +83,7 @@ impl CliOptions {
     }
 }
 
-/// Returns the role of a file, from a key that files of other roles do not have.
+/// Returns the role of the daemon with this configuration file, by a key that files of other roles do not have.
 fn role_of(file: &Path) -> anyhow::Result<Role> {
     let text = std::fs::read_to_string(file).with_context(|| format!("{}", file.display()))?;
     let table: toml::Table = text.parse().with_context(|| format!("{}", file.display()))?;
@@ -204,8 +204,8 @@ fn store_file_facts(store: &Path) -> StoreFacts {
     StoreFacts::File { path: store.to_owned(), problem, mode }
 }
 
-/// Returns the reason why the disk has no room for the store's next transaction. It may need the file's size again,
-/// because the store keeps the pages in force.
+/// Returns the reason why the disk has no room for the store's next transaction. It may need the size of the file
+/// again, because the store keeps the pages in force.
 fn space_problem(store: &Path, directory: &Path) -> Option<String> {
     let needed = store.metadata().map_or(0, |metadata| metadata.len()).max(MIN_STORE_SPACE);
     // The controller does not run as root: only blocks available to all users count.
@@ -221,8 +221,8 @@ fn space_problem(store: &Path, directory: &Path) -> Option<String> {
     }
 }
 
-/// Writes a file without a name, which the kernel deletes when it is closed. File systems without such files are
-/// skipped.
+/// Tries to write an unnamed file in a directory; the kernel deletes the file when it is closed. File systems that do
+/// not support unnamed files are skipped.
 fn probe_write(directory: &Path) -> io::Result<()> {
     let open = File::options().write(true).custom_flags(libc::O_TMPFILE).mode(0o600).open(directory);
     let written = open.and_then(|mut file| file.write_all(&[0; 1 << 16]).and_then(|()| file.sync_all()));

@@ -14,7 +14,7 @@ use coreward_tls::authority::{Authority, DAY, Validity};
 use coreward_tls::{CredentialFiles, Role};
 use tempfile::TempDir;
 
-/// One member; it ends with this.
+/// Process of one etcd member, which ends when the value is dropped.
 struct Etcd {
     member: Member,
     process: Child,
@@ -46,9 +46,9 @@ impl Drop for Etcd {
     }
 }
 
-/// Lease in tests that do not wait for its end: a machine that stops for a while does not end it.
+/// Lease duration in tests that do not wait for its end: it survives a pause of the machine.
 const LEASE: Duration = Duration::from_secs(30);
-/// For what etcd does at once.
+/// Maximum time for operations that etcd performs at once.
 const TIMEOUT: Duration = Duration::from_secs(20);
 
 fn candidate(name: &str, lease_duration: Duration) -> Candidate {
@@ -79,7 +79,7 @@ fn eventually(what: &str, mut holds: impl FnMut() -> bool) {
     }
 }
 
-/// Larger together than a request to etcd may be, and more than a transaction may change.
+/// Returns parts that are together larger than a request to etcd may be, and more than a transaction may change.
 fn large_content(marker: u8) -> Chunks {
     (0..300).map(|number| (format!("part/{number}"), vec![marker; 20_000])).collect()
 }
@@ -200,7 +200,7 @@ fn resign_during_election_releases_lease() {
     assert!(!other.block_on(other.revoke_all_leases()).unwrap());
 }
 
-/// An authority, and certificates of it for 127.0.0.1.
+/// Certificate authority, which issues certificates for addresses of etcd and of controllers.
 struct Signer {
     directory: TempDir,
     authority: Authority,

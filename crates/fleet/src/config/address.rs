@@ -7,7 +7,7 @@ use coreward_config::{FromToml, Reader, Spanned, parse_text, serde_json};
 use coreward_model::tuple::{Protocol, ServiceAddress};
 use serde_json::{Value, json};
 
-/// Returns the reason why no service can have this VIP and port, as the end of a sentence that begins with the address.
+/// Returns why no service can have this VIP and port, if so: the end of a sentence that begins with the address.
 pub fn vip_error(vip: SocketAddr) -> Option<&'static str> {
     if vip.port() == 0 {
         return Some(" has port 0");
@@ -19,7 +19,7 @@ pub fn vip_error(vip: SocketAddr) -> Option<&'static str> {
     }
 }
 
-/// Returns the reason why no server can have this address, as the end of a sentence that begins with the address.
+/// Returns why no server can have this address, if so: the end of a sentence that begins with the address.
 pub fn server_address_error(address: IpAddr) -> Option<&'static str> {
     match address {
         IpAddr::V4(address) => (!is_host_ipv4(address)).then_some(" is no address of one host"),
@@ -49,7 +49,7 @@ pub fn is_host_ipv4(address: Ipv4Addr) -> bool {
 pub struct Vip(pub SocketAddr);
 
 impl Vip {
-    /// Returns the address of the service with this transport protocol.
+    /// Returns the address of the service that has this VIP, port and transport protocol.
     pub fn with_protocol(self, protocol: Protocol) -> ServiceAddress {
         ServiceAddress { socket: self.0, protocol }
     }
@@ -112,7 +112,7 @@ impl FromToml for BalancerAddress {
 
 const HOST_ADDRESS: &str = "an address that one host can have, as \"10.2.0.11\" or \"2001:db8::11\"";
 
-/// Returns the address of a host; `what` names the address in a diagnostic.
+/// Reads the address of a host. `address_name`: name of the address in diagnostics.
 fn host_address(what: &str, value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<IpAddr> {
     parse_text(value, reader, |written| {
         let address = written.parse::<IpAddr>().map_err(|_| "");

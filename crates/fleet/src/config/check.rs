@@ -17,7 +17,7 @@ use super::service::{self, Service};
 use super::unique::UniqueValues;
 use super::{DEFAULT_REPORT_INTERVAL, FleetConfig, ServerConfig, ServiceConfig, health, racks, transfer};
 
-/// Checks the document. After mistakes, which the reader stores, the result is incomplete.
+/// Checks the document and converts it. Mistakes are stored in the reader; after a mistake the result is incomplete.
 pub fn check(file: FleetFile, reader: &mut Reader<'_>) -> FleetConfig {
     let max_connection_lifetime = file.max_connection_lifetime.0;
     let key_rotation = file.key_rotation.map(|interval| check_key_rotation(&interval, max_connection_lifetime, reader));
@@ -117,7 +117,7 @@ fn check_server_entries(
 }
 
 struct ServiceChecker<'a> {
-    /// Names of all servers, including invalid ones.
+    /// Names of all servers, including those with mistakes.
     names: BTreeSet<&'a str>,
     servers: &'a [ServerConfig],
     buckets: BucketCount,
@@ -176,7 +176,7 @@ impl ServiceChecker<'_> {
         services
     }
 
-    /// A VIP is on every server's loopback without ARP, so a server with this address would be unreachable.
+    /// Rejects a server at the address of a VIP: every server has the VIP on its loopback, so it would be unreachable.
     fn reject_server_address(&self, vip: IpAddr, span: &Span, reader: &mut Reader<'_>) {
         if let Some(server) = self.servers.iter().find(|server| server.address == vip) {
             let message =
@@ -185,7 +185,7 @@ impl ServiceChecker<'_> {
         }
     }
 
-    /// Returns the positions of a service's servers; all servers if the service lists none.
+    /// Returns the positions of the service's servers, or of all servers if the service lists none.
     fn pool(&self, service: &Service, positions: &HashMap<&str, usize>, reader: &mut Reader<'_>) -> Vec<usize> {
         let Some(listed) = &service.servers else {
             return (0..self.servers.len()).collect();
@@ -209,7 +209,7 @@ impl ServiceChecker<'_> {
     }
 }
 
-/// Checks that ids fit the cookie of LB-side stamping, which holds smaller ids.
+/// Checks that the server ids fit the cookie of LB-side stamping, in which ids have fewer bits.
 fn check_ids_fit<'a>(service: &str, pool: impl Iterator<Item = &'a ServerConfig>, reader: &mut Reader<'_>) {
     for (id, span) in pool.filter_map(|server| server.id.as_ref()).filter(|(id, _)| !lb_stamping::can_name(*id)) {
         let message = format_args!(

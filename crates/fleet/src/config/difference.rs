@@ -8,28 +8,28 @@ use coreward_config::toml::{Table, Value};
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Change {
-    /// New server or service.
+    /// The server or service is new.
     Added {
-        /// "server" or "service", and its name.
+        /// "server" or "service", and the name.
         subject: String,
-        /// The other keys of the server or service, with their values.
+        /// Keys of the server or service other than its name, with their values.
         values: Vec<(String, String)>,
     },
-    /// Removed server or service.
+    /// The server or service is removed.
     Removed { subject: String },
     Changed {
-        /// Server or service, as in `Added`; empty for the whole fleet.
+        /// Server or service, as in `Added`; empty if a key of the whole fleet changes.
         subject: String,
         key: String,
-        /// `None`: absent.
+        /// Previous value of the key; `None`: the key was absent.
         old: Option<String>,
-        /// `None`: absent.
+        /// New value of the key; `None`: the key is absent.
         new: Option<String>,
     },
 }
 
 impl Change {
-    /// Returns the reason why established connections break; `None`: they continue.
+    /// Returns the reason why the change breaks established connections; `None`: they continue.
     pub fn break_reason(&self) -> Option<&'static str> {
         let (subject, key) = match self {
             Self::Removed { subject } if subject.starts_with("service ") => {
@@ -67,7 +67,7 @@ impl fmt::Display for Change {
     }
 }
 
-/// Returns the changes from `old` to `new`, both checked. Order and comments do not count.
+/// Returns the changes from `old` to `new`, which must both be free of mistakes. Order and comments are ignored.
 pub fn difference(old: &Source, new: &Source) -> Vec<Change> {
     let [old, new] = [old, new].map(|source| source.parse::<Table>().unwrap_or_default());
     let mut changes = Vec::new();

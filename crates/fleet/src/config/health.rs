@@ -52,18 +52,18 @@ config_struct! {
 const DEFAULT_INTERVAL: std::time::Duration = std::time::Duration::from_secs(2);
 const DEFAULT_TIMEOUT: std::time::Duration = std::time::Duration::from_secs(1);
 
-/// Kind of a check.
+/// Kind of a health check.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum CheckKind {
-    /// The server is healthy if a TCP connection opens.
+    /// The server is healthy if it accepts a TCP connection.
     Tcp,
-    /// The server is healthy if it answers a request.
+    /// The server is healthy if it answers an HTTP request with an expected status.
     Http,
-    /// As `Http`, over TLS.
+    /// The server is healthy if it answers an HTTPS request with an expected status.
     Https,
-    /// The server is healthy if its agent reports.
+    /// The server is healthy if its agent sends reports.
     Agent,
-    /// No check.
+    /// There is no check: the server always counts as healthy.
     None,
 }
 
@@ -87,7 +87,7 @@ impl CheckKind {
 
 string_enum!(CheckKind, "check", CheckKind::ALL.map(|(name, kind)| (name.to_owned(), kind)));
 
-/// Path and optional query of a request line.
+/// Path and optional query, as in the request line of HTTP.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct HttpPath(String);
 
@@ -110,7 +110,7 @@ impl FromToml for HttpPath {
     }
 }
 
-/// Returns whether the text is a host with an optional port (RFC 3986, section 3.2).
+/// Returns whether the text is a host name or address with an optional port (RFC 3986, section 3.2).
 fn is_authority(text: &str) -> bool {
     let (is_host, port) = match text.strip_prefix('[').and_then(|rest| rest.split_once(']')) {
         Some((address, port)) => (address.parse::<Ipv6Addr>().is_ok(), port),
@@ -124,7 +124,7 @@ fn is_authority(text: &str) -> bool {
     is_host && (port.is_empty() || port.strip_prefix(':').is_some_and(is_port))
 }
 
-/// Name of a host, with an optional port.
+/// Host name or address, with an optional port.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Host(String);
 
@@ -145,7 +145,7 @@ impl FromToml for Host {
     }
 }
 
-/// Certificates, as PEM.
+/// Certificates of authorities, in PEM.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Authorities(String);
 
@@ -171,8 +171,8 @@ impl FromToml for Authorities {
     }
 }
 
-/// Returns the check of the table, or `None` for no check; contradictions go to the reader's list. `mixes_families`: a
-/// server's address and the VIP are of different families.
+/// Returns the health check of the table, or `None` if there is none. Contradictions are stored in the reader.
+/// `mixes_families`: a server's address and the VIP are of different families.
 pub fn check(
     table: &Spanned<Health>,
     protocol: Protocol,
@@ -217,7 +217,7 @@ pub fn check(
     })
 }
 
-/// Returns the reason why the service's servers cannot be checked at the VIP.
+/// Returns the reason why the service's servers cannot be checked at the VIP, or `None` if they can.
 fn vip_check_error(mode: ServiceMode, mixes_families: bool) -> Option<String> {
     if mode.timestamps == Timestamps::LoadBalancer {
         let reason = "`timestamps = \"lb\"`, where the load balancer would stamp its own connections";
@@ -231,7 +231,7 @@ fn vip_check_error(mode: ServiceMode, mixes_families: bool) -> Option<String> {
     mixes_families.then(|| "a service with servers whose addresses are of another family".to_owned())
 }
 
-/// Returns the address of the checks: by default the VIP, if checks at the VIP are possible.
+/// Returns the address of the checks. The default is the VIP, unless checks at the VIP are impossible.
 fn probe_address(health: &Health, why_not_at_vip: Option<String>, reader: &mut Reader<'_>) -> ProbeAddress {
     let default = if why_not_at_vip.is_some() { ProbeAddress::Server } else { ProbeAddress::Vip };
     let Some(at) = &health.at else { return default };
@@ -241,7 +241,7 @@ fn probe_address(health: &Health, why_not_at_vip: Option<String>, reader: &mut R
     *at.get_ref()
 }
 
-/// Rejects keys that have no effect on this kind of check.
+/// Stores a mistake for each key that has no effect on this kind of check.
 fn reject_unused_keys(health: &Health, reader: &mut Reader<'_>) {
     use CheckKind::{Http, Https, Tcp};
     let keys: [(&str, Option<Span>, &[CheckKind]); 7] = [

@@ -35,26 +35,26 @@ use coreward_model::vlan::Vlan;
 pub use difference::{Change, difference};
 use file::FleetFile;
 
-/// 10 Hz, as published (CrossRSS, CoNEXT'20).
+/// Interval of 10 Hz, as published (CrossRSS, CoNEXT'20).
 pub const DEFAULT_REPORT_INTERVAL: Duration = Duration::from_millis(100);
 
-/// A cookie lives as long as its connection; a day covers nearly all connections.
+/// Default of `max_connection_lifetime`: a cookie lives as long as its connection, nearly always less than a day.
 pub const DEFAULT_MAX_CONNECTION_LIFETIME: Duration = Duration::from_secs(86_400);
 
 #[derive(Debug, Clone)]
 pub struct FleetConfig {
     pub report_interval: Duration,
     pub table_updates: TableTiming,
-    /// Lifetime of load-dependent tables without a leader.
+    /// Time for which tables that depend on loads remain in use without a leader.
     pub table_lifetime: Duration,
     pub alpha: Alpha,
-    /// Longest life of a cookie: the ids of former servers and the previous key are kept for this time.
+    /// Maximum life of a cookie, for which the ids of former servers and the previous key are kept.
     pub max_connection_lifetime: Duration,
-    /// Interval of key rotations; `None`: by command only.
+    /// Interval of key rotations; `None`: keys are rotated by command only.
     pub key_rotation: Option<Duration>,
-    /// Racks that may connect; `None`: any.
+    /// Names of the racks that may connect; `None`: any rack may.
     pub racks: Option<BTreeSet<String>>,
-    /// Load balancers that may connect; `None`: any.
+    /// Names of the load balancers that may connect; `None`: any load balancer may.
     pub load_balancers: Option<BTreeSet<String>>,
     /// Servers, with unique names, addresses and ids.
     pub servers: Vec<ServerConfig>,
@@ -65,48 +65,48 @@ pub struct FleetConfig {
 
 #[derive(Debug, Clone)]
 pub struct ServerConfig {
-    /// Name for agents and operators.
+    /// Name by which agents and operators identify the server.
     pub name: String,
-    /// Address for load balancers.
+    /// Address at which load balancers reach the server.
     pub address: IpAddr,
-    /// Id chosen by the operator, with its location.
+    /// Id that the operator has chosen, with its location in the document; `None`: it is drawn at random.
     pub id: Option<(ServerId, Span)>,
     pub state: ServerState,
-    /// Share of new connections.
+    /// Relative share of new connections.
     pub weight: Weight,
-    /// Capacity; `None`: the number of the server's cores.
+    /// Capacity in cores; `None`: the number of the server's cores.
     pub capacity: Option<Capacity>,
-    /// VLAN of frames from load balancers to the server.
+    /// VLAN of the frames that load balancers send to the server.
     pub vlan: Vlan,
-    /// Racks that may report for it; `None`: the fleet's racks.
+    /// Names of the racks that may report for the server; `None`: those of the fleet.
     pub racks: Option<BTreeSet<String>>,
-    /// Location in the document.
+    /// Location of the server in the document.
     pub span: Span,
 }
 
-/// Trigger of a service's table.
+/// Event after which a service's table is made.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum TableTiming {
-    /// After a change of a report, or of another input.
+    /// A table is made after a change of a report or of another input.
     OnChange,
-    /// Once per report interval, as published (CrossRSS, CoNEXT'20) and as the simulator does.
+    /// Tables are made once per report interval, as published (CrossRSS, CoNEXT'20) and as in the simulator.
     Interval,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ServerState {
-    /// Takes new connections.
+    /// The server takes new connections.
     Active,
-    /// Only established connections reach it.
+    /// The server keeps its established connections, but takes no new ones.
     Draining,
 }
 
-/// Load balancer that serves a part of a service's connections during a migration.
+/// Another load balancer, which serves a part of the service's connections during a migration.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct OtherBalancer {
     pub address: IpAddr,
-    /// Whether new connections go to the other load balancer (`migrate_to`), or the service came from it
-    /// (`migrate_from`).
+    /// Direction of the migration: true if new connections go to the other load balancer (`migrate_to`), false if the
+    /// service came from it (`migrate_from`).
     pub is_handed_over: bool,
 }
 
@@ -114,32 +114,32 @@ pub struct OtherBalancer {
 pub struct ServiceConfig {
     pub name: String,
     pub address: ServiceAddress,
-    /// Consistency mode. The transfer in it has no id yet, because the document has none.
+    /// Consistency mode of the service. A transfer in it has no id yet, because the document has none.
     pub mode: ServiceMode,
-    /// Load balancer that the service is adopted from or handed over to.
+    /// Load balancer from which the service is adopted, or to which it is handed over.
     pub other_balancer: Option<OtherBalancer>,
-    /// Name from `coreward_model::policy::names()`.
+    /// Name of the placement policy, one of `coreward_model::policy::names()`.
     pub policy: &'static str,
     pub slow_start: Duration,
     pub buckets: BucketCount,
-    /// Health check of the service's servers, if any.
+    /// Health check of the service's servers; `None`: they are not checked.
     pub check: Option<HealthCheck>,
-    /// Treatment of new connections when all servers are down.
+    /// What happens to new connections when all servers are down.
     pub when_all_down: WhenAllDown,
-    /// Positions in [`FleetConfig::servers`].
+    /// Positions of the service's servers in [`FleetConfig::servers`].
     pub servers: Vec<usize>,
-    /// Location in the document.
+    /// Location of the service in the document.
     pub span: Span,
 }
 
 impl FleetConfig {
-    /// Reads and parses the file.
+    /// Reads and parses the fleet document in this file.
     pub fn load(path: &Path) -> Result<Self, Diagnostics> {
         Self::parse(&Source::read(path)?)
     }
 
-    /// Parses an operator's document. Rejects one without any key: a file that an editor has just truncated, or a full
-    /// disk left empty, would end all services at the next SIGHUP.
+    /// Parses an operator's document. Rejects a document without any key: a file that an editor has just truncated, or
+    /// a full disk left empty, would end all services at the next SIGHUP.
     pub fn parse(source: &Source) -> Result<Self, Diagnostics> {
         let is_empty = source.keys().is_empty() && source.syntax_errors().is_empty();
         if is_empty {
@@ -149,17 +149,17 @@ impl FleetConfig {
         Self::parse_stored(source)
     }
 
-    /// Parses the stored document, which is empty before the first one is applied.
+    /// Parses the document in the store, which is empty before the first one is applied.
     pub fn parse_stored(source: &Source) -> Result<Self, Diagnostics> {
         source.read_as(|file: FleetFile, reader| Some(check::check(file, reader)))
     }
 
-    /// Returns the document's text.
+    /// Returns the document with its text.
     pub fn source(&self) -> &Source {
         &self.source
     }
 
-    /// Returns mistakes found by comparison with the records, sorted by location and message.
+    /// Returns diagnostics of mistakes that comparison with the records has found, sorted by location and message.
     pub fn diagnostics(&self, wrong: Vec<(Span, String)>) -> Diagnostics {
         Diagnostics::at(&self.source, wrong)
     }

@@ -6,7 +6,7 @@ use coreward_config::{Name, Reader, Spanned};
 
 use super::unique::UniqueValues;
 
-/// Returns the names on a list; `None`: no list. `known`: the fleet's racks, if the fleet lists racks.
+/// Returns the names on a list of racks; `None`: there is no list. `known`: the fleet's racks, if the fleet lists any.
 pub fn check(
     listed: Option<&[Spanned<Name>]>,
     known: Option<&BTreeSet<String>>,
@@ -25,7 +25,7 @@ pub fn check(
     Some(listed.iter().map(|name| name.get_ref().0.clone()).collect())
 }
 
-/// Returns the names on a list of the fleet; `None`: no list. `what`: kind of the entries, for diagnostics.
+/// Returns the unique names on a list of the fleet; `None`: there is no list. `what`: kind of the entries.
 pub fn unique_names(
     what: &'static str,
     listed: Option<&[Spanned<Name>]>,

@@ -68,7 +68,7 @@ pub struct PolicyName(pub &'static str);
 
 string_enum!(PolicyName, "policy", policy::names().into_iter().map(|name| (name.to_owned(), PolicyName(name))));
 
-/// Returns the service's mode; mistakes go to the reader's list.
+/// Returns the consistency mode of the service. Mistakes are stored in the reader.
 pub fn mode(service: &Service, protocol: Protocol, reader: &mut Reader<'_>) -> ServiceMode {
     let mode = match protocol {
         Protocol::Tcp => tcp_mode(service, reader),
@@ -132,7 +132,7 @@ fn tcp_mode(service: &Service, reader: &mut Reader<'_>) -> ServiceMode {
     ServiceMode { consistency, timestamps, ..default }
 }
 
-/// Returns the reason why the service cannot have the requested timestamps, if any.
+/// Returns the reason why the service cannot have the requested timestamps; `None`: it can.
 fn timestamps_error(consistency: Consistency, uses_cookies: bool, requested: Timestamps) -> Option<String> {
     let name = consistency.name();
     if !uses_cookies && requested != Timestamps::Off {
@@ -151,7 +151,7 @@ fn timestamps_error(consistency: Consistency, uses_cookies: bool, requested: Tim
     })
 }
 
-/// Rejects policies that move established connections: without a consistency mode a connection follows its bucket.
+/// Rejects policies that move established connections: without a consistency mode, each connection follows its bucket.
 fn reject_unstable_policy<T>(consistency: &Spanned<T>, service: &Service, reader: &mut Reader<'_>) {
     let Some(PolicyName(chosen)) = service.policy.value else { return };
     let fixed = policy::load_independent_names();

@@ -36,7 +36,7 @@ fn parse(text: &str) -> Result<FleetConfig, String> {
     FleetConfig::parse(&Source::from_text("fleet.toml", text)).map_err(|mistakes| mistakes.to_string())
 }
 
-/// The message after `from` was replaced by `to` in the good file.
+/// Returns the error message after `from` has been replaced by `to` in the valid document.
 fn error(from: &str, to: &str) -> String {
     assert!(GOOD.contains(from), "{from:?} is not in the good file");
     parse(&GOOD.replacen(from, to, 1)).unwrap_err()
@@ -56,7 +56,7 @@ fn server_in_too_many_services_is_rejected() {
     assert!(mistakes.contains("server \"s1\" is in 65 services: expected at most 64"), "{mistakes}");
 }
 
-/// A file that was cut off (a full disk, an editor at work) is no wish that all services end.
+/// A file that was cut off (by a full disk, or by an editor at work) must not end all services.
 #[test]
 fn empty_document_is_rejected() {
     for text in ["", "\n# nothing\n", "\u{feff}"] {
@@ -475,7 +475,7 @@ fn too_many_services_are_rejected() {
     assert_eq!(parse(&text).unwrap_err(), "fleet.toml:3073:1: key `service`: 1025 services: expected at most 1024");
 }
 
-/// One wrong value hides nothing, and makes no second mistake of what depends on it.
+/// One wrong value hides no other mistakes, and causes no second mistake in values that depend on it.
 #[test]
 fn all_mistakes_are_reported_at_once() {
     let text = GOOD

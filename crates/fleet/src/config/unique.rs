@@ -4,7 +4,7 @@ use std::hash::Hash;
 
 use coreward_config::{Reader, Span};
 
-/// Set of values that must be unique in the document.
+/// Set of values that must be unique in the document, with their locations.
 pub struct UniqueValues<T> {
     value_name: &'static str,
     seen: HashMap<T, Span>,
@@ -15,7 +15,7 @@ impl<T: Hash + Eq + Display> UniqueValues<T> {
         Self { value_name, seen: HashMap::new() }
     }
 
-    /// Inserts a value, or stores a mistake if it is a duplicate. `None`: an invalid value, which is ignored.
+    /// Inserts a value, or reports a mistake if it is a duplicate. `None`: an invalid value, which is ignored.
     pub fn insert(&mut self, value: Option<T>, span: &Span, reader: &mut Reader<'_>) {
         let Some(value) = value else { return };
         if let Some(first) = self.seen.get(&value) {

@@ -34,7 +34,7 @@ fn wait_until(checker: &Checker<u32>, what: &str, is_so: impl Fn(&CheckResult) -
     }
 }
 
-/// In a process of its own, because it lowers the process's limit.
+/// Runs in a child process, because it lowers the process's limit of open files.
 #[test]
 fn exhausted_file_descriptors_mark_no_server_down() {
     const CHILD_VARIABLE: &str = "COREWARD_TEST_ALONE";

@@ -46,7 +46,7 @@ fn listen_at(address: IpAddr) -> (TcpListener, SocketAddr) {
     (listener, address)
 }
 
-/// Answers every request on a connection from `accept` with this status, as it is then.
+/// Answers every request on a connection from `accept` with the current value of `status`.
 fn serve<C: std::io::Read + std::io::Write>(
     listener: TcpListener,
     status: Arc<AtomicU16>,

@@ -11,11 +11,11 @@ use coreward_tls::CredentialFiles;
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ControllerUrl {
     is_https: bool,
-    /// Host and port in requests.
+    /// Host and port, as in the URL.
     pub(super) authority: String,
 }
 
-/// The text is not an API's address.
+/// Error for a text that is not the address of an API.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error(
     "{0:?}: expected the address and port of a controller's API on this host, as \"127.0.0.1:7401\", or \
@@ -72,14 +72,14 @@ impl fmt::Display for ControllerUrl {
     }
 }
 
-/// Proof of the caller.
+/// Credential by which a caller proves its role.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Credential {
     /// Token in a file that only its owner can read. `ca`: authorities of controllers, for `https://`.
     Token {
-        /// File of the token.
+        /// Path of the token file.
         file: PathBuf,
-        /// Certificates of authorities (PEM).
+        /// Path of the authorities' certificates (PEM).
         ca: Option<PathBuf>,
     },
     /// Certificate of an operator or a viewer, for `https://`.

@@ -16,20 +16,20 @@ use tokio::net::TcpStream;
 
 use super::contact::ControllerUrl;
 
-/// Time limit of connecting.
+/// Time limit for connecting to a controller.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
-/// Time limit of an answer: 16,384 servers of 64 cores are about 10 MB.
+/// Time limit for an answer: 16,384 servers of 64 cores are about 10 MB.
 const TIMEOUT: Duration = Duration::from_secs(30);
 
 pub(super) struct PendingRequest {
     pub method: Method,
-    /// Path and query.
+    /// Path and query of the request, after `/v1/`.
     pub path: String,
-    /// JSON; `None`: no body.
+    /// JSON body; `None`: no body.
     pub body: Option<Vec<u8>>,
 }
 
-/// Sends a request and returns the answer. `token`: proof of the caller, in addition to a certificate.
+/// Sends a request and returns the answer. `token`: credential of the caller, in addition to a certificate.
 pub(super) async fn exchange(
     url: &ControllerUrl,
     tls: Option<&HttpsConnector>,

@@ -13,9 +13,9 @@ use tokio::time::{Interval, interval, timeout};
 
 use super::*;
 
-/// Everything here takes milliseconds; a test that waits this long has failed.
+/// Timeout of operations that normally take milliseconds.
 const TIMEOUT: Duration = Duration::from_secs(30);
-/// Disables eviction by time.
+/// Timeout that does not expire during a test.
 const NEVER: Duration = Duration::from_secs(3600);
 
 struct EndlessBody(Interval);
@@ -80,7 +80,7 @@ impl Client {
     }
 }
 
-/// With one connection more than the limit, each is accepted, and active ones stay.
+/// With one connection more than the limit, the new one is accepted, and active ones stay.
 #[tokio::test]
 async fn idle_connection_is_evicted_for_a_new_one() {
     let (address, _serving) =

@@ -18,7 +18,7 @@ use super::Forwarder;
 use super::refusals::RefusalSubject;
 use crate::resolvers::Neighbour;
 
-/// Returns the fields that determine a server's MAC address and its position in lists.
+/// Returns the fields that determine the MAC address of a server and its position in lists.
 fn server_identity(server: &Server) -> (ServerId, IpAddr, Vlan) {
     (server.id, server.address, server.vlan)
 }
@@ -60,7 +60,7 @@ impl Forwarder {
         outcome
     }
 
-    /// Returns the previous configurations of unusable services.
+    /// Returns the previous configurations of services whose new ones are unusable.
     fn services_in_force(&self, refused: &[RefusedService], others: &[Service]) -> Vec<Service> {
         let kept = |refused: &RefusedService| {
             let (before, _) = self.services.get(&ServiceIndex::new(refused.index)?)?;
@@ -80,7 +80,7 @@ impl Forwarder {
         }
     }
 
-    /// Records that a configuration is unusable as a whole. `generation` is 0 if unknown.
+    /// Records that a configuration is unusable as a whole. `generation` is 0 if it is unknown.
     pub fn refuse_all(&mut self, generation: u64, error: &anyhow::Error) {
         let (service, table) = (String::new(), false);
         let reason = format!("{error:#}");
@@ -99,8 +99,8 @@ impl Forwarder {
         self.refusals.refuse(RefusalSubject::Table(index), RefusedUpdate { service, generation, reason, table: true });
     }
 
-    /// Applies a configuration: keys, services, servers. Tables follow. Changes refer to it by `number`. Fails, without
-    /// effect, when the data plane cannot hold the services.
+    /// Applies a configuration: keys, services and servers. Tables follow later. Changes refer to the configuration by
+    /// `number`. Fails, without effect, when the data plane cannot hold the services.
     pub fn configure(&mut self, number: u64, configuration: FleetConfiguration) -> anyhow::Result<()> {
         self.configuration_number = None;
         let with_mode = |service: &Service| (service.address, service.mode);
@@ -140,9 +140,9 @@ impl Forwarder {
         Ok(())
     }
 
-    /// Applies a change to the configuration in force. Only changed servers are processed; changed services need a
-    /// complete configuration. Fails when the change is to another configuration ([`Forwarder::needs_configuration`]),
-    /// and as [`Forwarder::configure`] does.
+    /// Applies a change to the configuration in force, by processing only changed servers; changed services need a
+    /// complete configuration. Fails when the change is to another configuration
+    /// ([`Forwarder::needs_complete_configuration`]), and for the same reasons as a complete configuration.
     pub fn update_configuration(&mut self, change: FleetChange) -> anyhow::Result<()> {
         if self.configuration_number != Some(change.base_number) {
             self.needs_configuration = true;
@@ -192,19 +192,19 @@ impl Forwarder {
         Ok(())
     }
 
-    /// Returns whether a change did not apply: the next configuration must be complete.
+    /// Returns whether the next configuration must be complete, because a change did not apply.
     pub fn needs_configuration(&self) -> bool {
         self.needs_configuration
     }
 
-    /// Applies a configuration that an earlier daemon saved. The next one of a controller must be complete.
+    /// Applies a configuration that an earlier daemon saved. After it, the next one of a controller must be complete.
     pub fn restore(&mut self, configuration: FleetConfiguration) -> anyhow::Result<()> {
         self.configure(0, configuration)?;
         (self.confirmed_generation, self.configuration_number, self.is_unsaved) = (0, None, false);
         Ok(())
     }
 
-    /// Returns a warning when the first configuration is overdue and none was saved.
+    /// Returns a warning if the first configuration of a controller is overdue and none was saved.
     pub(super) fn missing_configuration(&self) -> Option<&'static str> {
         if self.keys.is_some() || self.missing_log_due.is_some() {
             return None;
@@ -247,7 +247,7 @@ impl Forwarder {
         self.balancer.count_traffic(wanted == TelemetryLevel::All)
     }
 
-    /// Resolves the current addresses of servers and load balancers. Fails when packet sockets are not allowed.
+    /// Starts to resolve the addresses of servers and load balancers. Fails when packet sockets are not allowed.
     pub(super) fn resolve_addresses(&mut self) -> anyhow::Result<()> {
         self.find_next_hops();
         let of_service = |(service, _): &(Service, _)| {
@@ -273,8 +273,8 @@ impl Forwarder {
         self.servers_by_neighbour = servers_by_neighbour;
     }
 
-    /// Applies every server of the service. A server without a resolved MAC address keeps the address from an earlier
-    /// process until ARP finds another one.
+    /// Applies every server of the service to the data plane. A server without a resolved MAC address keeps the one
+    /// from an earlier process until ARP finds another.
     pub(super) fn set_servers(&mut self, service_index: ServiceIndex) {
         self.mask_down_servers(service_index);
         let Some((service, index)) = self.services.get(&service_index) else { return };
@@ -307,8 +307,8 @@ impl Forwarder {
         gone.into_iter().for_each(|id| self.balancer.remove_server(*index, id));
     }
 
-    /// Applies numbers and addresses of all load balancers with a connection table. One without a resolved MAC address
-    /// keeps the address from an earlier process, as servers do.
+    /// Applies the numbers and addresses of all load balancers that have a connection table. One without a resolved MAC
+    /// address keeps the one from an earlier process, as servers do.
     fn set_owners(&mut self) {
         let own = self.peers.iter().find(|peer| peer.name == self.name).and_then(|peer| peer.owner);
         if self.balancer.owner_number() != own {

@@ -53,12 +53,12 @@ metrics! {
 }
 
 impl Forwarder {
-    /// Records the latency of a table's installation.
+    /// Records how long the installation of a table took.
     pub fn record_install_time(&mut self, took: Duration) {
         self.table_install_latency.observe(took);
     }
 
-    /// Returns all metrics, given the daemon's `state`.
+    /// Returns a snapshot of all metrics, given the state message `state` of the daemon.
     pub fn metrics(&self, state: &v1::LoadBalancerState) -> Snapshot {
         let mut page = component::base_snapshot(Component::Lb);
         page.add(&CONFIGURATION_GENERATION, [], self.confirmed_generation as f64);

@@ -14,7 +14,7 @@ use crate::resolvers::Neighbour;
 const IPV6_MIN_MTU: usize = 1280;
 
 impl Forwarder {
-    /// Returns the neighbour that packets of `service` to `server` go to; `None`: the server has no route.
+    /// Returns the neighbour to which packets of `service` for `server` are sent, or `None` if the server has no route.
     pub(super) fn neighbour_of(&self, service: &Service, server: &Server) -> Option<Neighbour> {
         let direct = Neighbour { vlan: self.vlan_of(service, server), address: server.address };
         if !service.mode.forwarding.encapsulates() {
@@ -27,7 +27,7 @@ impl Forwarder {
         self.services.values().map(|(service, _)| service).filter(|service| service.mode.forwarding.encapsulates())
     }
 
-    /// Reads the kernel's next hops of all servers of services that encapsulate.
+    /// Reads the kernel's next hops to all servers of services with encapsulation.
     pub(super) fn find_next_hops(&mut self) {
         let to = |service: &Service, server: &Server| {
             (Neighbour { vlan: self.vlan_of(service, server), address: server.address }, server.name.clone())
@@ -85,7 +85,7 @@ impl Forwarder {
         }
     }
 
-    /// Returns warnings about faults that prevent the sending of encapsulated packets.
+    /// Returns warnings about problems that prevent the sending of encapsulated packets.
     pub(super) fn encapsulation_warnings(&self) -> Vec<String> {
         let servers =
             || self.encapsulating_services().flat_map(|service| &service.servers).map(|server| server.address);
@@ -107,7 +107,7 @@ impl Forwarder {
         problems
     }
 
-    /// Returns a warning if packets of the minimum MTU of IPv6 do not fit with their outer headers.
+    /// Returns a warning if IPv6 packets of the minimum MTU do not fit the device's MTU with their outer headers.
     fn mtu_problem(&self) -> Option<String> {
         let ipv6 = self.encapsulating_services().filter(|service| service.address.socket.is_ipv6());
         let lengths = ipv6.flat_map(|service| {

@@ -6,7 +6,7 @@ use coreward_wire::v1::RefusedUpdate;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum RefusalSubject {
-    /// A complete configuration.
+    /// A configuration as a whole.
     WholeConfiguration,
     Service(u32),
     Table(u32),
@@ -16,7 +16,7 @@ pub enum RefusalSubject {
 pub struct Refusals(BTreeMap<RefusalSubject, RefusedUpdate>);
 
 impl Refusals {
-    /// Records an unusable update, and logs a new subject or reason only: tables arrive ten times a second.
+    /// Records an unusable update. Logs it only if its subject or reason is new: tables arrive ten times a second.
     pub fn refuse(&mut self, subject: RefusalSubject, refused: RefusedUpdate) {
         let same = |before: &RefusedUpdate| before.service == refused.service && before.reason == refused.reason;
         if !self.0.get(&subject).is_some_and(same) {
@@ -34,7 +34,7 @@ impl Refusals {
         self.0.insert(subject, refused);
     }
 
-    /// Records a usable update of the subject.
+    /// Records that the newest update of the subject is usable.
     pub fn accept(&mut self, subject: RefusalSubject) {
         self.0.remove(&subject);
     }
@@ -44,7 +44,7 @@ impl Refusals {
         self.0.remove(&RefusalSubject::Table(index));
     }
 
-    /// Forgets all updates but the tables of these services, before a complete configuration.
+    /// Forgets all updates except the tables of services for which `is_service` holds, before a complete configuration.
     pub fn retain_tables(&mut self, is_service: impl Fn(u32) -> bool) {
         self.0.retain(|subject, _| matches!(subject, RefusalSubject::Table(index) if is_service(*index)));
     }

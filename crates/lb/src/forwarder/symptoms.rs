@@ -15,12 +15,12 @@ use super::Forwarder;
 #[derive(Default)]
 pub(super) struct Symptoms {
     send_drops: RecentCounters<1>,
-    /// Frames that the program sent and the driver counts as dropped, since the device was created.
+    /// Number of frames that the program sent and the driver counted as dropped, since the device was created.
     pub send_drops_total: u64,
     handshake_counters: BTreeMap<ServiceIndex, RecentCounters<2>>,
     /// Services whose new connections do not become established.
     pub failing_services: BTreeSet<ServiceIndex>,
-    /// Description of each symptom, by its short name.
+    /// Descriptions of the present symptoms by their short names.
     faults: BTreeMap<String, String>,
 }
 
@@ -31,7 +31,7 @@ impl Symptoms {
 }
 
 impl Forwarder {
-    /// Reads the counters, once a second, and logs the start and the end of each symptom.
+    /// Updates the symptoms from the counters, once a second. Logs the start and the end of each symptom.
     pub(super) fn update_symptoms(&mut self) {
         let now = monotonic();
         let mut found: BTreeMap<String, String> = self.failing_handshakes(now).into_iter().collect();

@@ -16,19 +16,19 @@ use coreward_wire::{Server, Service, ServiceIndex};
 
 use super::{Forwarder, PROGRAM_LOAD_TIMEOUT};
 
-/// Interval of the choice of candidates for expired tables.
+/// Interval at which candidates for expired tables are chosen.
 const CHOICE_INTERVAL: Duration = Duration::from_secs(1);
-/// Generation of a table that this load balancer made itself: controllers count from 1.
+/// Generation of tables that this load balancer makes itself: those of controllers count from 1.
 const OWN_GENERATION: u64 = 0;
 
-/// Ages of the tables in force. All times are of one monotonic clock.
+/// Ages of the services' tables in force. All times are readings of one monotonic clock.
 #[derive(Debug)]
 pub struct TableAges {
-    /// Start of this process, from which the age of an earlier process's tables counts.
+    /// Start of this process, from which tables of an earlier process age.
     started_at: Duration,
-    /// End of the stream that brought each service's newest table; `None`: the stream is open.
+    /// Time at which the stream that brought the newest table ended, by service; `None`: the stream is still open.
     stream_ends: BTreeMap<ServiceIndex, Option<Duration>>,
-    /// Services with expired tables, with their count of opened connections at the newest choice.
+    /// Services whose tables have expired, with their number of opened connections at the last choice of candidates.
     expired: BTreeMap<ServiceIndex, u64>,
     last_choice: Duration,
     choice_count: u64,
@@ -45,7 +45,7 @@ impl TableAges {
         }
     }
 
-    /// Records a controller's table. Returns whether the replaced table had expired.
+    /// Records that a controller sent a table. Returns whether the replaced table had expired.
     pub fn renew(&mut self, service: ServiceIndex) -> bool {
         self.stream_ends.insert(service, None);
         self.expired.remove(&service).is_some()
@@ -75,7 +75,7 @@ impl Forwarder {
         self.table_ages.end_stream(monotonic());
     }
 
-    /// Chooses candidates for expired tables, once a second.
+    /// Chooses new candidates for services whose tables have expired, once a second.
     pub(super) fn choose_for_expired_tables(&mut self) {
         let now = monotonic();
         if now.saturating_sub(self.table_ages.last_choice) < CHOICE_INTERVAL {
@@ -163,7 +163,7 @@ fn may_make_table(service: &Service) -> bool {
         && service.servers.iter().any(|server| server.is_eligible)
 }
 
-/// Returns the pool of servers that take new connections, as this load balancer counts them.
+/// Returns the pool of a service's servers that take new connections, with the loads that this load balancer counts.
 fn eligible_pool(
     service: &Service,
     takes_new: impl Fn(&Server) -> bool,

@@ -11,7 +11,7 @@ use super::Forwarder;
 use crate::resolvers::Neighbour;
 
 impl Forwarder {
-    /// Returns the VLAN in which frames of `service` reach `server`. Another load balancer is in the VIPs' VLAN.
+    /// Returns the VLAN in which frames of `service` reach `server`; for another load balancer, the VIPs' VLAN.
     pub(super) fn vlan_of(&self, service: &Service, server: &Server) -> Vlan {
         let other_balancer = service.mode.migration.map(ServiceMigration::other_balancer);
         if other_balancer == Some(server.id) { self.vlan } else { server.vlan }
@@ -21,7 +21,7 @@ impl Forwarder {
         Some(Neighbour { vlan: self.vlan, address: peer.address? })
     }
 
-    /// Returns the VLAN of all servers of a service; `None`: the servers are in several.
+    /// Returns the one VLAN that has all servers of a service, or `None` if they are in several VLANs.
     pub(super) fn broadcast_vlan(&self, service: &Service) -> Option<Vlan> {
         let mut vlans = service.servers.iter().map(|server| self.vlan_of(service, server));
         let first = vlans.next().unwrap_or_default();
@@ -35,23 +35,23 @@ impl Forwarder {
         self.services.values().flat_map(of_service).collect()
     }
 
-    /// Loads the program variant that the servers' VLANs need. Fails when the kernel rejects the program.
+    /// Loads the variant of the program that the servers' VLANs require. Fails when the kernel rejects the program.
     pub(super) fn use_server_vlans(&mut self) -> anyhow::Result<()> {
         let vlans = self.server_vlans();
         self.balancer.use_server_vlans(vlans)
     }
 
-    /// Returns the device of the VIPs' VLAN.
+    /// Returns the name of the network device in the VIPs' VLAN.
     pub(super) fn vip_device(&self) -> String {
         vlan_device::name(&self.interface, self.vlan).unwrap_or_else(|| self.interface.clone())
     }
 
-    /// Returns the device that receives packets of each VLAN.
+    /// Returns the name of the network device that receives the packets of each VLAN.
     pub(super) fn devices(&self) -> BTreeMap<Vlan, String> {
         vlan_device::names(&self.interface, self.server_vlans().into_iter().chain([self.vlan]))
     }
 
-    /// Makes the driver leave tags in frames, if VLANs are in use, and logs faults of the VLAN devices.
+    /// Configures the driver to leave VLAN tags in frames, if VLANs are in use. Logs problems of the VLAN devices.
     pub(super) fn check_vlans(&mut self) {
         let found = if self.balancer.uses_vlans() { self.vlan_faults() } else { BTreeSet::new() };
         for problem in found.difference(&self.vlan_problems) {

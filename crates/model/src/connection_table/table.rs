@@ -16,26 +16,26 @@ use super::{ClockTicks, Connection, ConnectionHash, ConnectionIndex, EntryIdenti
 use crate::ServerId;
 use crate::tuple::{address_from_words, address_words};
 
-/// A 64-bit word that packets and user space share.
+/// A 64-bit word of the connection table that packets and user space share.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum StorageCell {
-    /// `connection_stack.top` of a partition.
+    /// Word `connection_stack.top` of a partition.
     StackTop(u32),
-    /// `connection_stack.hand` of a partition.
+    /// Word `connection_stack.hand` of a partition.
     StackHand(u32),
-    /// The word of an entry at this byte offset of `struct connection`.
+    /// Word of an entry, at a byte offset in `struct connection`.
     Entry(ConnectionIndex, usize),
 }
 
-/// Storage of the words.
+/// Memory that holds the words of a connection table, with atomic operations.
 pub trait AtomicStorage {
-    /// Loads a word, and makes the earlier writes of the side that stored the word visible (acquire).
+    /// Loads a word with acquire order: earlier writes of the thread that stored the word become visible.
     fn load(&self, word: StorageCell) -> u64;
-    /// Stores a word atomically, without order (relaxed), if no other side reads it.
+    /// Stores a word atomically with relaxed order; only for words that no other thread reads.
     fn store(&self, word: StorageCell, value: u64);
-    /// Replaces `old` by `new`, if the word is `old` (acquire and release).
+    /// Replaces the value `old` of a word by `new` (acquire and release order). Returns whether the word was `old`.
     fn compare_exchange(&self, word: StorageCell, old: u64, new: u64) -> bool;
-    /// Stores a word atomically, after all stores before it (release): an entry's identity in place of 0.
+    /// Stores a word atomically with release order, after all earlier stores: an entry's identity in place of 0.
     fn publish(&self, word: StorageCell, value: u64);
 }
 
@@ -54,12 +54,12 @@ const LOW_HALF: u64 = 0xffff_ffff;
 const FLAGS_SHIFT: u32 = 16;
 const NEXT_FREE_SHIFT: u32 = 32;
 
-/// Reason for which a new connection gets no entry.
+/// Reason for which a new connection gets no entry of the connection table.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum TakeError {
     /// The partition has no free slot.
     Full,
-    /// Other operations took or freed slots at each of [`intf::CONNECTION_TAKE_ATTEMPTS`] attempts.
+    /// Other operations took or freed slots during each of [`intf::CONNECTION_TAKE_ATTEMPTS`] attempts.
     Contended,
 }
 
@@ -68,15 +68,15 @@ pub enum TakeError {
 pub struct NewConnection {
     /// Hash of the 4-tuple.
     pub hash: ConnectionHash,
-    /// The service's slot in the load balancer's tables.
+    /// Slot of the service in the load balancer's tables.
     pub service: u16,
-    /// Source address and port.
+    /// Address and port of the client.
     pub client: SocketAddr,
-    /// Bytes of the frame.
+    /// Number of bytes of the frame with the SYN.
     pub bytes: u64,
 }
 
-/// Connection table in the memory `M`.
+/// A connection table in memory of type `M`.
 #[derive(Debug, Clone)]
 pub struct ConnectionTable<M> {
     memory: M,
@@ -84,25 +84,25 @@ pub struct ConnectionTable<M> {
 }
 
 impl<M: AtomicStorage> ConnectionTable<M> {
-    /// Returns a table over `memory`, which must have room for `size`.
+    /// Returns a connection table over `memory`, which must have room for `size` entries.
     pub fn new(memory: M, size: TableSize) -> Self {
         Self { memory, size }
     }
 
-    /// Returns the number of entries.
+    /// Returns the size of the table, in entries.
     pub fn size(&self) -> TableSize {
         self.size
     }
 
-    /// Returns the storage.
+    /// Returns the memory that holds the table.
     pub fn memory(&self) -> &M {
         &self.memory
     }
 
     // ---- what packets do ----
 
-    /// Takes a free slot and fills it: `take_connection()` of `bpf/lb/connection_table.h`. Fails when no slot is free,
-    /// or other operations were faster at each attempt.
+    /// Takes a free slot for a new connection and fills its entry: `take_connection()` of `bpf/lb/connection_table.h`.
+    /// Fails when no slot is free, or other operations were faster at each attempt.
     pub fn take(&self, new: &NewConnection, server: ServerId, now: ClockTicks) -> Result<ConnectionIndex, TakeError> {
         let partition = new.hash.partition(self.size);
         let stack = StorageCell::StackTop(partition);
@@ -123,8 +123,8 @@ impl<M: AtomicStorage> ConnectionTable<M> {
         Err(TakeError::Contended)
     }
 
-    /// Gives a new connection without a free slot the slot of an expired entry: `reuse_connection()` of
-    /// `bpf/lb/stateful.h`. Also returns the connection that had the slot.
+    /// Takes the slot of an expired entry for a new connection, when none is free: `reuse_connection()` of
+    /// `bpf/lb/stateful.h`. Returns the new entry's index and the connection that had the slot.
     pub fn reuse(
         &self,
         new: &NewConnection,
@@ -147,7 +147,7 @@ impl<M: AtomicStorage> ConnectionTable<M> {
         })
     }
 
-    /// Writes an entry that no other side accesses; the identity, which publishes it, comes last.
+    /// Writes an entry that no other thread accesses. The identity is written last, because it publishes the entry.
     fn fill(&self, index: ConnectionIndex, new: &NewConnection, server: ServerId, now: ClockTicks) {
         let at = |field| StorageCell::Entry(index, field);
         let generation = (self.memory.load(at(GENERATION_OFFSET)) & u64::from(intf::CONNECTION_GENERATION_MASK)) as u16;
@@ -164,15 +164,15 @@ impl<M: AtomicStorage> ConnectionTable<M> {
         self.memory.publish(at(IDENTITY_OFFSET), identity.word());
     }
 
-    /// Returns entry and server of the connection whose cookie names `slot`; `None`: the entry is free, or of another
-    /// connection. `find_connection()` in BPF.
+    /// Returns the entry and the server of the connection with slot `slot` in its cookie; `None` if the entry is free
+    /// or has another connection. BPF: `find_connection()`.
     pub fn find(&self, hash: ConnectionHash, slot: u32, service: u16) -> Option<(ConnectionIndex, ServerId)> {
         let index = ConnectionIndex::new(hash.partition(self.size), slot);
         let identity = EntryIdentity::from_word(self.memory.load(StorageCell::Entry(index, IDENTITY_OFFSET)))?;
         (identity.tag == hash.tag() && identity.service == service).then_some((index, identity.server))
     }
 
-    /// Counts a packet that is not a SYN: `update_connection()` in BPF.
+    /// Counts a packet that is not a SYN: `update_connection()` in BPF. Returns whether the connection starts to close.
     pub fn update(&self, index: ConnectionIndex, bytes: u64, closing: bool, now: ClockTicks) -> bool {
         self.add(index, PACKETS_OFFSET, 1);
         self.add(index, BYTES_OFFSET, bytes);
@@ -186,7 +186,7 @@ impl<M: AtomicStorage> ConnectionTable<M> {
         closes
     }
 
-    /// Records another SYN of the connection: `reopen_connection()` in BPF. Returns whether the connection was closing.
+    /// Records another SYN of a connection: `reopen_connection()` in BPF. Returns whether the connection was closing.
     pub fn reopen(&self, index: ConnectionIndex, now: ClockTicks) -> bool {
         let (word, flag) =
             (StorageCell::Entry(index, PORT_FLAGS_NEXT_OFFSET), u64::from(intf::CONNECTION_CLOSING) << FLAGS_SHIFT);
@@ -198,7 +198,7 @@ impl<M: AtomicStorage> ConnectionTable<M> {
 
     // ---- what user space does ----
 
-    /// Puts all slots of an unused table, whose memory is all 0, on the stacks of their partitions.
+    /// Puts all slots of a new table, whose memory is all 0, on the stacks of their partitions.
     pub fn initialise(&self) {
         let last = intf::CONNECTIONS_PER_PARTITION - 1;
         for index in self.size.indexes() {
@@ -210,8 +210,8 @@ impl<M: AtomicStorage> ConnectionTable<M> {
         }
     }
 
-    /// Takes the entry from its connection, if it still has `identity`. One of several callers succeeds. That caller
-    /// must [`push`](Self::push) the slot when no packet that saw the identity is in flight any longer.
+    /// Takes the entry away from its connection, if it still has `identity`. Only one of several callers succeeds. It
+    /// must [`push`](Self::push) the slot when no packet that read the identity is in flight any longer.
     pub fn release(&self, index: ConnectionIndex, identity: EntryIdentity) -> bool {
         if !self.memory.compare_exchange(StorageCell::Entry(index, IDENTITY_OFFSET), identity.word(), 0) {
             return false;
@@ -221,7 +221,7 @@ impl<M: AtomicStorage> ConnectionTable<M> {
         true
     }
 
-    /// Puts a slot that was [`release`](Self::release)d onto the stack of its partition.
+    /// Puts the slot of an entry onto the stack of its partition, after [`release`](Self::release).
     pub fn push(&self, index: ConnectionIndex) {
         let stack = StorageCell::StackTop(index.partition());
         loop {
@@ -233,7 +233,8 @@ impl<M: AtomicStorage> ConnectionTable<M> {
         }
     }
 
-    /// Returns the free slots of a partition from the top. Packets may take slots meanwhile, but none may be pushed.
+    /// Returns the free slots of a partition, from the stack's top. Packets may take slots meanwhile; none may be
+    /// pushed.
     pub fn free_slots(&self, partition: u32) -> Vec<ConnectionIndex> {
         let mut slots = Vec::new();
         let mut next =
@@ -247,13 +248,13 @@ impl<M: AtomicStorage> ConnectionTable<M> {
         slots
     }
 
-    /// Returns whether the entry is free, or about to be filled.
+    /// Returns whether the entry at `index` is free, or about to be filled.
     pub fn is_free(&self, index: ConnectionIndex) -> bool {
         self.load(index, IDENTITY_OFFSET) == 0
     }
 
-    /// Returns the client's address of the connection at `index`, from three words of the entry. If another connection
-    /// gets the entry meanwhile, the address may be the previous client's, or a mixture.
+    /// Returns the client's address of the connection at `index`, read from three words of the entry. If another
+    /// connection gets the entry meanwhile, the address may be the previous client's, or a mixture of both.
     pub fn client_address(&self, index: ConnectionIndex) -> Option<IpAddr> {
         let words = [0, size_of::<u64>()].map(|half| self.load(index, CLIENT_ADDRESS_OFFSET + half));
         let quarters = words.map(|word| [word as u32, (word >> 32) as u32]);
@@ -261,7 +262,7 @@ impl<M: AtomicStorage> ConnectionTable<M> {
             .then(|| address_from_words([quarters[0][0], quarters[0][1], quarters[1][0], quarters[1][1]]))
     }
 
-    /// Returns a consistent copy of the connection at `index`, even if packets change it meanwhile; `None`: free.
+    /// Returns a consistent copy of the connection at `index`, even if packets change it meanwhile; `None` if free.
     pub fn connection(&self, index: ConnectionIndex) -> Option<Connection> {
         let identity = self.load(index, IDENTITY_OFFSET);
         if identity == 0 {
@@ -306,14 +307,14 @@ impl<M: AtomicStorage> ConnectionTable<M> {
     }
 }
 
-/// Returns the top after a change: the new slot plus one (0: none), and the next count, against ABA.
+/// Returns the next word for the top of a stack: the new top slot plus one (0: none), and the next count, against ABA.
 fn changed_top(top: u64, slot_plus_one: u32) -> u64 {
     let count = (top >> intf::CONNECTION_STACK_COUNT_SHIFT).wrapping_add(1);
     count << intf::CONNECTION_STACK_COUNT_SHIFT | u64::from(slot_plus_one & intf::CONNECTION_STACK_SLOT_MASK)
 }
 
-/// Tags and slots of connections with a recent SYN, in sets by the connection's hash. They are hints: the identity of
-/// the entry decides.
+/// Tags and slots of the connections with a recent SYN, in sets by the connection's hash. They are only hints: the
+/// identity of the entry decides.
 #[derive(Debug, Clone)]
 pub struct RecentConnections(Vec<[u32; intf::RECENT_WAYS as usize]>);
 
@@ -325,14 +326,14 @@ impl Default for RecentConnections {
 }
 
 impl RecentConnections {
-    /// Returns the slot to check by [`ConnectionTable::find`] for a connection that sends another SYN; `None`: the set
-    /// has no recent SYN of the connection.
+    /// Returns the slot in which [`ConnectionTable::find`] may find the connection of a retransmitted SYN; `None` if no
+    /// recent SYN of the connection is recorded.
     pub fn find_slot(&self, hash: ConnectionHash) -> Option<u32> {
         let recent = self.0[hash.recent_set()].iter().find(|recent| Self::is_recent(**recent, hash))?;
         Some(recent & intf::CONNECTION_SLOT_MASK)
     }
 
-    /// Records the slot for the next SYN of the connection, at the front of its set: `remember_connection()` in BPF.
+    /// Records the slot of a connection for its next SYN, at the front of its set: `remember_connection()` in BPF.
     pub fn remember(&mut self, hash: ConnectionHash, index: ConnectionIndex) {
         let mut moved = hash.tag() & !intf::CONNECTION_SLOT_MASK | index.slot();
         for way in &mut self.0[hash.recent_set()] {
@@ -349,7 +350,7 @@ impl RecentConnections {
     }
 }
 
-/// Memory of this process, for one thread or several.
+/// Connection table memory in the heap of this process, for one thread or several.
 #[derive(Debug)]
 pub struct OwnMemory {
     size: TableSize,
@@ -361,7 +362,7 @@ pub struct OwnMemory {
 const ENTRY_WORDS: usize = size_of::<intf::connection>() / size_of::<u64>();
 
 impl OwnMemory {
-    /// Returns memory that is all 0.
+    /// Returns memory for a table of size `size`, with all words 0.
     pub fn new(size: TableSize) -> Self {
         let words = |count: usize| (0..count).map(|_| AtomicU64::new(0)).collect();
         let partitions = size.partition_count() as usize;

@@ -7,23 +7,23 @@
 
 use coreward_intf as intf;
 
-/// A family of permutations of the numbers below 2^bits.
+/// A family of keyed permutations of the numbers below 2^bits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Permutation {
     bits: u32,
 }
 
-/// Number of multiplications. Two do not pass the test `differences_are_uniformly_distributed`.
+/// Number of multiplications in a permutation. Two do not pass the test `differences_are_uniformly_distributed`.
 const ROUND_COUNT: u32 = 3;
 
 impl Permutation {
-    /// Permutation of kind and id in a cookie.
+    /// Permutation of the kind and the number in a cookie.
     pub const COOKIE: Self = Self { bits: intf::COOKIE_HIDDEN_BITS };
 
-    /// Permutation of the id in a cookie of LB-side stamping.
+    /// Permutation of the server's id in a cookie of LB-side stamping.
     pub const LB_STAMPED: Self = Self { bits: intf::LB_STAMPING_ID_BITS };
 
-    /// Returns the number that hides `plain` in a cookie of the connection with that hash; both numbers are below
+    /// Returns the number that hides `plain` in a cookie of the connection with hash `hash`; both numbers are below
     /// 2^bits.
     pub fn hide(self, hash: u64, plain: u32) -> u32 {
         let mut number = u64::from(plain).wrapping_sub(self.addend(hash)) & self.mask();
@@ -33,7 +33,7 @@ impl Permutation {
         (self.unfold(number) ^ hash & self.mask()) as u32
     }
 
-    /// Returns the number that [`hide`](Self::hide) hid.
+    /// Returns the plain number that [`hide`](Self::hide) turned into `hidden`.
     pub fn reveal(self, hash: u64, hidden: u32) -> u32 {
         let mut number = self.fold((u64::from(hidden) ^ hash) & self.mask());
         for round in 1..=ROUND_COUNT {
@@ -46,7 +46,7 @@ impl Permutation {
         (1 << self.bits) - 1
     }
 
-    /// Returns the odd factor of a round. Its bits above `bits` have no effect.
+    /// Returns the odd factor by which round `round` multiplies. Its bits above `bits` have no effect.
     fn factor(self, hash: u64, round: u32) -> u64 {
         hash >> (self.bits * round) | 1
     }
@@ -64,7 +64,7 @@ impl Permutation {
     }
 }
 
-/// Returns the inverse of an odd factor modulo 2^20: by Newton's method, which doubles the number of right bits.
+/// Returns the inverse of an odd factor modulo 2^20, by Newton's method, which doubles the number of correct bits.
 fn inverse(factor: u64) -> u64 {
     let five_bits = factor.wrapping_mul(3) ^ 2;
     let doubled = |inverse: u64| inverse.wrapping_mul(2u64.wrapping_sub(factor.wrapping_mul(inverse)));

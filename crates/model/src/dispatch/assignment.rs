@@ -5,7 +5,7 @@ use std::str::FromStr;
 
 use super::LoadHint;
 
-/// Division of cores between services.
+/// Rule by which the cores of a server are divided between two services.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum CoreAssignment {
     /// `share`: all services run on all cores
@@ -23,7 +23,7 @@ const NAMES: [(&str, CoreAssignment); 3] = [
     ("hybrid", CoreAssignment::Hybrid),
 ];
 
-/// A name that no assignment has.
+/// Error: a name that no core assignment has.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("assignment {0:?}: expected share, dedicated or hybrid")]
 pub struct UnknownAssignment(pub String);
@@ -44,22 +44,22 @@ impl fmt::Display for CoreAssignment {
     }
 }
 
-/// A service starts or stops running on a core (EnableService, DisableService).
+/// Change of one service on one core: it starts or stops running there (EnableService, DisableService).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct AssignmentChange {
-    /// The service, 0 or 1.
+    /// Number of the service, 0 or 1.
     pub service: u8,
-    /// The core.
+    /// Number of the core.
     pub core: u16,
-    /// Whether it runs there from now on.
+    /// Whether the service runs on the core from now on.
     pub is_running: bool,
 }
 
-/// Cores that each of two services keeps for itself, whatever the other needs: `2` for both, or `2:0`.
+/// Number of cores that each of two services keeps for itself, whatever the other needs: `2` for both, or `2:0`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ReservedCores(pub [u16; 2]);
 
-/// A text that is neither one nor two numbers of cores.
+/// Error: a text that is neither one nor two numbers of cores.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("reserved cores {0:?}: expected a number, or one for each service as in 2:0")]
 pub struct InvalidReservedCores(pub String);
@@ -83,25 +83,25 @@ impl fmt::Display for ReservedCores {
     }
 }
 
-/// The core allocator of the operating system, for two services of which 0 has priority.
+/// Core allocator of an operating system, for two services of which service 0 has priority.
 #[derive(Debug, Clone)]
 pub struct CoreAllocation {
     mode: CoreAssignment,
     reserved: ReservedCores,
-    /// Whether service 0 and service 1 run on each core.
+    /// Whether service 0 and service 1 run, for each core.
     services_by_core: Vec<[bool; 2]>,
 }
 
 const BOTH: [bool; 2] = [true, true];
 
-/// Returns the state of a core that runs `service` alone.
+/// Returns the state of a core on which only `service` runs.
 fn only_service(service: u8) -> [bool; 2] {
     [service == 0, service == 1]
 }
 
 impl CoreAllocation {
-    /// Returns the initial allocation. `dedicated`: both services have equally many cores. `hybrid`: they have the
-    /// reserved cores, service 0 first, and share the others.
+    /// Returns an allocator with the initial allocation. `dedicated`: both services have equally many cores. `hybrid`:
+    /// they have their reserved cores, service 0 first, and share the others.
     pub fn new(mode: CoreAssignment, cores: u16, reserved: ReservedCores) -> Self {
         let [first, second] = match mode {
             CoreAssignment::CompleteShare => [0, 0],
@@ -115,18 +115,18 @@ impl CoreAllocation {
         Self { mode, reserved, services_by_core: (0..cores).map(runs).collect() }
     }
 
-    /// Returns the number of cores that run services.
+    /// Returns the number of cores of the server.
     pub fn core_count(&self) -> u16 {
         self.services_by_core.len() as u16
     }
 
-    /// Returns whether `service` runs on `core`.
+    /// Returns whether `service` runs on core `core`.
     pub fn is_running(&self, service: u8, core: u16) -> bool {
         self.services_by_core[usize::from(core)][usize::from(service)]
     }
 
-    /// Returns the changes after a hint for `service`. `other_waits`: requests of the other service wait at the NIC.
-    /// `load` returns the number of requests of a service at a core.
+    /// Applies a load hint for `service`, and returns the changes. `other_waits`: requests of the other service wait at
+    /// the NIC. `load` returns the number of requests of a service at a core.
     pub fn apply_hint(
         &mut self,
         service: u8,

@@ -12,9 +12,9 @@ use super::{DispatchHeader, Dispatcher, LeastTree};
 #[derive(Debug, Clone)]
 pub struct ClassBoundedShortestQueue {
     outstanding: Vec<u32>,
-    /// Bound by class and core.
+    /// Maximum number of outstanding requests by class and core.
     bounds: ClassBounds,
-    /// Ranks of the cores by class. Ranks of cores at their bound are above [`AT_BOUND`].
+    /// Cores ranked by outstanding requests, for each class. Ranks of cores at their bound are above [`AT_BOUND`].
     ranks: Vec<LeastTree<u32>>,
     over_bound: u64,
 }
@@ -22,7 +22,7 @@ pub struct ClassBoundedShortestQueue {
 const AT_BOUND: u32 = 1 << 30;
 const FORBIDDEN: u32 = 1 << 31;
 
-/// Limits of outstanding requests, by class and core: a core below its limit takes another request; 0: it takes none.
+/// Maximum outstanding requests by class and core: a core below its bound takes another request; with 0 it takes none.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ClassBounds {
     cores: u16,
@@ -31,7 +31,7 @@ pub struct ClassBounds {
 
 impl ClassBounds {
     /// Reserves the first `reserved` cores for the highest class. Other classes are limited to `reserved_bound`
-    /// requests on these cores, and have at least one other core. Everywhere else the limit is `bound`.
+    /// requests on these cores, and have at least one other core. Everywhere else the bound is `bound`.
     pub fn with_reserved_cores(cores: u16, classes: u8, reserved: u16, bound: u32, reserved_bound: u32) -> Self {
         let reserved = usize::from(reserved.min(cores.saturating_sub(1)));
         let row = |class: u8| {
@@ -41,14 +41,14 @@ impl ClassBounds {
         Self { cores, bounds: (0..classes.max(1)).map(row).collect() }
     }
 
-    /// Returns the bound of each core for a class.
+    /// Returns the bound of `class` at each core.
     pub fn for_class(&self, class: u8) -> &[u32] {
         &self.bounds[usize::from(class).min(self.bounds.len() - 1)]
     }
 }
 
 impl ClassBoundedShortestQueue {
-    /// Returns a dispatcher with idle cores.
+    /// Returns a dispatcher without outstanding requests.
     pub fn new(bounds: ClassBounds) -> Self {
         let tree = LeastTree::new(bounds.cores, 0);
         let mut dispatcher = Self {

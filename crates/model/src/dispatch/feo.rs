@@ -2,11 +2,11 @@
 
 use std::collections::VecDeque;
 
-/// Services of one scheduler, at most: eligibility is a mask of 64 bits, as in RingLeader (Sect. 6).
+/// Maximum number of services of one scheduler: eligibility is a mask of 64 bits, as in RingLeader (Sect. 6).
 pub const MAX_SERVICES: usize = 64;
 
-/// Ranking of the members of one level. The member of least rank is dispatched first; of equal ranks, the member with
-/// the lowest index.
+/// Rule by which the members of one level are ranked. The member of least rank is dispatched first; of equal ranks, the
+/// member with the lowest index.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Ranking {
     /// A member's parameter is its priority; 0 is the highest.
@@ -18,78 +18,78 @@ pub enum Ranking {
     EarliestDeadline,
 }
 
-/// Requests that [`FirstEligibleOut::pop`] considers.
+/// Services among which [`FirstEligibleOut::pop`] selects the next request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Selection {
-    /// The service of least rank among the eligible ones.
+    /// The eligible services; the one of least rank is selected.
     FirstEligible,
-    /// The service of least rank, even if it is not eligible and blocks the others (PIFO, SIGCOMM'16).
+    /// All services. The one of least rank blocks the others if it is not eligible (PIFO, SIGCOMM'16).
     Pifo,
 }
 
-/// A token bucket. While the bucket is empty its service or group is not dispatched, under either [`Selection`].
+/// Token bucket of a service or a group, which is not dispatched while it is empty, under either [`Selection`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RateLimit {
-    /// Time in which one token arrives, in the caller's unit of time.
+    /// Time in which one token is added, in the caller's unit of time.
     pub interval: u64,
-    /// Tokens that the bucket holds, from 1.
+    /// Maximum number of tokens in the bucket, at least 1.
     pub burst: u32,
 }
 
-/// Parameters of a service or a group in its level.
+/// Scheduling parameters of a service or a group within its level.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SchedulingParameters {
-    /// Priority, weight or relative deadline: see [`Ranking`].
+    /// Priority, weight or relative deadline, depending on the [`Ranking`].
     pub parameter: u32,
-    /// Limit of its dispatch rate.
+    /// Limit of the rate at which the member's requests are dispatched.
     pub limit: Option<RateLimit>,
 }
 
 impl SchedulingParameters {
-    /// A member without rate limit.
+    /// Returns the parameters of a member without rate limit.
     pub const fn new(parameter: u32) -> Self {
         Self { parameter, limit: None }
     }
 }
 
-/// A set of services that the first level ranks as one.
+/// Configuration of a group: a set of services that the first level ranks as one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct GroupConfig {
-    /// Parameters of the group among the groups.
+    /// Scheduling parameters of the group among the groups.
     pub member: SchedulingParameters,
-    /// Ranking of the group's services.
+    /// Rule by which the group's services are ranked.
     pub ranking: Ranking,
 }
 
-/// A service and its queue.
+/// Configuration of a service and its queue.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct QueueConfig {
     /// Index of the service's group.
     pub group: u8,
-    /// Parameters of the service in its group.
+    /// Scheduling parameters of the service within its group.
     pub member: SchedulingParameters,
-    /// Priority when the buffer overflows: requests of the highest number are dropped first.
+    /// Priority of the service when the buffer overflows: requests of the highest number are dropped first.
     pub priority: u8,
 }
 
-/// Configuration of a scheduler.
+/// Configuration of a first-eligible-out scheduler.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct FeoConfig {
-    /// The ranking of the groups.
+    /// Rule by which the groups are ranked.
     pub ranking: Ranking,
-    /// The groups, from 1 to [`MAX_SERVICES`].
+    /// Groups of services, from 1 to [`MAX_SERVICES`].
     pub groups: Vec<GroupConfig>,
-    /// The services, from 1 to [`MAX_SERVICES`].
+    /// Services and their queues, from 1 to [`MAX_SERVICES`].
     pub queues: Vec<QueueConfig>,
-    /// Requests that a dequeue considers.
+    /// Services among which the next request is selected.
     pub selection: Selection,
-    /// Limit of waiting requests, at least 1.
+    /// Maximum number of waiting requests, at least 1.
     pub capacity: usize,
 }
 
 impl FeoConfig {
-    /// Returns one level in strict priority, without a limit of waiting requests. `priorities` has the priority of each
-    /// service.
+    /// Returns a configuration of one level in strict priority, without a limit of waiting requests. `priorities` has
+    /// the priority of each service.
     pub fn strict_priority(priorities: impl IntoIterator<Item = u8>) -> Self {
         let member = |priority: u8| SchedulingParameters::new(priority.into());
         let queue = |priority| QueueConfig { group: 0, member: member(priority), priority };
@@ -103,35 +103,35 @@ impl FeoConfig {
     }
 }
 
-/// A configuration that no scheduler can have.
+/// Error: a configuration that no scheduler can have.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum FeoConfigError {
-    /// Too few or too many services.
+    /// Number of services that is 0 or above [`MAX_SERVICES`].
     #[error("{0} services: expected 1 to {MAX_SERVICES}")]
     ServiceCount(usize),
-    /// Too few or too many groups.
+    /// Number of groups that is 0 or above [`MAX_SERVICES`].
     #[error("{0} groups: expected 1 to {MAX_SERVICES}")]
     GroupCount(usize),
-    /// A service names a group that does not exist.
+    /// A service refers to a group that does not exist.
     #[error("service {service}: no group {group}")]
     UnknownGroup {
-        /// The service.
+        /// Index of the service.
         service: usize,
-        /// The group that it names.
+        /// Index of the group to which it refers.
         group: u8,
     },
-    /// A weight of 0, or above [`MAX_WEIGHT`].
+    /// A weight that is 0 or above [`MAX_WEIGHT`].
     #[error("weight {0}: expected 1 to {MAX_WEIGHT}")]
     WeightOutOfRange(u32),
-    /// A bucket that never has a token.
+    /// A token bucket with room for no token.
     #[error("burst 0: expected 1 or more")]
     ZeroBurst,
-    /// A capacity of 0.
+    /// A limit of 0 waiting requests.
     #[error("capacity 0: expected 1 or more")]
     ZeroCapacity,
 }
 
-/// Maximum weight under [`Ranking::WeightedShare`].
+/// Maximum weight of a member under [`Ranking::WeightedShare`].
 pub const MAX_WEIGHT: u32 = 1 << 20;
 
 /// Per-service FIFO queues, and the choice of the next request among their heads.
@@ -144,9 +144,9 @@ pub struct FirstEligibleOut<T> {
     selection: Selection,
     capacity: usize,
     waiting_count: usize,
-    /// Whether a dispatch changes no rank and takes no token.
+    /// Whether dispatching a request changes no rank and takes no token.
     is_stateless: bool,
-    /// Services with waiting requests.
+    /// Bit mask of the services with waiting requests.
     backlogged_services: u64,
     /// Start tag of the group that was dispatched last.
     virtual_time: u64,
@@ -168,7 +168,7 @@ struct Queue<T> {
     state: SchedulingState,
     group: u8,
     priority: u8,
-    /// Time of arrival and handle, in order of arrival.
+    /// Waiting requests in order of arrival: time of arrival, and handle.
     requests: VecDeque<(u64, T)>,
 }
 
@@ -178,7 +178,7 @@ struct SchedulingState {
     member: SchedulingParameters,
     /// Virtual time at which the member's next request starts.
     start_tag: u64,
-    /// Time at which the bucket would be full again.
+    /// Time at which the member's token bucket would be full again.
     full_at: u64,
 }
 
@@ -193,7 +193,7 @@ impl SchedulingState {
         Ok(Self { member, start_tag: 0, full_at: 0 })
     }
 
-    /// Returns the earliest time at which the bucket has a token.
+    /// Returns the earliest time at which the member's token bucket has a token; 0 without a rate limit.
     #[inline]
     fn next_token_at(&self) -> u64 {
         self.member
@@ -210,7 +210,7 @@ impl SchedulingState {
         }
     }
 
-    /// Takes a token and advances the start tag. Returns the virtual time of the level.
+    /// Takes a token, and advances the member's start tag. Returns the new virtual time of the level.
     #[inline]
     fn record_dispatch(&mut self, now: u64, ranking: Ranking) -> u64 {
         if let Some(limit) = self.member.limit {
@@ -273,12 +273,12 @@ impl<T> FirstEligibleOut<T> {
         self.queues[usize::from(service)].requests.len()
     }
 
-    /// Returns the arrival time of the request of `service` that has waited longest.
+    /// Returns the arrival time of the oldest waiting request of `service`.
     pub fn oldest_arrival(&self, service: u8) -> Option<u64> {
         self.queues[usize::from(service)].requests.front().map(|(arrived, _)| *arrived)
     }
 
-    /// Returns whether a push and a pop would return the pushed request and change nothing, if its service is eligible.
+    /// Returns whether a request of an eligible service may skip the queue: a push and a pop would change nothing.
     #[inline]
     pub fn is_transparent(&self) -> bool {
         self.waiting_count == 0 && self.is_stateless
@@ -286,7 +286,7 @@ impl<T> FirstEligibleOut<T> {
 
     /// Appends a request to the queue of `service`; `now` must not decrease from call to call.
     ///
-    /// Returns the request that the full buffer drops, with its service: the youngest of the lowest priority, the new
+    /// Returns the request that a full buffer drops, with its service: the youngest of the lowest priority, the new
     /// request included. Of services of equal priority the one with the longest queue loses a request.
     #[inline]
     pub fn push(&mut self, now: u64, service: u8, request: T) -> Option<(u8, T)> {
@@ -303,8 +303,8 @@ impl<T> FirstEligibleOut<T> {
         dropped
     }
 
-    /// Removes and returns the next request, with its service. Bit s of `eligible`: a core would take a request of
-    /// service s.
+    /// Removes and returns the next request, with its service. Bit s of `eligible` is set if a core would take a
+    /// request of service s.
     #[inline]
     pub fn pop(&mut self, now: u64, eligible: u64) -> Option<(u8, T)> {
         let service = self.select(now, eligible)?;
@@ -317,7 +317,7 @@ impl<T> FirstEligibleOut<T> {
         Some((service, request))
     }
 
-    /// Returns the earliest time at which a rate limit ends, if only rate limits delay all waiting requests.
+    /// Returns the earliest time at which a rate limit ends; `None` unless only rate limits delay all requests.
     pub fn next_token_time(&self) -> Option<u64> {
         let next_token_at = |service| {
             let queue = &self.queues[usize::from(service)];
@@ -340,7 +340,7 @@ impl<T> FirstEligibleOut<T> {
         self.waiting_count += 1;
     }
 
-    /// Accounts for a request that left the queue of `service`.
+    /// Updates the counters after a request left the queue of `service`.
     fn record_removal(&mut self, service: u8) {
         self.waiting_count -= 1;
         if self.queues[usize::from(service)].requests.is_empty() {
@@ -348,7 +348,7 @@ impl<T> FirstEligibleOut<T> {
         }
     }
 
-    /// Returns the service that loses a request when one of `arriving` arrives at a full buffer.
+    /// Returns the service that must drop a request when a request of service `arriving` arrives at a full buffer.
     fn victim(&self, arriving: u8) -> u8 {
         let key = |service: u8| {
             let arrives = usize::from(service == arriving);
@@ -375,7 +375,8 @@ impl<T> FirstEligibleOut<T> {
         (eligible >> service & 1 == 1).then_some(service)
     }
 
-    /// Returns the first service of a group: earliest arrival of the group's requests, rank of the service, service.
+    /// Returns the next service of a group: the earliest arrival of the group's requests, the service's rank, the
+    /// service.
     #[inline]
     fn next_service_of(&self, group: &Group, now: u64, considered: u64) -> Option<(u64, u64, u8)> {
         let mut first: Option<(u64, u64, u8)> = None;
@@ -396,7 +397,7 @@ impl<T> FirstEligibleOut<T> {
     }
 }
 
-/// Returns the indices of the bits that are set, in ascending order.
+/// Returns the indices of the bits that are set in `mask`, in ascending order.
 #[inline]
 fn bit_indices(mut mask: u64) -> impl Iterator<Item = u8> {
     std::iter::from_fn(move || {
@@ -414,7 +415,7 @@ mod tests {
 
     const ALL: u64 = u64::MAX;
 
-    /// Returns a configuration of one level. Requests of the first service are dropped last.
+    /// Returns a configuration of one level with these parameters. Requests of the first service are dropped last.
     fn config(ranking: Ranking, parameters: &[u32]) -> FeoConfig {
         let mut config = FeoConfig::strict_priority(0..parameters.len() as u8);
         config.groups[0].ranking = ranking;
@@ -428,7 +429,7 @@ mod tests {
         (0..count).map_while(|_| feo.pop(now, ALL).map(|(service, _)| service)).collect()
     }
 
-    /// Fills the queues of both services with `count` requests.
+    /// Returns a scheduler with `count` waiting requests of each service.
     fn backlogged(config: &FeoConfig, count: u32) -> FirstEligibleOut<u32> {
         let mut feo = FirstEligibleOut::new(config).unwrap();
         for request in 0..count {
@@ -437,7 +438,7 @@ mod tests {
         feo
     }
 
-    /// The example of RingLeader (NSDI'23), Sect. 4.3.
+    /// The example of a blocked head in RingLeader (NSDI'23), Sect. 4.3.
     #[test]
     fn ineligible_head_blocks_only_pifo() {
         let mut config = config(Ranking::StrictPriority, &[0, 1]);
@@ -519,7 +520,7 @@ mod tests {
         }
     }
 
-    /// Group 0 has two thirds: service 0 before service 1. Group 1 has one third: service 2.
+    /// Group 0 has two thirds of the dispatches: service 0 before service 1. Group 1 has one third: service 2.
     #[test]
     fn groups_are_ranked_before_their_services() {
         let mut config = config(Ranking::StrictPriority, &[0, 1, 0]);

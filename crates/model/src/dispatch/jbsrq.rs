@@ -14,22 +14,22 @@ use super::{DispatchHeader, Dispatcher, ReleasedRequest};
 pub struct JoinBoundedShortestRankedQueue<T = ()> {
     ranks: RankArrays,
     queue: FirstEligibleOut<T>,
-    /// Maximum number of waiting requests since the last call of `take_waiting_peak`, by service.
+    /// Maximum number of waiting requests of each service since the last call of `take_waiting_peak`.
     waiting_peaks: Vec<u64>,
 }
 
-/// Effects of a new request.
+/// Effects of submitting a request.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SubmitEffects<T> {
-    /// The request that the full buffer dropped, with its service; it may be the new request.
+    /// Request that was dropped because the buffer is full, with its service; it may be the submitted request.
     pub dropped: Option<(u8, T)>,
-    /// The request that goes to a core now; the new request, unless earlier requests or rate limits delay it.
+    /// Request that goes to a core now: the submitted request, unless earlier requests or rate limits delay it.
     pub sent: Option<(ReleasedRequest, T)>,
 }
 
 impl JoinBoundedShortestRankedQueue {
-    /// Returns a dispatcher of `services` services in strict priority, each of which runs on all cores. Panics without
-    /// services or with more than [`MAX_SERVICES`](super::MAX_SERVICES), or without cores.
+    /// Returns a dispatcher of `services` services in strict priority, each enabled on all cores. Panics without
+    /// services, with more than [`MAX_SERVICES`](super::MAX_SERVICES), or without cores.
     pub fn new(cores: u16, services: u8, lambda: Lambda, depth: NonZeroU16) -> Self {
         let ranked: Vec<_> = (0..services).map(|priority| RankedService { priority, lambda }).collect();
         let ranks = RankArrays::new(cores, &ranked, RankRule::Ranked, depth);
@@ -38,8 +38,8 @@ impl JoinBoundedShortestRankedQueue {
 }
 
 impl<T> JoinBoundedShortestRankedQueue<T> {
-    /// Returns empty queues in front of the cores of `ranks`. Fails when `config` is out of range, or has other
-    /// services than `ranks`.
+    /// Returns a dispatcher with empty queues before the cores of `ranks`. Fails when `config` is out of range, or has
+    /// other services than `ranks`.
     pub fn with_ranks(ranks: RankArrays, config: &FeoConfig) -> Result<Self, FeoConfigError> {
         if config.queues.len() != ranks.service_count() {
             return Err(FeoConfigError::ServiceCount(config.queues.len()));
@@ -52,12 +52,12 @@ impl<T> JoinBoundedShortestRankedQueue<T> {
         self.ranks.set_enabled(service, core, runs);
     }
 
-    /// Returns the rank arrays.
+    /// Returns the ranks of the cores for each service.
     pub fn ranks(&self) -> &RankArrays {
         &self.ranks
     }
 
-    /// Returns the waiting requests.
+    /// Returns the scheduler with the requests that wait at the NIC.
     pub fn queue(&self) -> &FirstEligibleOut<T> {
         &self.queue
     }
@@ -67,7 +67,7 @@ impl<T> JoinBoundedShortestRankedQueue<T> {
         self.queue.waiting_count(service) as u64
     }
 
-    /// Returns the largest number of waiting requests of `service` since the last call.
+    /// Returns the maximum number of waiting requests of `service` since the last call.
     pub fn take_waiting_peak(&mut self, service: u8) -> u64 {
         let waiting = self.waiting_count(service);
         std::mem::replace(&mut self.waiting_peaks[usize::from(service)], waiting)
@@ -88,8 +88,8 @@ impl<T> JoinBoundedShortestRankedQueue<T> {
         SubmitEffects { dropped, sent }
     }
 
-    /// Returns the next request that goes to a core. Call it until it returns `None`: after feedback, after a service
-    /// was enabled, and when a rate limit ends.
+    /// Returns the next request that goes to a core. Must be called until it returns `None`: after feedback, after a
+    /// service was enabled, and when a rate limit ends.
     #[inline]
     pub fn next(&mut self, now: u64) -> Option<(ReleasedRequest, T)> {
         let (service, request) = self.queue.pop(now, self.ranks.eligible_services())?;
@@ -135,7 +135,7 @@ mod tests {
         JoinBoundedShortestRankedQueue::new(cores, 2, Lambda::PUBLISHED, depth.try_into().unwrap())
     }
 
-    /// Sends a request of the service to one of two cores, by disabling the other.
+    /// Sends a request of `service` to core `core` of two, by disabling the other core for a moment.
     fn submit_to(jbsrq: &mut JoinBoundedShortestRankedQueue, service: u8, core: u16) {
         (0..2).for_each(|other| jbsrq.set_enabled(service, other, other == core));
         assert_eq!(jbsrq.place(0, &header(service, 1)), Some(core));
@@ -237,7 +237,7 @@ mod tests {
     }
 
     proptest! {
-        /// A rate limit that limits nothing makes every request pass the queue.
+        /// A rate limit that never delays a request makes every request pass through the queue.
         #[test]
         fn shortcut_past_an_empty_queue_changes_no_decision(
             deadline in any::<bool>(),

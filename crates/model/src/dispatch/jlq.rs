@@ -9,7 +9,7 @@ pub struct JoinLightestQueue {
 }
 
 impl JoinLightestQueue {
-    /// Returns the dispatcher of `cores` cores.
+    /// Returns a dispatcher for `cores` idle cores.
     pub fn new(cores: u16) -> Self {
         Self { outstanding_work: LeastTree::new(cores, 0) }
     }

@@ -13,12 +13,12 @@ pub struct JoinShortestQueue {
 }
 
 impl JoinShortestQueue {
-    /// Returns a dispatcher that sends every request to a core at once.
+    /// Returns a dispatcher that sends every request to a core at once, without a bound.
     pub fn unbounded(cores: u16) -> Self {
         Self { outstanding: LeastTree::new(cores, 0), bound: u32::MAX, waiting_count: 0 }
     }
 
-    /// Returns a dispatcher with at most `bound` outstanding requests at each core.
+    /// Returns a dispatcher that allows at most `bound` outstanding requests at each core.
     pub fn bounded(cores: u16, bound: std::num::NonZeroU16) -> Self {
         Self { bound: u32::from(bound.get()), ..Self::unbounded(cores) }
     }

@@ -10,16 +10,16 @@ pub struct LeastTree<K: Key> {
     leaves: usize,
 }
 
-/// A value to compare.
+/// A key of a leaf, which can be packed into a node.
 pub trait Key: Copy {
     /// Number that holds a key and, in lower bits, the index of a leaf.
     type Node: Copy + Ord + std::fmt::Debug;
-    /// Value above every node, for missing leaves.
+    /// Node above all others, for missing leaves.
     const NO_LEAF: Self::Node;
 
-    /// Packs a key and a leaf's index into one number.
+    /// Returns a key and the index of its leaf, packed into one number.
     fn node(self, leaf: u16) -> Self::Node;
-    /// Returns the leaf and the key in a node.
+    /// Returns the index of the leaf and the key that a node holds.
     fn leaf_and_key(node: Self::Node) -> (u16, Self);
 }
 
@@ -46,7 +46,7 @@ key!(u32, u64);
 key!(u64, u128);
 
 impl<K: Key> LeastTree<K> {
-    /// Returns a tree of `leaves` leaves (at least 1) with the key `key`.
+    /// Returns a tree of `leaves` leaves (at least 1), each with the key `key`.
     pub fn new(leaves: u16, key: K) -> Self {
         assert!(leaves > 0, "a tournament without players");
         let width = usize::from(leaves).next_power_of_two();
@@ -57,7 +57,7 @@ impl<K: Key> LeastTree<K> {
         tree
     }
 
-    /// Changes the key of leaf `index`.
+    /// Sets the key of the leaf with index `index`.
     #[inline]
     pub fn set(&mut self, index: u16, key: K) {
         let mut node = self.leaves + usize::from(index);
@@ -70,13 +70,13 @@ impl<K: Key> LeastTree<K> {
         }
     }
 
-    /// Returns the key of leaf `index`.
+    /// Returns the key of the leaf with index `index`.
     #[inline]
     pub fn get(&self, index: u16) -> K {
         K::leaf_and_key(self.nodes[self.leaves + usize::from(index)]).1
     }
 
-    /// Returns the leaf with the least key, the first of equals, and its key.
+    /// Returns the index and the key of the leaf with the least key; of equal keys, the lowest index.
     #[inline]
     pub fn least(&self) -> (u16, K) {
         K::leaf_and_key(self.nodes[1])

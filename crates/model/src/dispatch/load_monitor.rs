@@ -2,7 +2,7 @@
 
 use std::num::NonZeroU64;
 
-/// A hint about a service, from the NIC to the cores.
+/// Hint about the load of a service, sent by the NIC to the cores.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum LoadHint {
     /// The service needs more cores.
@@ -11,42 +11,42 @@ pub enum LoadHint {
     ScaleDown,
 }
 
-/// Interval of checks, in the caller's unit of time.
+/// Interval between two checks, in the caller's unit of time.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Epoch(NonZeroU64);
 
 impl Epoch {
-    /// Returns an epoch of any length.
+    /// Returns an epoch of length `length`.
     pub const fn new(length: NonZeroU64) -> Self {
         Self(length)
     }
 
-    /// Returns an epoch of 2^`exponent`, as in RingLeader's hardware; `None` from 64 on.
+    /// Returns an epoch of length 2^`exponent`, as in RingLeader's hardware; `None` for exponents from 64 on.
     pub fn power_of_two(exponent: u8) -> Option<Self> {
         let length = 1u64.checked_shl(exponent.into())?;
         NonZeroU64::new(length).map(Self)
     }
 
-    /// Returns the length.
+    /// Returns the length of the epoch.
     pub const fn get(self) -> NonZeroU64 {
         self.0
     }
 }
 
-/// Condition of scaling up: one request waits at the NIC at two consecutive checks (Caladan's rule, OSDI'20).
+/// Condition of scaling up: a request waits at the NIC during two consecutive checks (Caladan's rule, OSDI'20).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ScaleUpCondition {
-    /// Time between two checks.
+    /// Interval between two checks.
     pub epoch: Epoch,
 }
 
-/// Condition of scaling down: the queue at the NIC is never longer than the threshold in some consecutive epochs. The
+/// Condition of scaling down: in some consecutive epochs, the queue at the NIC is never longer than a threshold. The
 /// paper requires a more conservative rule than for scaling up, without numbers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ScaleDownCondition {
-    /// Time between two checks.
+    /// Interval between two checks.
     pub epoch: Epoch,
-    /// Maximum queue of a calm epoch, in requests.
+    /// Maximum number of waiting requests in a calm epoch.
     pub threshold: u64,
     /// Number of consecutive calm epochs that cause a hint; 0 counts as 1.
     pub calm_epochs: u32,
@@ -60,9 +60,9 @@ pub struct ScaleDownCondition {
 pub struct LoadMonitor {
     scale_up: Option<(ScaleUpCondition, CheckTimes)>,
     scale_down: Option<(ScaleDownCondition, CheckTimes)>,
-    /// Maximum queue in the current epoch of `scale_down`.
+    /// Maximum number of waiting requests in the current epoch of `scale_down`.
     peak_queue_length: u64,
-    /// Number of consecutive calm epochs.
+    /// Number of consecutive calm epochs before the current one.
     calm_epoch_count: u32,
     is_hint_in_flight: bool,
 }
@@ -78,7 +78,7 @@ impl CheckTimes {
         Self { previous: now, next: now.saturating_add(epoch.0.get()) }
     }
 
-    /// Returns the time of the previous check if a check is due. Missed checks are not repeated.
+    /// Returns the time of the previous check, if a check is due at `now`. Missed checks are not repeated.
     fn take_due_check(&mut self, now: u64, epoch: Epoch) -> Option<u64> {
         if now < self.next {
             return None;
@@ -101,7 +101,7 @@ impl LoadMonitor {
         (self.peak_queue_length, self.calm_epoch_count) = (0, 0);
     }
 
-    /// Disables the monitor of that hint. A hint in flight stays in flight.
+    /// Disables the monitor that sends `hint`. A hint in flight stays in flight.
     pub fn disable(&mut self, hint: LoadHint) {
         match hint {
             LoadHint::ScaleUp => self.scale_up = None,
@@ -118,8 +118,8 @@ impl LoadMonitor {
 
     /// Performs the checks that are due at `now`, and returns the hint to send. Scaling up comes before scaling down.
     ///
-    /// `oldest`: arrival of the request that has waited longest, if any waits; `peak`: the maximum queue since the
-    /// previous call. `now` must not decrease.
+    /// `oldest` is the arrival of the request that has waited longest, if any waits. `peak` is the maximum number of
+    /// waiting requests since the previous call. `now` must not decrease.
     pub fn check(&mut self, now: u64, oldest: Option<u64>, peak: u64) -> Option<LoadHint> {
         let needs_more = self.check_scale_up(now, oldest);
         let needs_fewer = self.check_scale_down(now, peak);
@@ -148,7 +148,7 @@ impl LoadMonitor {
         is_calm && self.calm_epoch_count >= condition.calm_epochs
     }
 
-    /// Returns whether a hint was sent and [`rearm`](Self::rearm) not called since.
+    /// Returns whether a hint was sent, and [`rearm`](Self::rearm) has not been called since.
     pub fn is_hint_in_flight(&self) -> bool {
         self.is_hint_in_flight
     }

@@ -40,10 +40,10 @@ pub use spread::{RandomCore, RoundRobinCore};
 pub use stealing::{LongestQueueStealing, Steal};
 pub use weight::RoundedServiceTime;
 
-/// Fields of a request at the NIC.
+/// Fields of a request that a dispatcher at the NIC reads.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct DispatchHeader {
-    /// Service (type of request), from 0; a lower number has higher priority.
+    /// Service (type of request), counted from 0; a lower number has higher priority.
     pub service: u8,
     /// Expected service time; all requests have the same unit (Turbo's request type field, HPCA'23, Sect. V-B).
     pub expected_service_time: u64,
@@ -53,7 +53,7 @@ pub struct DispatchHeader {
     pub flow_hash: u32,
 }
 
-/// A request that waited at the NIC and may go to a core now.
+/// A request that waited at the NIC, and the core to which it may go now.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ReleasedRequest {
     /// Service whose oldest waiting request is released.
@@ -62,15 +62,15 @@ pub struct ReleasedRequest {
     pub core: u16,
 }
 
-/// Dispatcher at the NIC.
+/// Dispatcher at the NIC: selects the core that serves each request.
 pub trait Dispatcher {
-    /// Returns the core for a request that arrived at `now`; `None`: it waits at the NIC in its service's queue.
+    /// Returns the core for a request that arrived at `now`; `None` if it waits at the NIC in its service's queue.
     fn place(&mut self, now: u64, header: &DispatchHeader) -> Option<u16>;
 
-    /// Records the response to a request of `core`.
+    /// Accounts for the response to a request that `core` served.
     fn record_completion(&mut self, core: u16, header: &DispatchHeader);
 
-    /// Returns a waiting request that may go at `now`, after [`Dispatcher::record_completion`]. Call it until `None`.
+    /// Returns a waiting request that may go to a core at `now`; called until `None` after `record_completion`.
     fn release(&mut self, _now: u64) -> Option<ReleasedRequest> {
         None
     }
@@ -80,7 +80,7 @@ pub trait Dispatcher {
 mod tests {
     use super::*;
 
-    /// Returns the header of a request of that service and expected service time.
+    /// Returns the header of a request of service `service` with this expected service time.
     pub(super) fn header(service: u8, expected_service_time: u64) -> DispatchHeader {
         DispatchHeader { service, expected_service_time, hash: 0, flow_hash: 0 }
     }

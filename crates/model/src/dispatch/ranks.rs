@@ -5,24 +5,24 @@ use std::num::NonZeroU16;
 use super::LeastTree;
 use super::feo::MAX_SERVICES;
 
-/// Factor of a lower-priority request in the rank of a service: the cost of preempting that request. From 0 to 1, in
-/// thousandths, so that ranks are integers.
+/// Factor by which a request of lower priority counts in the rank of a service: the cost of preempting it. From 0 to 1,
+/// in thousandths, so that ranks are integers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Lambda(u16);
 
-/// A factor outside 0 to 1.
+/// Error: a factor that is not from 0 to 1.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 #[error("lambda {0}: expected a number from 0 to 1")]
 pub struct LambdaOutOfRange(pub f64);
 
-/// Rank of one request of at least the same priority, in thousandths.
+/// Weight of a request of at least the same priority in a rank, in thousandths.
 const RANK_OF_ONE_REQUEST: u32 = 1000;
 
 impl Lambda {
-    /// RingLeader's setting (NSDI'23, Sect. 7.1).
+    /// Factor in RingLeader's evaluation (NSDI'23, Sect. 7.1).
     pub const PUBLISHED: Lambda = Lambda(200);
 
-    /// Returns `value` rounded to thousandths. Fails when `value` is not from 0 to 1.
+    /// Returns the factor `value` rounded to thousandths. Fails when `value` is not from 0 to 1.
     pub fn new(value: f64) -> Result<Self, LambdaOutOfRange> {
         if (0.0..=1.0).contains(&value) {
             Ok(Self((value * f64::from(RANK_OF_ONE_REQUEST)).round() as u16))
@@ -31,13 +31,13 @@ impl Lambda {
         }
     }
 
-    /// Returns the factor.
+    /// Returns the factor, from 0 to 1.
     pub fn get(self) -> f64 {
         f64::from(self.0) / f64::from(RANK_OF_ONE_REQUEST)
     }
 }
 
-/// Rule for the outstanding requests of a core that count in a service's rank.
+/// Rule by which the outstanding requests of a core count in a service's rank.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum RankRule {
     /// JBSRQ: requests of at least the service's priority count in full, others by the service's [`Lambda`]
@@ -49,26 +49,26 @@ pub enum RankRule {
     PerService,
 }
 
-/// A service of the rank arrays.
+/// Priority and factor of a service of the rank arrays.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RankedService {
-    /// Priority; 0 is the highest. Several services can have the same priority.
+    /// Priority of the service; 0 is the highest. Several services can have the same priority.
     pub priority: u8,
-    /// Factor of a request of lower priority.
+    /// Factor by which a request of lower priority counts in the service's rank.
     pub lambda: Lambda,
 }
 
-/// Feedback about requests that were not sent to the core.
+/// Error: feedback about requests that were not sent to the core.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("feedback for {count} requests of service {service} at core {core}: {outstanding} are outstanding")]
 pub struct FeedbackError {
-    /// The service.
+    /// Index of the service.
     pub service: u8,
-    /// The core.
+    /// Index of the core.
     pub core: u16,
-    /// Number of completed requests in the feedback.
+    /// Number of answered requests according to the feedback.
     pub count: u32,
-    /// Number of requests of the service that the core has.
+    /// Number of outstanding requests of the service at the core.
     pub outstanding: u32,
 }
 
@@ -80,22 +80,22 @@ pub struct FeedbackError {
 #[derive(Debug, Clone)]
 pub struct RankArrays {
     bound: u32,
-    /// Bit mask of the services of which a core would take a request.
+    /// Bit mask of the services whose next request at least one core would take.
     eligible_services: u64,
     services: Vec<ServiceRanks>,
 }
 
 #[derive(Debug, Clone)]
 struct ServiceRanks {
-    /// Weight of one request of each service in this rank, in thousandths.
+    /// Weight of one request of each service in this service's ranks, in thousandths.
     weights: Vec<u32>,
-    /// Rank of each core, in thousandths.
+    /// Rank of each core for this service, in thousandths.
     ranks: Vec<u32>,
-    /// Whether the service is enabled on each core.
+    /// Whether this service is enabled on each core.
     enabled: Vec<bool>,
-    /// Number of the service's requests that were sent to each core and not answered.
+    /// Number of this service's requests that were sent to each core and not answered.
     outstanding: Vec<u32>,
-    /// Ranks of the cores that would take a request; [`FULL`] for the others.
+    /// Ranks of the cores that would take a request of this service; [`FULL`] for the other cores.
     eligible_ranks: LeastTree<u32>,
 }
 
@@ -103,7 +103,7 @@ const FULL: u32 = u32::MAX;
 
 impl RankArrays {
     /// Returns the ranks of `cores` idle cores (at least 1), with every service enabled on every core. `depth` is the
-    /// bound of a rank. Panics without cores, or with more than [`MAX_SERVICES`] services.
+    /// maximum rank, in requests. Panics without cores, or with more than [`MAX_SERVICES`] services.
     pub fn new(cores: u16, services: &[RankedService], rule: RankRule, depth: NonZeroU16) -> Self {
         assert!(services.len() <= MAX_SERVICES, "{} services: expected at most {MAX_SERVICES}", services.len());
         let per_core = usize::from(cores);
@@ -118,8 +118,8 @@ impl RankArrays {
         Self { bound: u32::from(depth.get()) * RANK_OF_ONE_REQUEST, eligible_services, services: ranks.collect() }
     }
 
-    /// Enables or disables `service` on `core` (RingLeader's EnableService and DisableService). Requests at the core
-    /// stay there.
+    /// Enables or disables `service` on `core` (RingLeader's EnableService and DisableService). Requests that are
+    /// already at the core stay there.
     pub fn set_enabled(&mut self, service: u8, core: u16, enabled: bool) {
         self.services[usize::from(service)].enabled[usize::from(core)] = enabled;
         self.update_eligibility(service, core);
@@ -140,7 +140,7 @@ impl RankArrays {
         self.services.first().map_or(0, |service| service.ranks.len() as u16)
     }
 
-    /// Returns the services of which a core would take a request: bit s is service s.
+    /// Returns the mask of the services whose next request at least one core would take: bit s is service s.
     #[inline]
     pub fn eligible_services(&self) -> u64 {
         self.eligible_services
@@ -151,25 +151,25 @@ impl RankArrays {
         self.services[usize::from(service)].ranks[usize::from(core)]
     }
 
-    /// Returns the number of requests of `service` that `core` has.
+    /// Returns the number of outstanding requests of `service` at `core`.
     pub fn outstanding(&self, service: u8, core: u16) -> u32 {
         self.services[usize::from(service)].outstanding[usize::from(core)]
     }
 
-    /// Returns the number of requests of all services that `core` has.
+    /// Returns the number of outstanding requests of all services at `core`.
     pub fn core_request_count(&self, core: u16) -> u32 {
         self.services.iter().map(|service| service.outstanding[usize::from(core)]).sum()
     }
 
-    /// Returns the core of least rank on which `service` is enabled, even a full one: the core for the load hint.
+    /// Returns the core of least rank on which `service` is enabled, even if it is full. It gets the load hint.
     pub fn least_loaded(&self, service: u8) -> Option<u16> {
         let entry = &self.services[usize::from(service)];
         let enabled = (0..entry.enabled.len() as u16).filter(|core| entry.enabled[usize::from(*core)]);
         enabled.min_by_key(|core| entry.ranks[usize::from(*core)])
     }
 
-    /// Counts a request of `service` at the core of least rank, and returns the core; `None`: no core takes the
-    /// request.
+    /// Selects the core of least rank for a request of `service`, counts the request there, and returns the core;
+    /// `None` if no core takes the request.
     #[inline]
     pub fn assign_request(&mut self, service: u8) -> Option<u16> {
         let (core, rank) = self.services[usize::from(service)].eligible_ranks.least();
@@ -241,7 +241,7 @@ mod tests {
         priorities.iter().map(|&priority| RankedService { priority, lambda: Lambda::PUBLISHED }).collect()
     }
 
-    /// Places `count` requests of the service at one of two cores.
+    /// Assigns `count` requests of `service` to core `core` of two.
     fn fill(ranks: &mut RankArrays, service: u8, core: u16, count: u32) {
         ranks.set_enabled(service, 1 - core, false);
         (0..count).for_each(|_| assert_eq!(ranks.assign_request(service), Some(core)));
@@ -302,7 +302,7 @@ mod tests {
     }
 
     proptest! {
-        /// Ranks are the sums over the outstanding requests, and the eligible core of least rank is selected.
+        /// Ranks are weighted sums of the outstanding requests, and the eligible core of least rank is selected.
         #[test]
         fn ranks_agree_with_a_sum(
             priorities in prop::collection::vec(0u8..3, 1..5),

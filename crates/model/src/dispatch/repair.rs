@@ -2,8 +2,8 @@
 
 use std::time::Duration;
 
-/// Returns the indexes in `ages` of one worker's requests to give up. `ages`: number of checks since the dispatch of
-/// each request, in any order; requests of age 0 are kept. `queued`: number of datagrams in the worker's socket.
+/// Returns the indexes in `ages` of one worker's requests to be given up. `ages`: number of checks since the dispatch
+/// of each request, in any order; requests of age 0 are kept. `queued`: number of datagrams in the worker's socket.
 ///
 /// The socket's queue is a FIFO, so it holds the youngest requests. Only older requests can have been read or dropped;
 /// they are given up above an age of `timeout` checks. So at least as many requests remain as datagrams wait.
@@ -15,7 +15,7 @@ pub fn expired_requests(ages: &[u32], queued: usize, timeout: u32) -> Vec<usize>
     oldest_first
 }
 
-/// Detector of a stalled worker: datagrams wait, and the worker has not answered for a while.
+/// Detector of a stalled worker: datagrams wait in its socket, and it has not answered for a while.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct StallDetector {
     responses: u64,
@@ -24,12 +24,12 @@ pub struct StallDetector {
 }
 
 impl StallDetector {
-    /// Returns a detector that starts at `now` with the worker's number of responses.
+    /// Returns a detector that starts at `now`, when the worker has sent `responses` responses.
     pub fn new(now: Duration, responses: u64) -> Self {
         Self { responses, last_progress: now }
     }
 
-    /// Returns whether the worker is stalled at `now`, by the numbers of its responses and of queued datagrams.
+    /// Returns whether datagrams have waited, without a new response of the worker, for at least `stall_after`.
     pub fn is_stalled(&mut self, now: Duration, responses: u64, queued: usize, stall_after: Duration) -> bool {
         if responses != self.responses || queued == 0 {
             *self = Self::new(now, responses);
@@ -38,22 +38,22 @@ impl StallDetector {
     }
 }
 
-/// Learned service time: an exponentially weighted moving average over checks.
+/// Service time learned from measurements: an exponentially weighted moving average over checks.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct LearnedTime {
     mean_ns: Option<f64>,
 }
 
-/// Weight of one check: 7 checks with responses replace half of the average.
+/// Weight of one check in the average: 7 checks with responses replace half of it.
 const CHECK_WEIGHT: f64 = 0.1;
 
 impl LearnedTime {
-    /// Returns an average that starts with an expected time.
+    /// Returns an average that starts with the expected service time `time`.
     pub fn expected(time: Duration) -> Self {
         Self { mean_ns: Some(time.as_nanos() as f64) }
     }
 
-    /// Adds sum (ns) and number of the service times since the previous check.
+    /// Adds the service times since the previous check: their sum (ns) and number.
     pub fn observe(&mut self, sum_ns: u64, count: u64) {
         if count > 0 {
             let observed = sum_ns as f64 / count as f64;
@@ -61,7 +61,7 @@ impl LearnedTime {
         }
     }
 
-    /// Returns the expected time; `None` before the first response.
+    /// Returns the expected service time; `None` before the first response.
     pub fn expected_time(self) -> Option<Duration> {
         self.mean_ns.map(|mean| Duration::from_nanos(mean as u64))
     }

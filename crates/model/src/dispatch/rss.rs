@@ -3,24 +3,24 @@
 use super::{DispatchHeader, Dispatcher, LeastTree};
 use crate::rss::IndirectionTable;
 
-/// Dispatcher by the indirection table: all requests of a connection go to the same core.
+/// RSS: the indirection table maps the RSS hash to a core, which is the same for all requests of a connection.
 #[derive(Debug, Clone)]
 pub struct BucketHash {
     table: IndirectionTable,
 }
 
 impl BucketHash {
-    /// Returns a dispatcher with this table.
+    /// Returns a dispatcher with the indirection table `table`.
     pub fn new(table: IndirectionTable) -> Self {
         Self { table }
     }
 
-    /// Returns the core of each bucket.
+    /// Returns the indirection table, which has the core of each bucket.
     pub fn table(&self) -> &IndirectionTable {
         &self.table
     }
 
-    /// Assigns the buckets to other cores.
+    /// Replaces the indirection table, which assigns the buckets to other cores.
     pub fn set_table(&mut self, table: IndirectionTable) {
         self.table = table;
     }
@@ -36,9 +36,9 @@ impl Dispatcher for BucketHash {
     fn record_completion(&mut self, _core: u16, _header: &DispatchHeader) {}
 }
 
-/// Returns a core for each bucket, so that loads are nearly equal: the heaviest bucket first, each to the least loaded
-/// core so far (Graham's LPT rule, 1969: at most 4/3 of the optimal maximum). `loads` has one load per bucket,
-/// `backlog` the present work of each core, both in the same unit and at most 2^48.
+/// Returns a core for each bucket, so that the cores' loads are nearly equal: the heaviest bucket first, each to the
+/// least loaded core so far (Graham's LPT rule, 1969: at most 4/3 of the optimal maximum). `loads` has the load of each
+/// bucket, `backlog` the present work of each core, both in the same unit and at most 2^48.
 pub fn assign_buckets_to_cores(loads: &[u64], backlog: &[u64]) -> Vec<u32> {
     let mut heaviest_first: Vec<usize> = (0..loads.len()).collect();
     heaviest_first.sort_by_key(|bucket| (std::cmp::Reverse(loads[*bucket]), *bucket));

@@ -3,14 +3,14 @@
 
 use super::{DispatchHeader, Dispatcher};
 
-/// Dispatcher by a hash of the request's header: a uniformly random core.
+/// Dispatcher that selects a uniformly random core by a hash of the request's header.
 #[derive(Debug, Clone)]
 pub struct RandomCore {
     cores: u16,
 }
 
 impl RandomCore {
-    /// Returns the dispatcher of `cores` cores.
+    /// Returns a dispatcher for `cores` cores.
     pub fn new(cores: u16) -> Self {
         Self { cores }
     }
@@ -26,12 +26,12 @@ impl Dispatcher for RandomCore {
     fn record_completion(&mut self, _core: u16, _header: &DispatchHeader) {}
 }
 
-/// Returns a number below `count` from a hash: multiply and shift (Lemire 2019), no division.
+/// Scales a hash to a number below `count`, by multiply and shift instead of a division (Lemire 2019).
 pub(super) fn scale_hash(hash: u32, count: u16) -> u16 {
     ((u64::from(hash) * u64::from(count)) >> 32) as u16
 }
 
-/// Dispatcher that rotates over the cores.
+/// Dispatcher that selects the cores in turn.
 #[derive(Debug, Clone)]
 pub struct RoundRobinCore {
     cores: u16,
@@ -39,7 +39,7 @@ pub struct RoundRobinCore {
 }
 
 impl RoundRobinCore {
-    /// Returns the dispatcher of `cores` cores.
+    /// Returns a dispatcher for `cores` cores.
     pub fn new(cores: u16) -> Self {
         Self { cores, next_core: 0 }
     }

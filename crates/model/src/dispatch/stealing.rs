@@ -8,7 +8,7 @@ use super::LeastTree;
 pub struct LongestQueueStealing {
     /// Queue lengths, inverted so that the longest queue has the smallest key.
     inverted_queue_lengths: LeastTree<u32>,
-    /// [`IDLE`] or [`BUSY`] for each core.
+    /// State of each core: [`IDLE`] or [`BUSY`].
     states: LeastTree<u32>,
 }
 
@@ -16,17 +16,17 @@ const IDLE: u32 = 0;
 const BUSY: u32 = 1;
 const EMPTY: u32 = u32::MAX;
 
-/// One steal: an idle core takes a request from another core's queue.
+/// One theft: an idle core takes a request from another core's queue.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Steal {
-    /// Core that takes the first request of the queue.
+    /// Core that takes the first request of the victim's queue.
     pub thief: u16,
     /// Core whose queue loses the request.
     pub victim: u16,
 }
 
 impl LongestQueueStealing {
-    /// Returns a dispatcher with idle cores and empty queues.
+    /// Returns a policy whose cores are idle and have empty queues.
     pub fn new(cores: u16) -> Self {
         Self { inverted_queue_lengths: LeastTree::new(cores, EMPTY), states: LeastTree::new(cores, IDLE) }
     }
@@ -36,13 +36,13 @@ impl LongestQueueStealing {
         self.states.set(core, if busy { BUSY } else { IDLE });
     }
 
-    /// Sets the length of `core`'s queue, without the request in service.
+    /// Sets the number of requests in `core`'s queue, without the request in service.
     pub fn set_queue_length(&mut self, core: u16, length: u32) {
         self.inverted_queue_lengths.set(core, EMPTY - length);
     }
 
-    /// Returns the next steal: the idle core and the longest queue with the lowest indices. `None`: no core is idle, or
-    /// no request is queued.
+    /// Returns the next theft, between the idle core and the longest queue of the lowest indices; `None` if no core is
+    /// idle or no request is queued.
     pub fn next_steal(&self) -> Option<Steal> {
         let ((thief, state), (victim, length)) = (self.states.least(), self.inverted_queue_lengths.least());
         (state == IDLE && length != EMPTY).then_some(Steal { thief, victim })

@@ -11,10 +11,10 @@ const MANTISSA_BITS: u32 = 11;
 const MANTISSA_MASK: u16 = (1 << MANTISSA_BITS) - 1;
 
 impl RoundedServiceTime {
-    /// Maximum weight: 2047 << 31 ns, 73 minutes.
+    /// Maximum service time that can be stored: 2047 << 31 ns, 73 minutes.
     pub const MAX: Duration = Duration::from_nanos((MANTISSA_MASK as u64) << 31);
 
-    /// Returns the nearest weight, within 1/2048; longer times count as [`RoundedServiceTime::MAX`].
+    /// Returns the nearest rounded time, within 1/2048; longer times count as [`RoundedServiceTime::MAX`].
     pub fn new(time: Duration) -> Self {
         let ns = time.min(Self::MAX).as_nanos() as u64;
         let bits = u64::BITS - ns.leading_zeros();
@@ -27,17 +27,17 @@ impl RoundedServiceTime {
         Self((exponent as u16) << MANTISSA_BITS | mantissa as u16)
     }
 
-    /// Returns the bits in an entry.
+    /// Returns the rounded time as the bits in an entry.
     pub fn bits(self) -> u16 {
         self.0
     }
 
-    /// Returns the weight with these bits.
+    /// Returns the rounded time with these bits.
     pub fn from_bits(bits: u16) -> Self {
         Self(bits)
     }
 
-    /// Returns the time in ns.
+    /// Returns the rounded time in ns.
     pub fn as_ns(self) -> u64 {
         u64::from(self.0 & MANTISSA_MASK) << (self.0 >> MANTISSA_BITS)
     }

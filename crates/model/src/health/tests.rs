@@ -70,7 +70,7 @@ fn load_balancer_that_reaches_no_server_is_overruled() {
 }
 
 proptest! {
-    /// Compares the verdict with its definition, evaluated backwards from the newest result.
+    /// Compares each verdict with its definition, evaluated backwards from the newest result.
     #[test]
     fn verdict_needs_consecutive_results(
         results in prop::collection::vec(any::<bool>(), 1..60), rise in 1u32..6, fall in 1u32..6,
@@ -111,7 +111,7 @@ proptest! {
         prop_assert!(pause <= interval && pause >= interval.mul_f64(0.0999), "{:?}", pause);
     }
 
-    /// An observer that is cut off from everything changes nothing, as long as another one finds a server up.
+    /// An observer that is cut off from all servers changes no verdict, as long as another one finds a server up.
     #[test]
     fn partitioned_observer_changes_nothing(
         seen in prop::collection::vec(prop::collection::btree_map(0u8..8, any::<bool>(), 1..8), 1..5),

@@ -18,13 +18,13 @@ use crate::lb_stamping;
 use crate::tuple::Protocol;
 use crate::{FourTuple, ServerId};
 
-/// Protocol numbers in the IP header.
+/// Protocol numbers of TCP and UDP in the IP header.
 const TCP: u8 = 6;
 const UDP: u8 = 17;
 
 pub(super) const BROADCAST: Mac = [0xff; 6];
 
-/// Sender and length of a frame.
+/// Source MAC address and length of a frame.
 #[derive(Debug, Clone, Copy)]
 struct Sender {
     mac: Mac,
@@ -32,7 +32,7 @@ struct Sender {
 }
 
 impl LoadBalancer {
-    /// Processes a frame of the VIPs' VLAN, without its tag.
+    /// Processes a frame of the VIPs' VLAN, whose tag was removed.
     pub(super) fn receive_untagged(&mut self, frame: &mut Vec<u8>, now_ns: u64) -> Outcome {
         if let Some(answered) = self.process_reply(frame) {
             return answered;
@@ -61,7 +61,7 @@ impl LoadBalancer {
         outcome
     }
 
-    /// Rewrites the frame for the service's kind of forwarding. Fails with the counter of a dropped packet.
+    /// Rewrites a frame for the service's forwarding method. Fails with the counter of a packet that is dropped.
     fn emit(
         &mut self,
         frame: &mut Vec<u8>,
@@ -84,7 +84,7 @@ impl LoadBalancer {
         Ok(())
     }
 
-    /// Parses the frame and decides. Sets `read` to the service as soon as it is known.
+    /// Parses a frame and decides on it. Sets `read` to the slot of the service as soon as it is known.
     fn read_and_decide(&mut self, frame: &[u8], now_ns: u64, read: &mut Option<usize>) -> Result<Decision, ParseEnd> {
         let outer = packet::read_frame_fields(frame).ok_or(NOT_A_SERVICE)?;
         if outer.destination_mac != self.own_mac || !self.vips.contains(&outer.vip) {
@@ -124,7 +124,7 @@ impl LoadBalancer {
         }
     }
 
-    /// Whether the program handles the protocol: UDP is not compiled in while no service needs it.
+    /// Returns whether the program handles a protocol: UDP is not compiled in while no service needs it.
     fn is_balanced_protocol(&self, protocol: u8) -> bool {
         let udp = || self.service_slots_by_address.keys().any(|(.., protocol)| *protocol == UDP);
         matches!(protocol, TCP | packet::PROTOCOL_ICMP) || protocol == UDP && udp()
@@ -134,8 +134,8 @@ impl LoadBalancer {
         self.service_slots_by_address.get(&(vip, port, protocol)).copied().ok_or(NOT_A_SERVICE)
     }
 
-    /// Sends an ICMP error to the server whose packet it quotes: by the cookie in the quoted TSval, by the flow table,
-    /// or by broadcast.
+    /// Decides on an ICMP error, which goes to the server whose packet it quotes: by the cookie in the quoted TSval, by
+    /// the flow table, or by broadcast.
     fn decide_icmp_error(
         &mut self,
         whole: &IpPacket<'_>,
@@ -230,8 +230,8 @@ impl LoadBalancer {
         if decision.server.is_some() && !first { decision.with_previous_server(other.get()) } else { decision }
     }
 
-    /// Decides on a packet of a connection without state on this load balancer. `of`: the service's slot, and the
-    /// source.
+    /// Decides on a packet of a connection without state on this load balancer. `of` is the service's slot and the
+    /// packet's source.
     pub(super) fn decide_unknown(&mut self, of: (usize, IpAddr), now_ns: u64) -> Decision {
         match self.service(of.0).other_balancer() {
             Some(other) => self.decide_other_balancer(of.0, other),
@@ -242,8 +242,8 @@ impl LoadBalancer {
         }
     }
 
-    /// Forwards to the other load balancer of a migration, with `NO_SERVER` as previous server: no server forwards the
-    /// packet again.
+    /// Forwards to the other load balancer of a migration. The packet carries `NO_SERVER` as previous server, so that
+    /// no server forwards it again.
     fn decide_other_balancer(&self, service_slot: usize, id: ServerId) -> Decision {
         let to = self
             .deliver_to(service_slot, id, intf::LB_COUNTER_TO_OTHER_BALANCER)
@@ -286,8 +286,8 @@ impl LoadBalancer {
         }
     }
 
-    /// Forwards to the server, the only one with the connection; drops the packet if the server's MAC address is
-    /// unknown.
+    /// Forwards to server `id`, the only one that may have the connection. Drops the packet if the server's MAC address
+    /// is unknown.
     pub(super) fn deliver_to(&self, service_slot: usize, id: ServerId, counter: intf::lb_counter) -> Decision {
         match self.service(service_slot).server(id).and_then(|server| server.mac) {
             Some(mac) => Decision { destination: mac, server: Some(id), ..Decision::from_counter(counter) },
@@ -345,14 +345,14 @@ impl LoadBalancer {
         }
     }
 
-    /// Whether the server may get the packet: for a SYN it must take new connections.
+    /// Returns whether the server may get the packet: for a SYN, it must take new connections.
     pub(super) fn is_usable(&self, service_slot: usize, server: ServerId, first: bool) -> bool {
         let service = self.service(service_slot);
         if first { service.takes_new_connections(server) } else { service.server(server).is_some() }
     }
 
-    /// Returns the bucket's server, if it may get the packet, and the decision, which names the bucket's previous
-    /// server.
+    /// Returns the flow entry of the bucket's server, if it may get the packet, and a decision that carries the id of
+    /// the bucket's previous server.
     pub(super) fn decide_by_bucket(&mut self, service_slot: usize, packet: &Packet) -> (Option<FlowEntry>, Decision) {
         let first = packet.flags & SYN != 0;
         match self
@@ -371,7 +371,7 @@ impl LoadBalancer {
         self.service(service_slot).placement.as_ref().and_then(|placement| placement.bucket_entry(&packet.tuple()))
     }
 
-    /// Decides on a SYN without usable flow entry. `stale`: its unusable entry.
+    /// Decides on a SYN without a usable flow entry. `stale` is its unusable flow entry, if it has one.
     fn decide_new_without_cookie(
         &mut self,
         service_slot: usize,
@@ -479,7 +479,7 @@ impl LoadBalancer {
         Decision { event: entered.then_some(intf::LB_EVENT_FLOW_INSERTED), ..decision }
     }
 
-    /// Broadcasts within the rate limits. `of`: the service's slot, and the source.
+    /// Broadcasts a packet within the rate limits. `of` is the service's slot and the packet's source.
     pub(super) fn deliver_broadcast(
         &mut self,
         of: (usize, IpAddr),
@@ -506,7 +506,7 @@ fn is_icmp(packet: &IpPacket<'_>) -> bool {
     packet.vip.is_ipv6() == (packet.protocol == PROTOCOL_ICMPV6)
 }
 
-/// Returns the counter of a packet that the placement rule places.
+/// Returns the counter of a packet whose server the placement rule selects.
 fn placement_counter(opens: bool) -> intf::lb_counter {
     if opens { intf::LB_COUNTER_NEW_CONNECTION } else { intf::LB_COUNTER_PER_PACKET }
 }

@@ -6,27 +6,27 @@ use super::packet::Tsecr;
 use super::{Mac, Outcome, XdpVerdict};
 use crate::ServerId;
 
-/// New value of the IP header's identification.
+/// New value of the identification field in the IP header.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Identification {
     Unchanged,
-    /// Id of the previous server, or `NO_SERVER`.
+    /// Id of the bucket's previous server, or `NO_SERVER`.
     PreviousServer(u16),
 }
 
-/// An outcome; for a forwarded packet also its destination and its changes.
+/// Outcome of a packet; for a forwarded packet also its destination and its changes.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Decision {
     pub counter: intf::lb_counter,
     pub destination: Mac,
     pub server: Option<ServerId>,
     pub identification: Identification,
-    /// New TSecr.
+    /// TSecr that is replaced, and its new value.
     pub tsecr: Option<(Tsecr, u32)>,
     pub event: Option<intf::lb_event>,
-    /// Whether the placement rule has placed a new connection.
+    /// Whether the placement rule selected the server of a new connection.
     pub opens: bool,
-    /// Whether the packet ends a connection that its cookie names.
+    /// Whether the packet ends a connection that its cookie identifies.
     pub closes: bool,
 }
 
@@ -48,7 +48,7 @@ impl Decision {
         Self { destination, ..Self::from_counter(counter) }
     }
 
-    /// Sets the SYN's TSecr to `value` for the server.
+    /// Returns the decision with `value` as the packet's new TSecr.
     pub fn with_tsecr(self, tsecr: Tsecr, value: u32) -> Self {
         Self { tsecr: Some((tsecr, value)), ..self }
     }
@@ -69,7 +69,7 @@ impl Decision {
         Self { event: Some(event), ..self }
     }
 
-    /// Returns the destination server, if there is one.
+    /// Returns the server to which the packet is forwarded, if there is one.
     pub fn server(&self) -> Option<ServerId> {
         self.server
     }

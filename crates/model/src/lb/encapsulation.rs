@@ -11,52 +11,52 @@ use super::{LoadBalancer, Mac};
 use crate::ServerId;
 use crate::forwarding::{Forwarding, flow_port};
 
-/// TTL and hop limit of outer headers.
+/// TTL or hop limit of outer headers.
 const TTL: u8 = 64;
 const DONT_FRAGMENT: u8 = 0x40;
 const PROTOCOL_IPV4: u8 = 4;
 const PROTOCOL_IPV6: u8 = 41;
 const PROTOCOL_UDP: u8 = 17;
 
-/// Outer header of packets to one server.
+/// Variable fields of the outer header of packets to one server.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Tunnel {
-    /// Destination of the outer header, which decides its family.
+    /// Destination address of the outer header, which decides its address family.
     pub address: IpAddr,
-    /// Source port of GUE; `None`: derived from the flow.
+    /// Source port of GUE; `None` if it is derived from the flow.
     pub source_port: Option<u16>,
 }
 
 /// Fields that all outer headers share.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct OuterHeader {
-    /// Source of IPv4 headers.
+    /// Source address of IPv4 outer headers.
     pub address: Ipv4Addr,
-    /// Source of IPv6 headers.
+    /// Source address of IPv6 outer headers.
     pub address_ipv6: Ipv6Addr,
-    /// Length in bytes of the longest packet that leaves, its outer header included.
+    /// Maximum length in bytes of a packet that leaves, its outer header included.
     pub mtu: usize,
 }
 
 /// Fields of an IP header that differ between packets.
 pub(super) struct IpHeaderFields {
-    /// IPv4: type of service.
+    /// Type of service (IPv4) or traffic class (IPv6).
     pub traffic_class: u8,
-    /// IPv6 only.
+    /// Flow label (IPv6 only).
     pub flow_label: u16,
-    /// Length of the packet in bytes.
+    /// Length of the packet in bytes, this header included.
     pub length: usize,
-    /// Protocol, or next header.
+    /// Protocol (IPv4) or next header (IPv6).
     pub protocol: u8,
 }
 
 impl LoadBalancer {
-    /// Sets a server's outer header.
+    /// Sets the outer header of packets to a server.
     pub fn set_tunnel(&mut self, id: ServerId, tunnel: Tunnel) {
         self.tunnels.insert(id, tunnel);
     }
 
-    /// Puts an outer header around the packet of `frame`, which fits with it.
+    /// Puts an outer header before the packet in `frame`. Together they must not exceed the MTU.
     pub(super) fn encapsulate(&self, frame: &mut Vec<u8>, forwarding: Forwarding, tunnel: Tunnel) {
         let (client, ports) = packet::client_and_ports(frame);
         let flow = flow_port(client, ports);
@@ -104,14 +104,14 @@ impl IpHeaderFields {
     }
 }
 
-/// No addresses and no limit: for load balancers whose services do not encapsulate.
+/// Returns no addresses and no limit, for load balancers whose services do not encapsulate.
 impl Default for OuterHeader {
     fn default() -> Self {
         Self { address: Ipv4Addr::UNSPECIFIED, address_ipv6: Ipv6Addr::UNSPECIFIED, mtu: usize::from(u16::MAX) }
     }
 }
 
-/// Sets the MAC addresses of a frame.
+/// Sets the destination and source MAC addresses of a frame.
 pub(super) fn set_macs(frame: &mut [u8], destination: Mac, source: Mac) {
     frame[..6].copy_from_slice(&destination);
     frame[6..12].copy_from_slice(&source);

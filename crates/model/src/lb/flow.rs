@@ -14,33 +14,33 @@ use crate::tuple::Protocol;
 use crate::{FourTuple, ServerId};
 
 const ENTRY_COUNT: usize = intf::FLOW_SET_ENTRIES as usize;
-/// 64-bit words of a set: `flow` and `use` of `struct flow_set`.
+/// Number of 64-bit words of a set: `flow` and `use` of `struct flow_set`.
 const SET_WORDS: usize = size_of::<intf::flow_set>() / size_of::<u64>();
 
-/// Destination of a flow.
+/// Entry of the flow table: the destination of a flow.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct FlowEntry {
-    /// Server of the flow.
+    /// Server to which the flow's packets go.
     pub server: ServerId,
-    /// Server to which the flow's server forwards unknown packets.
+    /// Server to which the flow's server forwards packets of unknown connections.
     pub previous_server: Option<ServerId>,
-    /// State of its TCP handshake.
+    /// State of the flow's TCP handshake.
     pub handshake: HandshakeState,
 }
 
-/// State of a flow of a service with LB-side stamping; all others are [`Open`](Self::Open).
+/// State of the TCP handshake of a flow of a service with LB-side stamping; other flows are [`Open`](Self::Open).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum HandshakeState {
     /// The client has sent a packet after the SYN-ACK.
     Open,
-    /// Unstamped SYN-ACK without a later packet from the client (`HALF_OPEN_FLOW`), with bits of its TSval.
+    /// Unstamped SYN-ACK, and no later packet from the client (`HALF_OPEN_FLOW`); with bits of the SYN-ACK's TSval.
     HalfOpen(u16),
-    /// The client has answered another, stamped SYN-ACK (`STAMPED_FLOW`).
+    /// The client has answered a stamped SYN-ACK of another server (`STAMPED_FLOW`).
     Stamped,
 }
 
 impl HandshakeState {
-    /// Returns the state after an unstamped SYN-ACK with this TSval.
+    /// Returns the state after an unstamped SYN-ACK with TSval `tsval`.
     pub(super) fn half_open(tsval: u32) -> Self {
         Self::HalfOpen((tsval >> intf::HALF_OPEN_TIME_SHIFT) as u16)
     }
@@ -49,7 +49,7 @@ impl HandshakeState {
         matches!(self, Self::HalfOpen(_))
     }
 
-    /// Returns whether a client's TSecr may be the TSval of the unstamped SYN-ACK.
+    /// Returns whether the client's TSecr `tsecr` may be the TSval of the unstamped SYN-ACK.
     pub(super) fn is_answered_by(self, tsecr: u32) -> bool {
         let Self::HalfOpen(time) = self else { return false };
         let difference = (tsecr >> intf::HALF_OPEN_TIME_SHIFT).wrapping_sub(time.into());
@@ -68,16 +68,16 @@ impl HandshakeState {
     }
 }
 
-/// Kind of an entry.
+/// Kind of an entry of the flow table.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum FlowEntryKind {
-    /// The bucket finds the same server, unless the bucket has moved since.
+    /// The bucket leads to the same server, unless it has moved since.
     Hint,
-    /// Only the entry finds the flow's server.
+    /// Only the entry leads to the flow's server.
     Needed,
 }
 
-/// Key of a fragmented datagram.
+/// Key by which later fragments of a datagram are matched with the first one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) struct FragmentKey {
     client: IpAddr,
@@ -94,12 +94,12 @@ impl FragmentKey {
 }
 
 impl FlowEntry {
-    /// Returns the entry of a new connection.
+    /// Returns the entry of a new connection to `server`.
     pub(super) fn of(server: ServerId) -> Self {
         Self { server, previous_server: None, handshake: HandshakeState::Open }
     }
 
-    /// Returns the previous server in the form of `struct flow_table_entry`.
+    /// Returns handshake state and previous server as one field of `struct flow_table_entry`.
     pub(super) fn encode_state_field(self) -> u16 {
         match (self.handshake, self.previous_server) {
             (HandshakeState::HalfOpen(time), _) => intf::HALF_OPEN_FLOW as u16 | time,
@@ -124,7 +124,7 @@ impl FlowEntry {
     }
 }
 
-/// Sets of entries, all of which are usable.
+/// The flow table: sets of entries, all of which can be used.
 #[derive(Debug)]
 pub(super) struct FlowTable {
     words: Vec<u64>,
@@ -158,12 +158,12 @@ fn is_idle(used: u64, now: ClockTicks) -> bool {
 }
 
 impl FlowTable {
-    /// Creates a table of `sets` sets, at least one.
+    /// Returns an empty table of `sets` sets; at least one.
     pub fn new(sets: u32) -> Self {
         Self { words: vec![0; sets as usize * SET_WORDS] }
     }
 
-    /// Returns the words of the whole table.
+    /// Returns the 64-bit words of the whole table.
     pub fn words(&self) -> &[u64] {
         &self.words
     }
@@ -174,7 +174,7 @@ impl FlowTable {
         self.words[set * SET_WORDS..][..SET_WORDS].split_at_mut(ENTRY_COUNT)
     }
 
-    /// Returns the flow's entry and marks it as used.
+    /// Returns the entry of a flow, and marks it as used at `now`.
     pub fn find(&mut self, key: FlowKey, now: ClockTicks) -> Option<FlowEntry> {
         let (flows, used) = self.flow_set_mut(key);
         let position = flows.iter().position(|flow| flow >> intf::FLOW_TAG_SHIFT == key.tag())?;
@@ -185,7 +185,7 @@ impl FlowTable {
         Some(FlowEntry::from_word(flows[position]))
     }
 
-    /// Inserts or changes an entry; returns false if it is a hint and there is no room for one.
+    /// Inserts or changes the entry of a flow. Returns false if the entry is a hint for which there is no room.
     pub fn insert(&mut self, key: FlowKey, entry: FlowEntry, kind: FlowEntryKind, now: ClockTicks) -> bool {
         let (flows, used) = self.flow_set_mut(key);
         // Criteria of replacement, most important first.
@@ -212,7 +212,7 @@ impl FlowTable {
         true
     }
 
-    /// Removes all flows of a service.
+    /// Removes all flows of the service in slot `service`.
     pub fn remove_service(&mut self, service: usize) {
         for set in self.words.chunks_mut(SET_WORDS) {
             let (flows, used) = set.split_at_mut(ENTRY_COUNT);
@@ -228,7 +228,7 @@ impl LoadBalancer {
         FlowKey { hash, service: service as u64, protocol }
     }
 
-    /// Returns the entry of a flow, even if its server is unknown.
+    /// Returns the entry of a flow, even if the service no longer has its server.
     pub(super) fn find_flow(&mut self, service: usize, tuple: &FourTuple, protocol: Protocol) -> Option<FlowEntry> {
         let key = self.flow_key(service, tuple, protocol);
         self.flows.find(key, self.stateful.clock)
@@ -238,13 +238,12 @@ impl LoadBalancer {
         self.find_flow(service, &packet.tuple(), packet.protocol)
     }
 
-    /// [`find_packet_flow`](Self::find_packet_flow) for a service with LB-side stamping; `None` for a stamped
-    /// connection.
+    /// Returns the entry of a packet's flow to a service with LB-side stamping; `None` for a stamped connection.
     pub(super) fn find_unstamped_flow(&mut self, service: usize, packet: &Packet) -> Option<FlowEntry> {
         self.find_packet_flow(service, packet).filter(|entry| entry.handshake != HandshakeState::Stamped)
     }
 
-    /// Inserts a packet's flow; returns false if it is a hint and there is no room for one.
+    /// Inserts the flow of a packet. Returns false if the entry is a hint for which there is no room.
     pub(super) fn insert_flow(
         &mut self,
         service: usize,

@@ -11,19 +11,19 @@ use super::ip_packet::{ETHERNET_HEADER_BYTES, ICMP_HEADER, u16_at};
 use super::packet::{self, FRAGMENT_OFFSET_MASK, IPV4_HEADER, PROTOCOL_ICMP};
 use super::packet_ipv6::{self, IPV6_HEADER, PROTOCOL_ICMPV6};
 
-/// Bytes of the dropped packet that an error quotes.
+/// Number of bytes of the dropped packet that an ICMP error quotes.
 const QUOTED_BYTES_IPV4: usize = 68;
 const QUOTED_BYTES_IPV6: usize = 504;
 const INTERNETWORK_CONTROL: u8 = 0xc0;
 const DESTINATION_UNREACHABLE: u8 = 3;
 const FRAGMENTATION_NEEDED: u8 = 4;
 const PACKET_TOO_BIG: u8 = 2;
-/// Least MTU of an IPv6 link (RFC 8200, Sect. 5).
+/// Minimum MTU of an IPv6 link (RFC 8200, Sect. 5).
 const IPV6_MIN_MTU: usize = 1280;
 
 impl LoadBalancer {
-    /// Drops the packet of `frame`, of the service at `slot`, which is longer than `mtu`. Replaces `frame` by the error
-    /// to the packet's sender, if there is one. Returns the counter.
+    /// Drops the packet in `frame` to the service in slot `slot`, because it is longer than `mtu`. Replaces `frame` by
+    /// an ICMP error to the packet's sender, if one may be sent. Returns the counter.
     pub(super) fn drop_exceeding(
         &mut self,
         frame: &mut Vec<u8>,
@@ -71,7 +71,7 @@ fn may_answer_ipv6(frame: &[u8]) -> bool {
         && source != Ipv6Addr::UNSPECIFIED
 }
 
-/// Returns the error about the packet of `frame`, without MAC addresses.
+/// Returns the ICMP error about the packet in `frame`, without MAC addresses.
 fn icmp_fragmentation_needed(frame: &[u8], mtu: usize) -> Vec<u8> {
     let quoted = &frame[ETHERNET_HEADER_BYTES..][..QUOTED_BYTES_IPV4];
     let [client, vip] = packet::ipv4_addresses(quoted);
@@ -85,7 +85,7 @@ fn icmp_fragmentation_needed(frame: &[u8], mtu: usize) -> Vec<u8> {
     [&frame[..ETHERNET_HEADER_BYTES], &header.ipv4(vip, client), &message].concat()
 }
 
-/// Returns the ICMPv6 error about the packet of `frame`, without MAC addresses.
+/// Returns the ICMPv6 error about the packet in `frame`, without MAC addresses.
 fn icmpv6_packet_too_big(frame: &[u8], mtu: usize) -> Vec<u8> {
     let quoted = &frame[ETHERNET_HEADER_BYTES..][..QUOTED_BYTES_IPV6];
     let address = |at: usize| Ipv6Addr::from(<[u8; 16]>::try_from(&quoted[at..at + 16]).expect("16 bytes"));

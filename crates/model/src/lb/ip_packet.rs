@@ -6,12 +6,12 @@ use coreward_intf as intf;
 
 pub(super) const ETHERNET_HEADER_BYTES: usize = 14;
 pub(super) const ICMP_HEADER: usize = 8;
-/// Minimum length in bytes of the payload that an error quotes (RFC 792).
+/// Minimum number of bytes of an IP payload that an ICMP error quotes (RFC 792).
 pub(super) const QUOTED_BYTES: usize = 8;
 
-/// Counter of a packet whose parsing ends early.
+/// Counter of a packet whose parsing ends early, as the reason.
 pub(super) type ParseEnd = intf::lb_counter;
-/// The packet belongs to no service.
+/// Counter of a packet that belongs to no service.
 pub(super) const NOT_A_SERVICE: ParseEnd = intf::LB_COUNTER_PASSED_NOT_SERVICE;
 
 pub(super) fn u16_at(frame: &[u8], offset: usize) -> u16 {
@@ -22,10 +22,10 @@ pub(super) fn u32_at(frame: &[u8], offset: usize) -> u32 {
     u32::from_be_bytes(frame[offset..offset + 4].try_into().expect("four bytes"))
 }
 
-/// Fields of an IP header that are read first, unchecked.
+/// Fields of the Ethernet and IP header that are read first, without checks.
 pub(super) struct FrameFields {
     pub destination_mac: [u8; 6],
-    /// Protocol number; in IPv6 the number of the next header.
+    /// Protocol number; in IPv6, the number of the next header.
     pub protocol: u8,
     pub vip: IpAddr,
 }
@@ -33,7 +33,7 @@ pub(super) struct FrameFields {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum FragmentPart {
     Whole,
-    /// The first of several fragments, with the transport header.
+    /// The first of several fragments, which has the transport header.
     First,
     Later,
 }
@@ -45,17 +45,17 @@ pub(super) struct IpPacket<'a> {
     pub protocol: u8,
     pub identification: u32,
     pub part: FragmentPart,
-    /// Offset of the transport header in the frame.
+    /// Offset of the transport header from the start of the frame.
     pub transport_offset: usize,
-    /// Bytes after the IP headers, to the packet's end.
+    /// Bytes from the end of the IP headers to the end of the packet.
     pub payload: &'a [u8],
 }
 
-/// The packet from VIP to client that an ICMP error quotes.
+/// Fields of the packet from VIP to client that an ICMP error quotes.
 pub(super) struct Quote {
     pub protocol: u8,
     pub client: SocketAddr,
     pub vip: SocketAddr,
-    /// TSval, if the quoted packet is TCP and the quote includes TSval.
+    /// TSval of the quoted packet, if it is TCP and the quote includes TSval.
     pub tsval: Option<u32>,
 }

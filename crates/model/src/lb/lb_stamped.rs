@@ -16,30 +16,30 @@ use crate::lb_stamping::{self, ConnectionOffsets, ServerClock, connection_word};
 use crate::tuple::Protocol;
 use crate::{FourTuple, ServerId};
 
-/// The server behind a source address, and its clock.
+/// The server behind a source MAC address, and its TSval clock.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct LbStampedServer {
-    /// Server that the cookies name.
+    /// Server whose id the cookies carry.
     pub server: ServerId,
-    /// Clock of the server.
+    /// TSval clock of the server.
     pub clock: ServerClock,
 }
 
-/// State of LB-side stamping.
+/// State of LB-side stamping in a load balancer.
 #[derive(Debug, Default)]
 pub(super) struct LbStamping {
-    /// TSval of this load balancer's clock from which the current key stamps.
+    /// TSval of this load balancer's clock from which the current key is in force.
     pub switch_ms: u32,
-    /// Servers by the service's slot and the answers' source address.
+    /// Servers by the service's slot and the source MAC address of replies.
     servers: HashMap<(usize, Mac), LbStampedServer>,
-    /// Last known source address of answers.
+    /// Last known source MAC address of each server's replies, by service slot.
     server_macs: HashMap<(usize, ServerId), Mac>,
     time_keys: HashMap<usize, CookieKey>,
     own_offsets: ConnectionOffsets,
 }
 
 impl LbStamping {
-    /// Removes an address from its server; another server with the same address takes it over.
+    /// Removes a MAC address from its server; another server with the same address takes it over.
     fn remove_address(&mut self, service_slot: usize, mac: Mac) {
         let others = self.server_macs.iter().filter(|((of, _), at)| *of == service_slot && **at == mac);
         match others.map(|((_, id), _)| *id).min() {
@@ -100,12 +100,12 @@ impl LbStamping {
 }
 
 impl LoadBalancer {
-    /// Sets the key that masks the time part of a service's cookies.
+    /// Sets the key that masks the time in a service's cookies.
     pub fn set_time_key(&mut self, service: usize, key: CookieKey) {
         self.lb_stamping.set_time_key(service, key);
     }
 
-    /// Returns the server of each source address.
+    /// Returns each source MAC address of replies of a service, with its server.
     pub fn lb_stamped(&self, service: usize) -> impl Iterator<Item = (Mac, LbStampedServer)> + '_ {
         let of_service = move |((service_slot, mac), known): (&(usize, Mac), &LbStampedServer)| {
             (*service_slot == service).then_some((*mac, *known))
@@ -131,7 +131,7 @@ impl LoadBalancer {
         }
     }
 
-    /// Processes a frame from a server of a service with LB-side stamping; `None`: any other frame.
+    /// Processes a frame from a server of a service with LB-side stamping; returns `None` for any other frame.
     pub(super) fn process_reply(&mut self, frame: &mut [u8]) -> Option<Outcome> {
         packet::read_frame_fields(frame).filter(|outer| outer.destination_mac == self.own_mac)?;
         let whole = packet::parse_ip(frame).ok()?;
@@ -174,13 +174,13 @@ impl LoadBalancer {
         Some(answered)
     }
 
-    /// Whether another server sent a SYN-ACK earlier. SYNs go to that server while it takes new connections.
+    /// Returns whether another server sent a SYN-ACK earlier. SYNs go to that server while it takes new connections.
     fn is_late_syn_ack(&mut self, service_slot: usize, packet: &Packet, server: ServerId) -> bool {
         packet.flags & SYN != 0
             && self.find_unstamped_server(service_slot, packet).is_some_and(|earlier| earlier != server)
     }
 
-    /// Returns whether the answer is stamped. The SYN-ACK decides that for its connection: an unstamped connection
+    /// Returns whether the reply is stamped. The SYN-ACK decides that for its connection: an unstamped connection
     /// enters the flow table.
     fn decide_reply_stamping(
         &mut self,
@@ -234,7 +234,7 @@ impl LoadBalancer {
         self.service(service_slot).takes_new_connections(server).then_some(server)
     }
 
-    /// Decides on a client's packet that opens no connection, or has no timestamps.
+    /// Decides on a client's packet that opens no connection, or has no timestamps, to a service with LB-side stamping.
     pub(super) fn decide_lb_stamped(&mut self, service_slot: usize, packet: &Packet) -> Decision {
         let first = packet.flags & SYN != 0;
         if let Some(entry) = self.find_unstamped_flow(service_slot, packet)
@@ -266,8 +266,8 @@ impl LoadBalancer {
         decision.with_tsecr(tsecr, restored)
     }
 
-    /// Returns whether the client's packet is of a stamped connection despite its flow entry: its SYNs reached two
-    /// servers, and the client has answered the stamped SYN-ACK. Changes the entry then.
+    /// Returns whether a client's packet belongs to a stamped connection despite its flow entry: its SYNs reached two
+    /// servers, and the client answered the stamped SYN-ACK. Then the entry is changed.
     fn is_stamped_flow(&mut self, service_slot: usize, packet: &Packet, entry: FlowEntry) -> bool {
         let Some(tsecr) = packet.tsecr else { return false };
         if !entry.handshake.is_half_open() || entry.handshake.is_answered_by(tsecr.value) {
@@ -282,7 +282,7 @@ impl LoadBalancer {
         is_known
     }
 
-    /// Returns the TSval that the server sent; 0 ("no TSecr"): the connection's clock is not known.
+    /// Returns the TSval that the server sent; 0 ("no TSecr") if the clock of the connection is not known.
     fn restored_tsecr(&self, service_slot: usize, tuple: &FourTuple, tsecr: u32, known: &LbStampedServer) -> u32 {
         let hash = self.connection_hash(service_slot, tuple);
         let offset_ms = known.clock.offset_of(&self.lb_stamping.own_offsets, hash);

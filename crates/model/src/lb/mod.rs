@@ -54,22 +54,22 @@ use stateful::ConnectionTableState;
 pub use stateful::Owner;
 pub use vlan::Vlans;
 
-/// An Ethernet address in a frame's byte order.
+/// Ethernet address (MAC) in the byte order of frames.
 pub type Mac = [u8; 6];
 
-/// The program's return value for a frame.
+/// Return value of the XDP program for a frame.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum XdpVerdict {
     /// `XDP_DROP`.
     Drop,
-    /// `XDP_PASS`: to the kernel's network stack.
+    /// `XDP_PASS`: the frame continues to the kernel's network stack.
     Pass,
-    /// `XDP_TX`: out of the device on which the frame came.
+    /// `XDP_TX`: the frame is sent out of the device on which it came.
     Transmit,
 }
 
 impl XdpVerdict {
-    /// Returns the value of `enum xdp_action` (linux/bpf.h).
+    /// Returns the verdict's value in `enum xdp_action` (linux/bpf.h).
     pub fn xdp_action(self) -> i32 {
         match self {
             Self::Drop => 1,
@@ -79,18 +79,18 @@ impl XdpVerdict {
     }
 }
 
-/// Outcome of one frame.
+/// Outcome of the processing of one frame.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Outcome {
-    /// Value of `enum lb_counter`.
+    /// Counter in which the frame was counted (`enum lb_counter`).
     pub counter: intf::lb_counter,
-    /// Slot of the service under which the frame was counted; `None`: no service.
+    /// Slot of the service in whose counters the frame was counted; `None` if it belongs to no service.
     pub service: Option<usize>,
     /// Server to which the frame was sent, if any.
     pub server: Option<ServerId>,
-    /// Entry of the connection table that the SYN's TSecr names to the server, if any.
+    /// Connection table entry that the TSecr of a SYN carries to the server, if any.
     pub reported_entry: Option<u32>,
-    /// Event in addition to the counter (`enum lb_event`).
+    /// Event that is counted in addition (`enum lb_event`), if any.
     pub event: Option<intf::lb_event>,
 }
 
@@ -112,22 +112,22 @@ impl Outcome {
 /// A server in the load balancer's maps.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Server {
-    /// MAC address; `None`: not resolved.
+    /// MAC address of the server; `None` if it is not resolved.
     pub mac: Option<Mac>,
     /// Whether the server takes new connections.
     pub eligible: bool,
 }
 
-/// Traffic from a load balancer to one server since its maps were created.
+/// Counters of the traffic from a load balancer to one server since the creation of its maps.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct ServerTraffic {
-    /// New connections that the placement rule sent to the server.
+    /// Number of new connections for which the placement rule selected the server.
     pub opened: u64,
-    /// Packets with a cookie, and FIN or RST. (Without a connection table a retransmission counts again.)
+    /// Number of packets with a cookie and FIN or RST. (Without a connection table a retransmission counts again.)
     pub closed: u64,
-    /// All packets; counted only where a policy needs them.
+    /// Number of all packets; counted only where a policy needs it.
     pub packets: u64,
-    /// Bytes of the frames of all packets.
+    /// Number of bytes of the frames of all packets.
     pub bytes: u64,
 }
 
@@ -136,13 +136,13 @@ struct Service {
     address: ServiceAddress,
     mode: ServiceMode,
     servers: Vec<Option<Server>>,
-    /// Servers that are down by the load balancer's own checks.
+    /// Servers that are down according to the load balancer's own checks.
     masked_servers: HashSet<ServerId>,
     down_servers: HashSet<ServerId>,
     placement: Option<Placement>,
-    /// Counter of rule `RoundRobin`, which continues from table to table.
+    /// Counter of the placement rule `RoundRobin`, which continues from table to table.
     round_robin_counter: u64,
-    /// Whether a SYN has entered a flow into the flow table.
+    /// Whether a SYN has inserted a flow of the service into the flow table.
     has_flows: bool,
 }
 
@@ -169,7 +169,7 @@ impl Service {
             && matches!(self.mode.consistency, Consistency::Stateless | Consistency::Stateful)
     }
 
-    /// Returns the other load balancer of a migration, which has some of the service's connections.
+    /// Returns the id of the other load balancer of a migration, which has some of the service's connections.
     fn other_balancer(&self) -> Option<ServerId> {
         self.mode.migration.map(ServiceMigration::other_balancer)
     }
@@ -178,12 +178,12 @@ impl Service {
         self.servers[usize::from(id.get())]
     }
 
-    /// Whether a server of the placement table can take a new connection.
+    /// Returns whether a server of the placement table can take a new connection.
     fn can_take_new_connections(&self, id: ServerId) -> bool {
         self.server(id).is_some_and(|server| server.mac.is_some() && server.eligible)
     }
 
-    /// Whether a server that was found without the placement table takes new connections.
+    /// Returns whether a server that was found without the placement table takes new connections.
     fn takes_new_connections(&self, id: ServerId) -> bool {
         self.can_take_new_connections(id) && !self.is_down(id)
     }
@@ -193,16 +193,16 @@ impl Service {
     }
 }
 
-/// Settings of a load balancer: sizes, rates and the setup of the device.
+/// Settings of a load balancer: sizes of tables, rate limits, outer headers and VLANs.
 #[derive(Debug, Clone, Copy)]
 pub struct LbSettings {
     /// Rate limits of broadcasts, by reason of the broadcast.
     pub broadcast_rates: [BroadcastRates; REASON_COUNT],
-    /// Sets of the flow table.
+    /// Number of sets of the flow table.
     pub flow_set_count: u32,
-    /// Size of the connection table.
+    /// Number of entries of the connection table.
     pub connection_table: TableSize,
-    /// Whether packets and bytes are counted by server.
+    /// Whether packets and bytes are counted for each server.
     pub counts_traffic: bool,
     /// Fields that all outer headers share.
     pub outer_header: OuterHeader,
@@ -210,7 +210,7 @@ pub struct LbSettings {
     pub vlans: Vlans,
 }
 
-/// Reference model of a load balancer.
+/// Reference model of a load balancer's BPF program.
 #[derive(Debug)]
 pub struct LoadBalancer {
     settings: LbSettings,
@@ -225,12 +225,12 @@ pub struct LoadBalancer {
     fragments: HashMap<FragmentKey, (usize, ServerId)>,
     tunnels: HashMap<ServerId, Tunnel>,
     server_vlans: HashMap<ServerId, Vlan>,
-    /// VLAN of broadcasts, by service slot.
+    /// VLAN in which packets of each service are broadcast, by service slot.
     broadcast_vlans: HashMap<usize, Option<Vlan>>,
     stateful: ConnectionTableState,
     lb_stamping: LbStamping,
     traffic: HashMap<ServerId, ServerTraffic>,
-    /// New connections by service slot.
+    /// Number of new connections by service slot.
     opened_connections: HashMap<usize, u64>,
 }
 
@@ -261,7 +261,7 @@ impl LoadBalancer {
         }
     }
 
-    /// Sets the cookie's keys.
+    /// Sets the keys of the fleet's cookies.
     pub fn set_keys(&mut self, keys: FleetKeys) {
         let now_ms = self.now_ms();
         self.lb_stamping.set_keys(self.keys, &keys, now_ms);
@@ -273,17 +273,17 @@ impl LoadBalancer {
         self.settings.outer_header = outer;
     }
 
-    /// Sets the VLANs.
+    /// Sets the VLANs of the load balancer.
     pub fn set_vlans(&mut self, vlans: Vlans) {
         self.settings.vlans = vlans;
     }
 
-    /// Sets whether packets and bytes are counted by server.
+    /// Sets whether packets and bytes are counted for each server.
     pub fn set_traffic_counting(&mut self, is_enabled: bool) {
         self.settings.counts_traffic = is_enabled;
     }
 
-    /// Sets the services and returns the slot of each. A known service keeps its slot with its state; a new one gets
+    /// Sets the services, and returns the slot of each. A known service keeps its slot with its state; a new one gets
     /// the lowest free slot. Panics with more services than slots.
     pub fn set_services(&mut self, services: &[(ServiceAddress, ServiceMode)]) -> Vec<usize> {
         let stateful = self.stateful_slots();
@@ -333,7 +333,7 @@ impl LoadBalancer {
         free
     }
 
-    /// Sets whether a server is down by the load balancer's own checks.
+    /// Sets whether a server of the service in slot `service` is down according to the load balancer's own checks.
     pub fn set_masked(&mut self, service: usize, id: ServerId, is_masked: bool) {
         let masked = &mut self.service_mut(service).masked_servers;
         if is_masked {
@@ -343,7 +343,7 @@ impl LoadBalancer {
         };
     }
 
-    /// Adds, changes or removes (`None`) a server. Its MAC address is the same for all services.
+    /// Adds, changes or (with `None`) removes a server. Its MAC address is the same for all services.
     pub fn set_server(&mut self, service: usize, id: ServerId, server: Option<Server>) {
         self.move_lb_stamped(service, id, server);
         self.service_mut(service).servers[usize::from(id.get())] = server;
@@ -359,39 +359,39 @@ impl LoadBalancer {
         }
     }
 
-    /// Installs a placement table of the service.
+    /// Installs a placement table of the service in slot `service`.
     pub fn install_table(&mut self, service: usize, table: PlacementTable) {
         let service = self.service_mut(service);
         service.down_servers = table.down_servers.iter().copied().collect();
         service.placement = Some(Placement::new(table));
     }
 
-    /// Sets `paid_until` of token buckets of broadcasts (ns).
+    /// Sets `paid_until` (ns) of the selected token buckets of broadcasts.
     pub fn set_paid_until(&mut self, buckets: TokenBucketSelector, paid_until: u64) {
         self.broadcast.set_paid_until(buckets, paid_until);
     }
 
-    /// Sets the key that hashes connections of the connection table; to be called before the first connection.
+    /// Sets the key of the hash of connections in the connection table. Must be called before the first connection.
     pub fn set_connection_key(&mut self, key: CookieKey) {
         self.stateful.key = key;
     }
 
-    /// Sets this load balancer's number among the owners of connection tables.
+    /// Sets this load balancer's own number among the owners of connection tables.
     pub fn set_owner(&mut self, owner: Option<OwnerNumber>) {
         self.stateful.owner = owner;
     }
 
-    /// Limits the entries of the connection table that one source prefix may have; `None`: no limit.
+    /// Sets the maximum number of connection table entries of one source prefix; `None` for no limit.
     pub fn limit_entries(&mut self, per_source: Option<u32>) {
         self.stateful.entries_per_source = per_source;
     }
 
-    /// Sets the state of another load balancer with a connection table.
+    /// Sets the state of another load balancer that has a connection table.
     pub fn set_owner_at(&mut self, number: OwnerNumber, owner: Owner) {
         self.stateful.owners[usize::from(number.get())] = owner;
     }
 
-    /// Sets the clock of the connection table.
+    /// Sets the clock that timestamps the entries of the connection table.
     pub fn set_clock(&mut self, clock: ClockTicks) {
         self.stateful.clock = clock;
     }
@@ -401,32 +401,32 @@ impl LoadBalancer {
         self.stateful.last_sweep = self.stateful.clock;
     }
 
-    /// Returns the connections with an entry.
+    /// Returns all connections that have an entry in the connection table.
     pub fn connections(&self) -> impl Iterator<Item = Connection> + '_ {
         self.stateful.connections()
     }
 
-    /// Returns the connection of an entry.
+    /// Returns the connection in the entry at `index`; `None` if the entry is free.
     pub fn connection(&self, index: ConnectionIndex) -> Option<Connection> {
         self.stateful.connection(index)
     }
 
-    /// Frees entries that are still as given. Entries of another connection or with a later packet stay.
+    /// Frees the entries of these connections. Entries that got another connection or a later packet are kept.
     pub fn free_connections(&mut self, connections: &[Connection]) {
         self.stateful.free_connections(connections);
     }
 
-    /// Whether a service has that slot.
+    /// Returns whether a service has the slot `service_slot`.
     pub fn has_service(&self, service_slot: usize) -> bool {
         self.services[service_slot].is_some()
     }
 
-    /// Returns the number of connections assigned to each core since the table was switched in.
+    /// Returns the number of connections assigned to each core since the service's placement table was installed.
     pub fn assigned_counts(&self, service: usize) -> &[u32] {
         self.service(service).placement.as_ref().map_or(&[], |placement| &placement.state.assigned_counts)
     }
 
-    /// Returns the counter of rule `RoundRobin`.
+    /// Returns the service's counter of the placement rule `RoundRobin`.
     pub fn round_robin_counter(&self, service: usize) -> u64 {
         self.service(service).round_robin_counter
     }
@@ -436,22 +436,22 @@ impl LoadBalancer {
         &self.traffic
     }
 
-    /// Returns the service in this slot.
+    /// Returns the address of the service in slot `service_slot`, if there is one.
     pub fn address_of_service(&self, service_slot: usize) -> Option<ServiceAddress> {
         self.services.get(service_slot)?.as_ref().map(|service| service.address)
     }
 
-    /// Returns the number of new connections of the service in this slot.
+    /// Returns the number of new connections of the service in slot `service`.
     pub fn opened_connections(&self, service: usize) -> u64 {
         self.opened_connections.get(&service).copied().unwrap_or_default()
     }
 
-    /// Returns the flow table in the layout of `struct flow_set`.
+    /// Returns the words of the flow table in the layout of `struct flow_set`.
     pub fn flow_table_words(&self) -> &[u64] {
         self.flows.words()
     }
 
-    /// Returns the words of `recent_placements`.
+    /// Returns the words of the BPF map `recent_placements`.
     pub fn recent_placements(&self) -> &[u64] {
         self.recent_placements.words()
     }

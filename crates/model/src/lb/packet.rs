@@ -16,11 +16,11 @@ use crate::tuple::Protocol;
 pub(super) const IPV4_HEADER: usize = 20;
 pub(super) const ETHERTYPE_IPV4: u16 = 0x0800;
 const UDP_HEADER: usize = 8;
-/// Flag of a fragment with later ones (RFC 791, Sect. 3.1).
+/// Flag of a fragment that is followed by later ones (RFC 791, Sect. 3.1).
 const MORE_FRAGMENTS: u16 = 0x2000;
 pub(super) const FRAGMENT_OFFSET_MASK: u16 = 0x1fff;
 pub(super) const PROTOCOL_ICMP: u8 = 1;
-/// ICMP errors that quote a packet (RFC 792): destination unreachable, time exceeded, parameter problem.
+/// Types of ICMP errors that quote a packet (RFC 792): destination unreachable, time exceeded, parameter problem.
 const ICMP_ERRORS: [u8; 3] = [3, 11, 12];
 
 pub(super) const FIN: u8 = 0x01;
@@ -32,12 +32,12 @@ pub(super) fn address_at(frame: &[u8], offset: usize) -> IpAddr {
     Ipv4Addr::from(u32_at(frame, offset)).into()
 }
 
-/// Returns source and destination of an IPv4 packet.
+/// Returns the source and the destination address of an IPv4 packet.
 pub(super) fn ipv4_addresses(packet: &[u8]) -> [Ipv4Addr; 2] {
     [12, 16].map(|at| Ipv4Addr::from(u32_at(packet, at)))
 }
 
-/// Returns the fields that are read first; `None`: neither IPv4 nor IPv6, or too short for a destination address.
+/// Returns the fields that are read first; `None` unless the frame is IPv4 or IPv6 with a whole destination address.
 pub(super) fn read_frame_fields(frame: &[u8]) -> Option<FrameFields> {
     if packet_ipv6::is_ipv6(frame) {
         return packet_ipv6::read_frame_fields(frame);
@@ -60,13 +60,13 @@ fn fragment_part(packet: &[u8]) -> FragmentPart {
     }
 }
 
-/// Returns the length of the IPv4 header at the start of `packet`; `None`: it is not IPv4.
+/// Returns the length in bytes of the IPv4 header at the start of `packet`; `None` if it is not IPv4.
 fn header_length(packet: &[u8]) -> Option<usize> {
     let length = usize::from(packet[0] & 0xf) * 4;
     (packet[0] >> 4 == 4 && length >= IPV4_HEADER).then_some(length)
 }
 
-/// Parses a frame that [`read_frame_fields`] accepted.
+/// Parses the IP headers of a frame that [`read_frame_fields`] accepted.
 pub(super) fn parse_ip(frame: &[u8]) -> Result<IpPacket<'_>, ParseEnd> {
     if packet_ipv6::is_ipv6(frame) { packet_ipv6::parse_ipv6(frame) } else { parse_ipv4(frame) }
 }
@@ -90,7 +90,7 @@ fn parse_ipv4(frame: &[u8]) -> Result<IpPacket<'_>, ParseEnd> {
     })
 }
 
-/// Returns source and destination port. `malformed`: the counter of a packet that is too short for both.
+/// Returns the source and the destination port. Fails with the counter `malformed` if the packet is too short for both.
 pub(super) fn parse_ports(packet: &IpPacket<'_>, malformed: ParseEnd) -> Result<(u16, u16), ParseEnd> {
     if packet.payload.len() < 4 {
         return Err(malformed);
@@ -98,28 +98,28 @@ pub(super) fn parse_ports(packet: &IpPacket<'_>, malformed: ParseEnd) -> Result<
     Ok((u16_at(packet.payload, 0), u16_at(packet.payload, 2)))
 }
 
-/// A packet to a service, with the fields that decisions depend on.
+/// A packet to a service: the fields on which decisions depend.
 #[derive(Debug, Clone)]
 pub(super) struct Packet {
     pub client: SocketAddr,
     pub vip: SocketAddr,
     pub protocol: Protocol,
-    /// TCP flags.
+    /// Flags in the TCP header.
     pub flags: u8,
-    /// TSecr, if there is a timestamp option.
+    /// TSecr of the packet, if it has a timestamp option.
     pub tsecr: Option<Tsecr>,
 }
 
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Tsecr {
     pub value: u32,
-    /// Offset of the TCP header in the frame, and of TSecr from there.
+    /// Offset of the TCP header in the frame, and offset of TSecr in the TCP header.
     transport_offset: usize,
     tsecr_offset: usize,
 }
 
 impl Tsecr {
-    /// Returns TSval, which precedes TSecr.
+    /// Returns the TSval of the frame, which precedes TSecr, with its position.
     pub fn tsval(self, frame: &[u8]) -> Tsecr {
         let tsecr_offset = self.tsecr_offset - 4;
         Tsecr { value: u32_at(frame, self.transport_offset + tsecr_offset), tsecr_offset, ..self }
@@ -136,7 +136,7 @@ impl Packet {
     }
 }
 
-/// Parses TCP between `ports` in a client's `packet`.
+/// Parses a TCP packet from a client. `ports` are its source and its destination port.
 pub(super) fn parse_tcp(packet: &IpPacket<'_>, ports: (u16, u16)) -> Result<Packet, ParseEnd> {
     let read = parse_tcp_header(packet, ports)?;
     let flags = read.flags;
@@ -145,7 +145,7 @@ pub(super) fn parse_tcp(packet: &IpPacket<'_>, ports: (u16, u16)) -> Result<Pack
     possible.then_some(read).ok_or(intf::LB_COUNTER_DROP_MALFORMED_TCP)
 }
 
-/// Parses TCP between `ports` in a server's `packet`, as a client's packet of that connection.
+/// Parses a TCP packet from a server, and returns it as a client's packet of the same connection.
 pub(super) fn parse_tcp_reply(packet: &IpPacket<'_>, ports: (u16, u16)) -> Result<Packet, ParseEnd> {
     let Packet { client, vip, protocol, flags, tsecr } = parse_tcp_header(packet, ports)?;
     Ok(Packet { client: vip, vip: client, protocol, flags, tsecr })
@@ -171,7 +171,7 @@ fn parse_tcp_header(packet: &IpPacket<'_>, ports: (u16, u16)) -> Result<Packet, 
     Ok(Packet { client, vip, protocol: Protocol::Tcp, flags, tsecr })
 }
 
-/// Parses UDP between `ports` in `packet`: whole, or the first fragment of a longer datagram.
+/// Parses a UDP packet from a client: a whole datagram, or the first fragment of one. `ports`: source, destination.
 pub(super) fn parse_udp(packet: &IpPacket<'_>, ports: (u16, u16)) -> Result<Packet, ParseEnd> {
     const MALFORMED: ParseEnd = intf::LB_COUNTER_DROP_MALFORMED_UDP;
     if packet.payload.len() < UDP_HEADER {
@@ -221,14 +221,14 @@ fn parse_quote_ipv4(packet: &IpPacket<'_>) -> Result<Quote, ParseEnd> {
     })
 }
 
-/// Returns the Internet checksum (RFC 1071) of `bytes`, of even length.
+/// Returns the Internet checksum (RFC 1071) of an even number of bytes.
 pub(super) fn checksum(bytes: &[u8]) -> u16 {
     let sum: u32 = bytes.chunks(2).map(|word| u32::from(u16_at(word, 0))).sum();
     let folded = (sum & 0xffff) + (sum >> 16);
     !((folded & 0xffff) + (folded >> 16)) as u16
 }
 
-/// Updates a checksum after a change of one covered word (RFC 1624, Eqn. 3).
+/// Returns a checksum after the change of a covered word from `old` to `new` (RFC 1624, Eqn. 3).
 fn updated_checksum(checksum: u16, old: u16, new: u16) -> u16 {
     let add = |a: u16, b: u16| {
         let sum = u32::from(a) + u32::from(b);
@@ -237,7 +237,7 @@ fn updated_checksum(checksum: u16, old: u16, new: u16) -> u16 {
     !add(add(!checksum, !old), new)
 }
 
-/// Sets TSecr (or TSval, if `tsecr` is the position of TSval) and updates the TCP checksum.
+/// Sets TSecr (or TSval, if `tsecr` is the position of TSval) to `value`, and updates the TCP checksum.
 pub(super) fn set_tsecr(frame: &mut [u8], tsecr: &Tsecr, value: u32) {
     let (at, checksum) = (tsecr.transport_offset + tsecr.tsecr_offset, tsecr.transport_offset + 16);
     for half in [0, 2] {
@@ -255,7 +255,7 @@ pub(super) fn source_mac(frame: &[u8]) -> [u8; 6] {
     frame[6..12].try_into().expect("six bytes")
 }
 
-/// Returns the length of the packet in bytes.
+/// Returns the length in bytes of the IP packet in a frame.
 pub(super) fn ip_length(frame: &[u8]) -> usize {
     if packet_ipv6::is_ipv6(frame) {
         return packet_ipv6::packet_length(frame);
@@ -263,7 +263,7 @@ pub(super) fn ip_length(frame: &[u8]) -> usize {
     usize::from(u16_at(frame, ETHERNET_HEADER_BYTES + 2))
 }
 
-/// Returns the type of service; of IPv6 the traffic class.
+/// Returns the type of service (IPv4) or the traffic class (IPv6).
 pub(super) fn traffic_class(frame: &[u8]) -> u8 {
     if packet_ipv6::is_ipv6(frame) {
         return (u16_at(frame, ETHERNET_HEADER_BYTES) >> 4) as u8;
@@ -271,8 +271,8 @@ pub(super) fn traffic_class(frame: &[u8]) -> u8 {
     frame[ETHERNET_HEADER_BYTES + 1]
 }
 
-/// Returns client and ports of a packet that is forwarded, as far as its outer header depends on them: ports are 0
-/// where a decision reads none.
+/// Returns the client and the ports of a forwarded packet, on which its outer header depends. Ports are 0 where a
+/// decision reads none.
 pub(super) fn client_and_ports(frame: &[u8]) -> (IpAddr, [u8; 4]) {
     let packet = parse_ip(frame).expect("a packet that is forwarded");
     let has_ports = ![PROTOCOL_ICMP, PROTOCOL_ICMPV6].contains(&packet.protocol) && packet.part != FragmentPart::Later;
@@ -280,7 +280,7 @@ pub(super) fn client_and_ports(frame: &[u8]) -> (IpAddr, [u8; 4]) {
     (packet.client, ports.unwrap_or_default())
 }
 
-/// Sets the IP identification; of IPv6 the flow label.
+/// Sets the identification (IPv4) or the flow label (IPv6).
 pub(super) fn set_identification(frame: &mut [u8], identification: u16) {
     if packet_ipv6::is_ipv6(frame) {
         return packet_ipv6::set_flow_label(frame, identification);

@@ -13,16 +13,16 @@ use crate::tuple::Protocol;
 
 pub(super) const ETHERTYPE_IPV6: u16 = 0x86dd;
 pub(super) const IPV6_HEADER: usize = 40;
-/// Types of ICMPv6 errors (RFC 4443).
+/// Range of the types of ICMPv6 errors (RFC 4443).
 const ICMPV6_ERRORS: std::ops::RangeInclusive<u8> = 1..=4;
 pub(super) const PROTOCOL_ICMPV6: u8 = 58;
 
-/// Extension headers that are walked over (RFC 8200, RFC 4302).
+/// Types of extension headers that are skipped (RFC 8200, RFC 4302).
 const FRAGMENT: u8 = 44;
 const AUTHENTICATION: u8 = 51;
 const EXTENSION_HEADERS: [u8; 5] = [0, 43, FRAGMENT, AUTHENTICATION, 60];
 const MAX_EXTENSION_HEADERS: usize = 6;
-/// Largest offset in the frame of a transport header.
+/// Maximum offset of a transport header from the start of the frame.
 const MAX_TRANSPORT_OFFSET: usize = 111;
 
 pub(super) fn is_ipv6(frame: &[u8]) -> bool {
@@ -33,7 +33,7 @@ pub(super) fn address_at(bytes: &[u8], offset: usize) -> IpAddr {
     Ipv6Addr::from(<[u8; 16]>::try_from(&bytes[offset..offset + 16]).expect("16 bytes")).into()
 }
 
-/// Returns the fields of a frame that are read first. [`is_ipv6`] has accepted the frame.
+/// Returns the fields that are read first from a frame that [`is_ipv6`] accepted.
 pub(super) fn read_frame_fields(frame: &[u8]) -> Option<FrameFields> {
     Some(FrameFields {
         destination_mac: frame[..6].try_into().expect("six bytes"),
@@ -62,17 +62,17 @@ pub(super) fn parse_ipv6(frame: &[u8]) -> Result<IpPacket<'_>, ParseEnd> {
     })
 }
 
-/// The end of a chain of extension headers.
+/// End of a chain of extension headers: the transport header and its position.
 struct ExtensionChainEnd {
     protocol: u8,
     part: FragmentPart,
-    /// Identification of a fragmented datagram, else 0.
+    /// Identification of a fragmented datagram; 0 for a whole one.
     identification: u32,
-    /// Offset of the transport header.
+    /// Offset of the transport header from the start of the IPv6 header.
     transport_offset: usize,
 }
 
-/// Finds the end of the extension headers.
+/// Skips the extension headers of a packet. Fails with a counter if they are malformed or too long.
 fn skip_extension_headers(packet: &[u8]) -> Result<ExtensionChainEnd, ParseEnd> {
     let (mut next, mut at) = (packet[6], IPV6_HEADER);
     for _ in 0..MAX_EXTENSION_HEADERS {

@@ -8,7 +8,7 @@ use crate::placement::{PlacementRule, PlacementState, PlacementTable, mix_hash, 
 use crate::rss::ToeplitzTables;
 use crate::{FourTuple, ServerId};
 
-/// Members tried when the chosen server cannot take a connection.
+/// Maximum number of members that are tried when the selected server cannot take a connection.
 const MAX_FALLBACK_ATTEMPTS: usize = 16;
 
 #[derive(Debug, Clone)]
@@ -28,12 +28,12 @@ impl Placement {
         self.toeplitz_tables[group].hash(&tuple.bytes())
     }
 
-    /// Whether the rule can choose differently for the same packet.
+    /// Returns whether the rule can select different servers for the same packet.
     fn has_state(&self) -> bool {
         matches!(self.table.rule, PlacementRule::LeastAssigned | PlacementRule::RoundRobin)
     }
 
-    /// Returns the bucket's server and its previous server, whatever the loads; `None`: the table has no members.
+    /// Returns the bucket's server and its previous server, whatever their loads; `None` if the table has no members.
     pub fn bucket_entry(&self, tuple: &FourTuple) -> Option<FlowEntry> {
         if self.table.members.is_empty() {
             return None;
@@ -45,7 +45,7 @@ impl Placement {
     }
 }
 
-/// Recent placements by rules with a state: direct-mapped by the hash, one word each as in `bpf/include/intf.h`.
+/// Servers lately selected by rules with state: direct-mapped by hash, one word each as in `bpf/include/intf.h`.
 #[derive(Debug, Clone)]
 pub(super) struct RecentPlacements(Vec<u64>);
 
@@ -80,8 +80,8 @@ impl RecentPlacements {
 }
 
 impl Service {
-    /// Returns a server for a new connection that can take it. With `recent`, a retransmitted SYN goes to the same
-    /// server; without, a datagram is placed independently of earlier ones.
+    /// Selects a server that can take a new connection. With `recent`, a retransmitted SYN goes to the same server;
+    /// without it, a datagram is placed independently of earlier ones.
     pub(super) fn place(
         &mut self,
         service_slot: usize,
@@ -131,7 +131,7 @@ impl Service {
         Some(id)
     }
 
-    /// Returns the next member that can take a connection, starting from a member drawn by hash.
+    /// Returns the next member that can take a connection, starting from a member drawn by the hash.
     fn choose_fallback(&self, table: &PlacementTable, hash: u32) -> Option<ServerId> {
         let (start, _) = two_draws(mix_hash(hash), table.members.len() as u32);
         let turns =

@@ -8,24 +8,24 @@ use coreward_intf as intf;
 use crate::connection_table::ConnectionHash;
 use crate::cookie::CookieKey;
 
-/// Rate limit, as an interval and a burst in nanoseconds.
+/// Rate limit of a token bucket: interval and burst in nanoseconds.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Rate {
-    /// Interval in which one token is added.
+    /// Interval in which one token is added to the bucket.
     pub interval_ns: u64,
-    /// Time by which tokens may be taken in advance.
+    /// Maximum time by which tokens may be taken in advance.
     pub burst_ns: u64,
 }
 
-/// State of one token bucket.
+/// State of one token bucket of the generic cell rate algorithm.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct TokenBucket {
-    /// Time up to which the taken tokens are paid for (ns).
+    /// Time until which the tokens that were taken are paid for (ns).
     pub paid_until_ns: u64,
 }
 
 impl TokenBucket {
-    /// Takes a token; returns false if there is none.
+    /// Takes a token from the bucket; returns false if it has none.
     pub fn take(&mut self, rate: Rate, now_ns: u64) -> bool {
         let start = self.paid_until_ns.max(now_ns);
         if start - now_ns > rate.burst_ns {
@@ -38,39 +38,39 @@ impl TokenBucket {
 
 /// Reason of a broadcast: `enum limited_kind`.
 pub type BroadcastReason = intf::limited_kind;
-/// Number of reasons.
+/// Number of reasons of broadcasts.
 pub const REASON_COUNT: usize = intf::LIMITED_KIND_COUNT as usize;
 
 /// Rate limits of broadcasts for one reason.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct BroadcastRates {
-    /// Limit of one source.
+    /// Rate limit of each source.
     pub per_source: Rate,
-    /// Limit of one service.
+    /// Rate limit of each service.
     pub per_service: Rate,
-    /// Limit of the load balancer.
+    /// Rate limit of the whole load balancer.
     pub total: Rate,
 }
 
-/// A selection of token buckets.
+/// Selection of token buckets of broadcasts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum TokenBucketSelector {
-    /// Bucket of a service by its slot, for one reason.
+    /// Bucket of the service in a slot, for one reason.
     Service(usize, BroadcastReason),
-    /// Bucket of the load balancer, for one reason.
+    /// Bucket of the whole load balancer, for one reason.
     Total(BroadcastReason),
-    /// Every eighth bucket of sources from this one on.
+    /// Every eighth of the buckets of sources, counted from this index.
     Sources(usize),
 }
 
 impl TokenBucketSelector {
-    /// Returns the positions of the buckets of a [`Sources`](Self::Sources).
+    /// Returns the indexes of the buckets that [`Sources(first)`](Self::Sources) selects.
     pub fn sources(first: usize) -> impl Iterator<Item = usize> {
         (first % 8..intf::BROADCAST_SHARDS as usize).step_by(8)
     }
 }
 
-/// Token buckets of all sources and services, and of the load balancer.
+/// Token buckets of all sources, all services and the whole load balancer.
 #[derive(Debug)]
 pub(super) struct BroadcastLimiter {
     per_source: Vec<TokenBucket>,
@@ -89,7 +89,7 @@ impl Default for BroadcastLimiter {
 }
 
 impl BroadcastLimiter {
-    /// Whether a packet from `source` may be broadcast to the servers of the service.
+    /// Takes tokens for a broadcast of a packet from `source` to a service's servers; returns false if one is missing.
     pub fn take_tokens(
         &mut self,
         key: &CookieKey,
@@ -137,8 +137,8 @@ mod tests {
         assert_eq!(taken(&mut bucket, 5000), 3);
     }
 
-    /// Returns the number of genuine packets that are accepted within a second: of 100, each from a source of its own.
-    /// Meanwhile `junk` sources send 10,000 packets each.
+    /// Returns how many of 100 genuine packets, each from a source of its own, are accepted within a second. Meanwhile
+    /// each source of `junk` sends 10,000 packets.
     fn accepted(junk: &[(Ipv4Addr, usize, BroadcastReason)], genuine: (usize, BroadcastReason)) -> usize {
         let rate = |per_second: u64, burst: u64| Rate {
             interval_ns: 1_000_000_000 / per_second,

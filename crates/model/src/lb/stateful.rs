@@ -18,15 +18,15 @@ use crate::connection_table::{
 use crate::cookie::CookieKey;
 use crate::{FourTuple, ServerId};
 
-/// A load balancer with a connection table.
+/// State of a load balancer that may own a connection table.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum Owner {
-    /// The number is unused.
+    /// No load balancer has the number.
     #[default]
     Unknown,
-    /// The load balancer is gone, or its MAC address is not resolved.
+    /// The load balancer left, or its MAC address is not resolved.
     Lost,
-    /// Packets with the owner's indexes go to this MAC address.
+    /// Packets with an index into the owner's table are forwarded to this MAC address.
     Reachable(Mac),
 }
 
@@ -36,23 +36,23 @@ pub(super) struct ConnectionTableState {
     pub owner: Option<OwnerNumber>,
     pub owners: [Owner; intf::MAX_OWNERS as usize],
     pub clock: ClockTicks,
-    /// Time of user space's last sweep.
+    /// Time of the last sweep by user space.
     pub last_sweep: ClockTicks,
-    /// Entries that one source prefix may hold; `None`: any number.
+    /// Maximum number of entries of one source prefix; `None` for no limit.
     pub entries_per_source: Option<u32>,
     table: ConnectionTable<OwnMemory>,
     recent_connections: RecentConnections,
-    /// Entries that each source prefix holds.
+    /// Number of entries of each source prefix.
     entries_by_source: Vec<u32>,
 }
 
-/// Result of a look-up by the index in a cookie.
+/// Result of the look-up of the index in a cookie.
 pub(super) enum IndexLookup {
-    /// A decision, and the entry, if it is in our own table.
+    /// A decision and, if the index is into this load balancer's own table, the entry.
     Decided(Decision, Option<ConnectionIndex>),
-    /// The entry is free or belongs to another connection.
+    /// The entry is free, or has another connection.
     UnknownConnection,
-    /// The server of the entry was removed.
+    /// The service no longer has the server of the entry.
     UnknownServer,
 }
 
@@ -121,7 +121,7 @@ impl LoadBalancer {
         ConnectionHash::new(&self.stateful.key, service_slot as u16, tuple.client())
     }
 
-    /// Decides by the index `number` in a cookie. `from`: the sender of the frame.
+    /// Decides on a packet by the index `number` in its cookie. `from` is the source MAC address of the frame.
     pub(super) fn decide_by_index(
         &mut self,
         service_slot: usize,
@@ -146,7 +146,7 @@ impl LoadBalancer {
         }
     }
 
-    /// Forwards to the load balancer that owns the entry, but never from one load balancer to the next.
+    /// Forwards to the load balancer that owns the entry, unless the packet came from another load balancer.
     fn decide_owner(&mut self, of: (usize, IpAddr), owner: OwnerNumber, from: Mac, now_ns: u64) -> Decision {
         let owners = self.stateful.owners;
         match owners[usize::from(owner.get())] {
@@ -161,7 +161,7 @@ impl LoadBalancer {
         }
     }
 
-    /// Gives a new connection the slot of an expired entry.
+    /// Takes the slot of an expired entry for a new connection, and returns the entry's index.
     fn reuse(&mut self, new: &NewConnection, server: ServerId) -> Option<ConnectionIndex> {
         let (clock, swept) = (self.stateful.clock, self.stateful.last_sweep);
         let is_expired = |connection: &Connection| {
@@ -175,7 +175,7 @@ impl LoadBalancer {
         Some(index)
     }
 
-    /// Gives a SYN an entry, or finds the entry of its first transmission. TSecr names the entry to the server.
+    /// Takes an entry for a SYN, or finds that of its first transmission. TSecr carries the entry to the server.
     pub(super) fn decide_new_stateful(
         &mut self,
         service_slot: usize,

@@ -10,7 +10,7 @@ const TIMESTAMP_LENGTH: usize = 10;
 
 pub(super) struct MalformedOptions;
 
-/// Returns the offset of the timestamp option. The options after it are not checked.
+/// Returns the offset of the timestamp option, if there is one. The options after it are not checked.
 pub(super) fn timestamp_offset(options: &[u8]) -> Result<Option<usize>, MalformedOptions> {
     let mut at = 0;
     while at < options.len() {
@@ -32,7 +32,7 @@ pub(super) fn timestamp_offset(options: &[u8]) -> Result<Option<usize>, Malforme
     Ok(None)
 }
 
-/// Returns TSval in the quoted part of a TCP segment.
+/// Returns the TSval in the quoted start of a TCP segment, if the quote includes it.
 pub(super) fn quoted_tsval(segment: &[u8]) -> Option<u32> {
     let header = usize::from(segment.get(12)? >> 4) * 4;
     let options = segment.get(TCP_HEADER..header.min(segment.len()))?;

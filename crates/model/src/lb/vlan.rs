@@ -10,37 +10,37 @@ use crate::vlan::Vlan;
 
 const ETHERTYPE_VLAN: u16 = 0x8100;
 const TAG_BYTES: usize = 4;
-/// Offset of a tag, and of the ethertype without one.
+/// Offset of the 802.1Q tag in a frame, and of the ethertype in a frame without tag.
 const TAG_OFFSET: usize = ETHERNET_HEADER_BYTES - 2;
 const PRIORITY_MASK: u16 = 0xf000;
 const VLAN_ID_MASK: u16 = 0x0fff;
 
-/// VLANs of a load balancer. `is_tagging_enabled` is false only if the program was loaded without VLANs.
+/// VLANs of a load balancer.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Vlans {
-    /// Whether tags are read and written.
+    /// Whether tags are read and written; false only if the program was loaded without VLANs.
     pub is_tagging_enabled: bool,
-    /// VLAN of clients' packets.
+    /// VLAN in which clients' packets arrive.
     pub vip: Vlan,
 }
 
 impl LoadBalancer {
-    /// Sets the VLAN of a server.
+    /// Sets the VLAN in which a server is.
     pub fn set_server_vlan(&mut self, id: ServerId, vlan: Vlan) {
         self.server_vlans.insert(id, vlan);
     }
 
-    /// Sets the VLAN in which all servers of a service are; `None`: they are in several.
+    /// Sets the VLAN in which all servers of a service are; `None` if they are in several.
     pub fn set_broadcast_vlan(&mut self, service: usize, vlan: Option<Vlan>) {
         self.broadcast_vlans.insert(service, vlan);
     }
 
-    /// Whether one frame can reach all servers of the service.
+    /// Returns whether one frame can reach all servers of the service.
     pub(super) fn has_broadcast_vlan(&self, service: usize) -> bool {
         !self.settings.vlans.is_tagging_enabled || self.broadcast_vlans.get(&service) != Some(&None)
     }
 
-    /// Processes `frame` and turns it into the frame that leaves. `now_ns` is a monotonic clock.
+    /// Processes a frame, and turns it into the frame that leaves. `now_ns` is the time of a monotonic clock.
     pub fn receive(&mut self, frame: &mut Vec<u8>, now_ns: u64) -> Outcome {
         if !self.settings.vlans.is_tagging_enabled {
             return self.receive_untagged(frame, now_ns);
@@ -61,7 +61,7 @@ impl LoadBalancer {
         outcome
     }
 
-    /// Removes the tag of a frame to this load balancer, and returns the tag's priority and VLAN.
+    /// Removes the tag of a frame to this load balancer. Returns the tag's priority and VLAN, if the frame had a tag.
     fn remove_tag(&self, frame: &mut Vec<u8>) -> Option<u16> {
         let is_ours = frame.len() >= ETHERNET_HEADER_BYTES + TAG_BYTES
             && frame[..6] == self.own_mac
@@ -72,7 +72,7 @@ impl LoadBalancer {
         })
     }
 
-    /// Returns the VLAN in which a frame leaves; `None`: the VLAN in which it came.
+    /// Returns the VLAN in which a frame leaves; `None` for the VLAN in which it came.
     fn egress_vlan(&self, outcome: &Outcome) -> Option<Vlan> {
         match outcome.counter {
             intf::LB_COUNTER_BROADCAST | intf::LB_COUNTER_BROADCAST_OWNER_LOST => {

@@ -8,8 +8,8 @@ use crate::ServerId;
 use crate::rss::{InputTransform, RssKey, uniform_below};
 
 impl PlacementTable {
-    /// Returns a table of `servers` (at least one) with random keys and RSS inputs, loads and costs. Loads have few
-    /// values, so that ties occur. `groups`: 1 to [`MAX_RSS_GROUPS`](intf::MAX_RSS_GROUPS).
+    /// Returns a table of `servers` (at least one) with random keys, RSS inputs, loads and costs. Loads have few
+    /// different values, so that ties occur. `groups` is 1 to [`MAX_RSS_GROUPS`](intf::MAX_RSS_GROUPS).
     pub fn random(
         rule: PlacementRule,
         generation: u64,
@@ -59,7 +59,7 @@ impl PlacementTable {
     }
 }
 
-/// Returns a random key, in half of the cases with a transformed input.
+/// Returns a random RSS key, which has a transformed input in half of the cases.
 fn random_key(rng: &mut impl Rng) -> RssKey {
     let inputs =
         [InputTransform::None, InputTransform::None, InputTransform::SymmetricXor, InputTransform::SymmetricOrXor];

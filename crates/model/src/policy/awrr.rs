@@ -9,12 +9,12 @@ use crate::statistics::mean;
 
 pub const NAME: &str = "awrr";
 
-/// Turns of a server of mean load.
+/// Number of turns of a server of mean load.
 const MEAN_TURNS: f64 = 10.0;
-/// The paper's bounds of turns: 2, and 3 N (with the paper's alpha no load reaches 3 N).
+/// Bounds of the number of turns, as published: 2, and 3 N (with the published alpha no load reaches 3 N).
 const TURNS_MIN: f64 = 2.0;
 const TURNS_MAX: f64 = 3.0 * MEAN_TURNS;
-/// Smoothing of the weights: 0 follows the loads at once, 1 never.
+/// Smoothing factor of the weights: with 0 they follow the loads at once, with 1 never.
 const ALPHA: f64 = 0.5;
 
 pub struct AdaptiveWeightedRoundRobin {
@@ -42,8 +42,9 @@ impl Policy for AdaptiveWeightedRoundRobin {
     }
 }
 
-/// Returns N_i = round(10 L_avg / ((1 - a) L_i + a L_avg)). (The paper's typesetting shows the fraction as an exponent;
-/// its text, "a perfectly balanced system would give N = 10", and its bounds only fit a factor.)
+/// Returns a server's turns N_i = round(10 L_avg / ((1 - a) L_i + a L_avg)), for its load L_i and smoothing a. (The
+/// paper's typesetting shows the fraction as an exponent; its text, "a perfectly balanced system would give N = 10",
+/// and its bounds only fit a factor.)
 fn turns(load: f64, average: f64) -> u32 {
     if average <= 0.0 {
         return MEAN_TURNS as u32;

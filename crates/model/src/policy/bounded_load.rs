@@ -11,7 +11,7 @@ use crate::rss::RssKey;
 
 pub const NAME: &str = "bounded-load";
 
-/// Connections that a server may have, relative to its share: 1 + epsilon of the paper. A value nearer to 1 balances
+/// Maximum ratio of a server's connections to its fair share: 1 + epsilon of the paper. A value nearer to 1 balances
 /// better and moves more buckets.
 const BALANCE_FACTOR: f64 = 1.25;
 
@@ -51,8 +51,8 @@ impl Policy for BoundedLoad {
     }
 }
 
-/// Returns the positions of servers below their bound. There is at least one, because the bound counts the next
-/// connection (ceil(c m / n) in the paper). `open`, `parts`: connections and share of each server.
+/// Returns the positions of the servers below their bound. There is at least one, because the bound includes the next
+/// connection (ceil(c m / n) in the paper). `open` has the connections of each server, `parts` its share.
 fn positions_below_bound(open: &[f64], parts: &[f64]) -> Vec<usize> {
     let per_part = (open.iter().sum::<f64>() + 1.0) / parts.iter().sum::<f64>();
     (0..open.len()).filter(|position| open[*position] < BALANCE_FACTOR * per_part * parts[*position]).collect()

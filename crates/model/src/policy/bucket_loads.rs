@@ -8,30 +8,30 @@ use crate::load::CoreLoads;
 use crate::placement::{BucketCount, ServerCore};
 use crate::rss::{RssConfig, RssKey};
 
-/// Maximum number of loads kept for a group: 32 MiB. In larger groups each load is looked up when it is needed.
+/// Maximum number of loads that are kept for a group: 32 MiB. In larger groups each load is computed when it is needed.
 const MAX_LOADS: usize = 4 << 20;
 
-/// Load that each bucket of a group reaches at each of its servers.
+/// For each bucket of a group, the load of the core that it reaches at each of the group's servers.
 #[derive(Debug, Default)]
 pub struct BucketLoads {
     buckets: u32,
     columns: Vec<Column>,
-    /// Loads by bucket, then by server as in `columns`; empty if they would be too many.
+    /// Loads by bucket, then by server as in `columns`; empty if there would be too many.
     loads: Vec<f64>,
-    /// Least loaded cores by bucket; empty where another value than the load is compared.
+    /// Least loaded cores by bucket; empty where cores are compared by another value than their load.
     least_loaded_cores: Vec<LeastLoadedCores>,
 }
 
 #[derive(Debug)]
 struct Column {
     server: ServerId,
-    /// Source of the server's loads; `None`: neutral loads, which depend on other servers.
+    /// Loads and RSS of the server; `None` if it counts with the neutral load, which depends on other servers.
     source: Option<(CoreLoads, Option<RssConfig>)>,
 }
 
 impl BucketLoads {
-    /// Updates the loads to these servers of the group with that key. `most`: number of least loaded cores needed per
-    /// bucket; 0: none, because another value than the load is compared.
+    /// Updates the loads for these servers of the group with RSS key `key`. `most` is the number of least loaded cores
+    /// needed per bucket; 0 if cores are compared by another value than their load.
     pub fn update(&mut self, servers: &[&PoolServer], key: &RssKey, buckets: BucketCount, neutral: f64, most: usize) {
         let is_known = |(column, server): (&Column, &&PoolServer)| column.server == server.id;
         let all_known = self.columns.len() == servers.len() && self.columns.iter().zip(servers).all(is_known);
@@ -88,7 +88,7 @@ impl BucketLoads {
         });
     }
 
-    /// Searches the least loaded cores again in buckets that keep too few of them.
+    /// Searches the least loaded cores again in those buckets that have too few of them left.
     fn find_least(&mut self, servers: &[&PoolServer], key: &RssKey, most: usize) {
         let stride = self.columns.len();
         let limit = most.min(stride);
@@ -103,19 +103,19 @@ impl BucketLoads {
         }
     }
 
-    /// Returns the loads that the bucket reaches, by server; `None`: no loads are kept.
+    /// Returns the loads that the bucket reaches, by server; `None` if no loads are kept.
     pub fn bucket_loads(&self, bucket: u32) -> Option<&[f64]> {
         let start = bucket as usize * self.columns.len();
         self.loads.get(start..start + self.columns.len()).filter(|loads| !loads.is_empty())
     }
 
-    /// Returns the least loaded cores of the bucket, enough if they exist; `None`: not cached.
+    /// Returns the least loaded cores of the bucket, as many as needed if they exist; `None` if they are not kept.
     pub fn least_loaded_cores(&self, bucket: u32) -> Option<&[RankedCore]> {
         self.least_loaded_cores.get(bucket as usize).map(LeastLoadedCores::ranked_cores)
     }
 }
 
-/// Calls `take` with each bucket and the core that it reaches at the server, with its load.
+/// Calls `take` for each bucket with the bucket, the core that it reaches at the server, and the core's load.
 fn for_each_reached(
     server: &PoolServer,
     rss: Option<&RssConfig>,
@@ -139,14 +139,14 @@ fn for_each_reached(
     }
 }
 
-/// Returns the core that a bucket's connections reach at a server of the group with that key.
+/// Returns the core that connections of a bucket reach at a server of the group with RSS key `key`.
 pub fn core_at(server: &PoolServer, key: &RssKey, bucket: u32) -> ServerCore {
     let rss = server.rss.as_ref().filter(|rss| rss.key == *key);
     ServerCore { server: server.id, core: rss.map_or(0, |rss| reached_queue(rss, bucket)) }
 }
 
-/// Returns the core of the server that a bucket's connections reach, and its load. A server that only shares the
-/// group's table (`rss`: none of that key) counts as one core.
+/// Returns the core of the server that connections of a bucket reach, and its load. Without `rss` of the group's key
+/// the server only shares the group's table, and counts as one core.
 pub fn core_of(
     server: &PoolServer,
     rss: Option<&RssConfig>,
@@ -176,7 +176,7 @@ pub fn reached_core(
     (reached_queue(rss, bucket), load)
 }
 
-/// Returns the queue that a bucket's connections reach; of several, the first.
+/// Returns the receive queue that connections of a bucket reach; the first if there are several.
 fn reached_queue(rss: &RssConfig, bucket: u32) -> u16 {
     rss.indirection_table.queue(bucket)
 }

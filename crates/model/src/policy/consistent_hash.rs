@@ -6,20 +6,20 @@ use crate::placement::mix_hash;
 
 pub const NAME: &str = "consistent-hash";
 
-/// Number of points of each server on the ring. The shares' standard deviation is 1 / sqrt(64) = 12.5 %. With 468
+/// Number of points of each server on the ring. The standard deviation of the shares is 1 / sqrt(64) = 12.5 %. With 468
 /// servers and 70,000 connections, the fullest server is about twice as far above the mean as with a uniform hash.
 /// Cheetah shows the same (NSDI'20, Fig. 2b, without the number of points).
 const POINT_COUNT: u32 = 64;
 
-/// Returns for each of `size` buckets, evenly spaced on the ring, the position in `servers` of the next point's server;
-/// empty without servers.
+/// Returns, for each of `size` buckets evenly spaced on the ring, the position in `servers` of the server of the next
+/// point; empty without servers.
 pub fn ring_table(servers: &[ServerId], size: usize) -> Vec<usize> {
     let servers: Vec<_> = servers.iter().map(|server| (*server, 1.0)).collect();
     weighted_ring_table(&servers, size)
 }
 
-/// Like [`ring_table`], with points by share: a server of share 2 has twice as many points. Points of other servers do
-/// not change.
+/// Returns the result of [`ring_table`] for servers with shares: a server of share 2 has twice as many points. Points
+/// of other servers do not change.
 pub fn weighted_ring_table(servers: &[(ServerId, f64)], size: usize) -> Vec<usize> {
     let mut points: Vec<(u64, usize)> = Vec::with_capacity(servers.len() * POINT_COUNT as usize);
     for (position, (server, share)) in servers.iter().enumerate() {

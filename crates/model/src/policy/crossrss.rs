@@ -35,7 +35,7 @@ impl Policy for CrossRss {
     }
 }
 
-/// Returns a table with the least loaded cores of each bucket; `per_bucket` gives their number from the number of
+/// Returns a table with the least loaded cores of each bucket. `per_bucket` returns their number, given the numbers of
 /// eligible servers and of groups. Before the first report, a table with one candidate per bucket is a modulo table.
 /// With several candidates, the data plane balances by counting assignments.
 pub fn core_aware_table(

@@ -37,27 +37,27 @@ use crate::rss::RssKey;
 
 pub const NAME: &str = "crossrss-plus";
 
-/// Multiple of the deficits that one interval's connections fill. 1 would suffice if loads stayed until new connections
-/// come; loads that change fast then overshoot (docs/policies.md).
+/// Multiple of the deficits that the connections of one interval fill. 1 would suffice if loads stayed until new
+/// connections come; loads that change fast then overshoot (docs/policies.md).
 const FILL_FACTOR: f64 = 1.5;
 
-/// Weight of the newest report in the load over the last reports: a memory of about five reports, half a second at 10
-/// Hz. 0.1 to 0.3 are alike (docs/policies.md).
+/// Weight of the newest report in the average of recent loads: a memory of about five reports, half a second at 10 Hz.
+/// Values from 0.1 to 0.3 make little difference (docs/policies.md).
 const RECENT_ALPHA: f64 = 0.2;
 
-/// Weight of the newest interval in the number of connections per interval. Small, because the expected number is
-/// needed and not the last one.
+/// Weight of the newest interval in the average number of connections per interval. Small, because the expected number
+/// is needed and not the last one.
 const OPENED_ALPHA: f64 = 0.1;
 
-/// Cost of a connection where the number of new connections is unknown, as a share of a connection's mean load. The
-/// next report shows half of the load (the EWMA's published alpha).
+/// Cost of a connection while the number of new connections is unknown, as a share of the mean load of a connection.
+/// The next report shows half of the load (the published alpha of the moving average).
 const SHARE_OF_MEAN: f64 = 0.5;
 
-/// Cost of an assigned connection.
+/// Method by which the cost of an assigned connection is determined.
 enum ConnectionCost {
-    /// Cost by the deficits and the smoothed connections per interval.
+    /// By the deficits of cores, and the smoothed number of connections per interval.
     Deficit { opened: Option<f64> },
-    /// This share of an open connection's mean load.
+    /// A fixed share of the mean load of an open connection.
     Share(f64),
 }
 
@@ -70,12 +70,12 @@ pub struct CrossRssPlus {
 }
 
 impl CrossRssPlus {
-    /// Returns the policy of the registry.
+    /// Returns the policy with the cost by deficits, as listed in the registry.
     pub fn new(seed: u64) -> Self {
         Self::with_cost(seed, ConnectionCost::Deficit { opened: None })
     }
 
-    /// Returns the policy with a fixed cost, `share` of an open connection's mean load; 0 is `crossrss`.
+    /// Returns the policy with a fixed cost: `share` of an open connection's mean load; 0 gives `crossrss`.
     pub fn with_share(seed: u64, share: f64) -> Self {
         Self::with_cost(seed, ConnectionCost::Share(share))
     }
@@ -108,7 +108,7 @@ impl ConnectionCost {
     }
 }
 
-/// Returns the work that brings every core below its level up to it, in work of a core of usual speed.
+/// Returns the total work by which cores are below their level, in work of a core of usual speed.
 fn deficit(pool: &Pool, kept: &mut PolicyCache) -> f64 {
     let levels = NormalizedLoad::of(pool);
     let of_class = |(class, spread): (&ServerClass, &LoadHistogram)| {
@@ -118,7 +118,7 @@ fn deficit(pool: &Pool, kept: &mut PolicyCache) -> f64 {
     kept.spreads(pool).iter().map(of_class).sum()
 }
 
-/// Loads of all servers' cores over the last reports.
+/// Average loads of all servers' cores over the last reports.
 #[derive(Default)]
 struct RecentLoads {
     of_servers: Vec<RecentServer>,
@@ -127,18 +127,18 @@ struct RecentLoads {
 struct RecentServer {
     id: ServerId,
     recent_mean_loads: Vec<f64>,
-    /// Loads in the newest report; `recent` has the mean over the last reports.
+    /// Loads in the newest report.
     newest: CoreLoads,
     smoothed_loads: CoreLoads,
 }
 
 impl RecentServer {
-    /// Returns the loads of a server, which start with the present ones.
+    /// Returns the state of a server whose average loads start with `loads`.
     fn new(id: ServerId, loads: &CoreLoads) -> Self {
         Self { id, recent_mean_loads: loads.to_vec(), newest: loads.clone(), smoothed_loads: loads.clone() }
     }
 
-    /// Updates the loads. `fresh`: they are from a new report.
+    /// Updates the averages. `fresh`: the loads are from a new report.
     fn update(&mut self, loads: &CoreLoads, fresh: bool) {
         if !fresh && self.newest == *loads {
             return;
@@ -156,7 +156,7 @@ impl RecentServer {
 }
 
 impl RecentLoads {
-    /// Updates the loads and returns the pool with the mean of newest and recent loads, as racks do.
+    /// Updates the averages, and returns the pool with the mean of newest and recent loads, as racks do.
     fn with_smoothed_loads<'p>(&mut self, pool: &'p Pool) -> Cow<'p, Pool> {
         if !pool.totals().has_local_reports {
             self.of_servers.clear();
@@ -178,7 +178,7 @@ impl RecentLoads {
     }
 }
 
-/// Returns the number of candidates per bucket that the data plane and its table allow.
+/// Returns the maximum number of candidates per bucket that data plane and table size allow.
 fn max_fitting_candidates(buckets: BucketCount, groups: usize) -> usize {
     let fits = intf::MAX_TABLE_CANDIDATES as usize / (groups * buckets.get() as usize);
     fits.min(intf::MAX_CANDIDATES as usize)

@@ -11,14 +11,14 @@ use crate::load::to_fixed_point;
 use crate::placement::{BucketCount, Candidate, PlacementTable, ServerCore};
 use crate::rss::RssKey;
 
-/// Servers that share buckets.
+/// Servers with the same RSS key, which share buckets.
 #[derive(Debug, Clone, PartialEq)]
 pub struct RssGroup<'a> {
-    /// RSS key of the servers.
+    /// RSS key of the group's servers.
     pub key: RssKey,
-    /// Servers whose cores are known by the key.
+    /// Servers that have the RSS key, by which their cores are known.
     pub servers: Vec<&'a PoolServer>,
-    /// Servers that only share the group's table: their RSS is unknown or belongs to no kept group. Their load is the
+    /// Servers that only share the group's table, because their RSS is unknown or of no kept group. Their load is the
     /// mean of their cores for every bucket.
     pub without_core_loads: Vec<&'a PoolServer>,
 }
@@ -33,8 +33,8 @@ impl<'a> RssGroup<'a> {
     }
 }
 
-/// Returns the eligible servers by RSS key, largest group first (ties: lowest id first), at most `MAX_RSS_GROUPS`.
-/// Other servers go to the first group's `without_core_loads`. `fallback` is the key of a pool without known RSS.
+/// Returns the eligible servers by RSS key, the largest group first (ties: lowest id first), at most `MAX_RSS_GROUPS`.
+/// Other servers are in the first group's `without_core_loads`. `fallback` is the key of a pool without known RSS.
 pub fn rss_groups<'a>(pool: &'a Pool, fallback: &RssKey) -> Vec<RssGroup<'a>> {
     let mut groups: Vec<RssGroup<'a>> = Vec::new();
     let mut unknown = Vec::new();
@@ -62,7 +62,7 @@ pub fn rss_groups<'a>(pool: &'a Pool, fallback: &RssKey) -> Vec<RssGroup<'a>> {
     groups
 }
 
-/// Returns the number of different RSS keys of the eligible servers.
+/// Returns the number of different RSS keys among the eligible servers.
 pub fn rss_key_count(pool: &Pool) -> usize {
     let mut keys: Vec<&RssKey> = Vec::new();
     for rss in pool.eligible().filter_map(|server| server.rss.as_ref()) {
@@ -73,14 +73,14 @@ pub fn rss_key_count(pool: &Pool) -> usize {
     keys.len()
 }
 
-/// Core slots of a table, in the order of first use.
+/// Core slots of a table under construction, in the order of their first use.
 struct CoreSlots<'a> {
     slots: &'a mut Vec<ServerCore>,
     slot_by_core: HashMap<ServerCore, u16, foldhash::fast::FixedState>,
 }
 
 impl CoreSlots<'_> {
-    /// Returns the core's slot. Beyond the data plane's limit cores share the last slot: their counts then add up,
+    /// Returns the slot of a core. Beyond the data plane's limit, cores share the last slot: their counts then add up,
     /// which only makes them look busier.
     fn assign_slot(&mut self, core: ServerCore) -> u16 {
         let slots = &mut *self.slots;
@@ -93,20 +93,20 @@ impl CoreSlots<'_> {
     }
 }
 
-/// The least of the offered cores, by compared value; ties by load, then by id (CrossRSS: strictly smallest load, ties
-/// to the lowest id).
+/// The least of the cores offered so far, by a compared value; ties by load, then by id (CrossRSS: strictly smallest
+/// load, ties to the lowest id).
 pub struct LeastCores {
     limit: usize,
     kept_cores: Vec<(f64, f64, ServerCore)>,
 }
 
 impl LeastCores {
-    /// Returns an empty list for up to `most` cores, at least 1.
+    /// Returns an empty list for at most `most` cores, at least 1.
     pub fn new(most: usize) -> Self {
         Self { limit: most, kept_cores: Vec::with_capacity(most + 1) }
     }
 
-    /// Offers a core and returns whether it is among the least so far; few of a thousand are.
+    /// Offers a core, and returns whether it is among the least so far. Of a thousand cores, only few are.
     pub fn offer(&mut self, compared: f64, load: f64, core: ServerCore) -> bool {
         let is_before = |(other, other_load, other_core): &(f64, f64, ServerCore)| {
             other.total_cmp(&compared).then(other_load.total_cmp(&load)).then(other_core.cmp(&core)).is_lt()
@@ -120,20 +120,20 @@ impl LeastCores {
         true
     }
 
-    /// Returns the largest value that a core may have to be among the least.
+    /// Returns the maximum compared value with which a core would still be among the least.
     pub fn bound(&self) -> f64 {
         let is_full = self.kept_cores.len() == self.limit;
         self.kept_cores.last().filter(|_| is_full).map_or(f64::INFINITY, |(compared, ..)| *compared)
     }
 
-    /// Returns the cores with load and compared value, the least first.
+    /// Returns the least cores in ascending order, each with its load and its compared value.
     pub fn cores(&self) -> impl Iterator<Item = (ServerCore, f64, f64)> {
         self.kept_cores.iter().map(|(compared, load, core)| (*core, *load, *compared))
     }
 }
 
-/// Compared value of cores that take no part in a bucket. A group without any other core offers them after the cores of
-/// other groups. Otherwise a server with its own RSS key would take part in all buckets.
+/// Compared value of cores that take no part in a bucket. A group without any other core offers them, after the cores
+/// of other groups. Otherwise a server with its own RSS key would take part in all buckets.
 const EXCLUDED_LOAD: f64 = f64::MAX;
 
 /// Fills a table with the `per_bucket` least loaded cores of every bucket of every group.
@@ -170,13 +170,13 @@ pub fn fill_candidates(
     }
 }
 
-/// Servers of a group with local loads.
+/// Servers of a group whose loads do not come from a rack's summary.
 struct LocalServers<'a, 'g> {
     group: &'g RssGroup<'a>,
     servers: Vec<&'a PoolServer>,
-    /// Whether any of the servers takes part in some buckets only.
+    /// Whether some of the servers take part in some buckets only.
     is_partial: bool,
-    /// Level and speed of each server ([`NormalizedLoad::level`]); empty where all are alike.
+    /// Level and speed of each server ([`NormalizedLoad::level`]); empty if all are alike.
     levels: Vec<(f64, f64)>,
     bucket_loads: &'g BucketLoads,
 }
@@ -200,10 +200,10 @@ impl<'a, 'g> LocalServers<'a, 'g> {
     }
 }
 
-/// Cores of a group from the summaries of racks.
+/// Cores of a group whose loads come from the summaries of racks.
 struct RackCores<'a, 'g> {
     lists: Vec<&'a CandidateList>,
-    /// Least loaded cores; `None`: another value than the load is compared.
+    /// Least loaded cores; `None` if cores are compared by another value than their load.
     cores: Option<&'g RackAggregate>,
 }
 
@@ -218,13 +218,13 @@ impl<'a, 'g> RackCores<'a, 'g> {
     }
 }
 
-/// The cores that buckets reach.
+/// Cores that the connections of each bucket reach, with their loads.
 struct ReachableCores<'a> {
     pool: &'a Pool,
     buckets: BucketCount,
     neutral_load: f64,
     levels: NormalizedLoad,
-    /// Eligible servers, by id, whose cores are in the racks' summaries.
+    /// Eligible servers whose cores are in the racks' summaries, by id.
     aggregated_servers: Vec<Option<&'a PoolServer>>,
 }
 
@@ -242,7 +242,7 @@ impl<'a> ReachableCores<'a> {
         Self { pool, buckets, neutral_load: pool.neutral_load(), levels: NormalizedLoad::of(pool), aggregated_servers }
     }
 
-    /// Returns the least loaded cores that take part in the bucket's connections, each with its compared value.
+    /// Returns the least loaded cores that take part in the bucket, each with its compared value.
     fn least_cores(
         &self,
         known: &LocalServers<'_, '_>,
@@ -311,7 +311,7 @@ impl<'a> ReachableCores<'a> {
         }
     }
 
-    /// Rotates equal cores, so that each server comes first in equally many buckets.
+    /// Returns the bucket's cores of equal load, rotated so that each server comes first in equally many buckets.
     fn rotate_equal_cores(&self, group: &RssGroup<'_>, bucket: u32) -> Vec<(ServerCore, f64)> {
         let candidate = |server: &PoolServer| {
             let (core, load) = self.core(group, server, bucket);
@@ -351,7 +351,7 @@ mod tests {
 
     const SERVER_COUNT: u64 = 4;
 
-    /// Returns a pool whose last server has another RSS key, is idle, and takes part in some buckets only.
+    /// Returns a pool whose last server is idle, has another RSS key, and takes part in some buckets only.
     fn pool(loads: bool, ramp: f64) -> Pool {
         let servers = (0..SERVER_COUNT).map(|number| {
             let is_last = number == SERVER_COUNT - 1;
@@ -367,7 +367,7 @@ mod tests {
         Pool::new(servers.collect(), 1)
     }
 
-    /// Returns the share of all connections that the last server gets.
+    /// Returns the fraction of all connections that the last server gets.
     fn part_of_last(pool: &Pool, rule: PlacementRule, per_bucket: usize) -> f64 {
         const CONNECTION_COUNT: u32 = 20_000;
         let (key, mut kept) = (RssKey::new(&[1; 40]).unwrap(), PolicyCache::default());

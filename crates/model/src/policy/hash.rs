@@ -6,12 +6,12 @@ use crate::ServerId;
 
 pub const NAME: &str = "hash";
 
-/// Returns for each of `size` buckets the position of its server among `servers`; empty without servers.
+/// Returns, for each of `size` buckets, the position of its server among `servers` servers; empty without servers.
 pub fn modulo_table(servers: usize, size: usize) -> Vec<usize> {
     if servers == 0 { Vec::new() } else { (0..size).map(|bucket| bucket % servers).collect() }
 }
 
-/// Like [`modulo_table`], with the servers' shares.
+/// Returns the result of [`modulo_table`] for servers with shares, which take buckets in weighted turns.
 pub fn weighted_modulo_table(servers: &[(ServerId, f64)], size: usize) -> Vec<usize> {
     let shares: Vec<f64> = servers.iter().map(|(_, share)| *share).collect();
     let turns = turns(&shares);

@@ -19,13 +19,13 @@ use crate::load::to_fixed_point;
 use crate::placement::{BucketCount, Candidate, PlacementRule, PlacementTable, ServerCore};
 use crate::rss::{RssKey, seeded_rng, uniform_below};
 
-/// Names of the policy by connections, packets, bytes and core loads.
+/// Names of the policy with each metric: connections, packets, bytes and core loads.
 pub const NAMES: [&str; 4] = ["least", "least:packets", "least:bytes", "least:cpu"];
 
-/// [`seeded_rng`]'s stream for the servers of each bucket.
+/// Stream of [`seeded_rng`] from which the candidates of each bucket are drawn.
 const RNG_STREAM_CANDIDATES: u64 = 7;
 
-/// Policy `least` by one metric.
+/// Policy `least`, which compares servers by one metric.
 pub struct LeastByMetric {
     key: RssKey,
     seed: u64,
@@ -34,22 +34,22 @@ pub struct LeastByMetric {
 }
 
 impl LeastByMetric {
-    /// Returns the policy by open connections, within the data plane's number of candidates.
+    /// Returns the policy that compares open connections, with as many candidates as the data plane allows.
     pub fn new(seed: u64) -> Self {
         Self::with_metric(LoadMetric::Connections, seed)
     }
 
-    /// Returns the policy by a metric.
+    /// Returns the policy that compares the metric `metric`.
     pub fn with_metric(metric: LoadMetric, seed: u64) -> Self {
         Self { key: independent_key(seed), seed, metric, candidate_count: intf::MAX_CANDIDATES as usize }
     }
 
-    /// Returns the policy with all servers as candidates, even in a large pool: for simulations only.
+    /// Returns the policy with all servers as candidates of every bucket, even in a large pool. For simulations only.
     pub fn without_sampling(seed: u64) -> Self {
         Self { candidate_count: usize::MAX, ..Self::new(seed) }
     }
 
-    /// Returns every server's load in the table, by id, and the cost of one connection.
+    /// Returns the load of each eligible server in the table, by id, and the cost of one connection.
     fn loads(&self, pool: &Pool) -> (Vec<u32>, u32) {
         let have = self.metric.server_loads(pool);
         let per_connection = self.per_connection(pool, &have);
@@ -63,7 +63,7 @@ impl LeastByMetric {
         (compared.iter().map(|load| (load * unit) as u32).collect(), cost)
     }
 
-    /// Returns an open connection's mean share of the metric.
+    /// Returns the mean amount of the metric per open connection.
     fn per_connection(&self, pool: &Pool, have: &[f64]) -> f64 {
         if self.metric == LoadMetric::Connections {
             return 1.0;
@@ -73,8 +73,8 @@ impl LeastByMetric {
     }
 }
 
-/// Returns the compared value of each server, never below 0. If all servers have the same share, it is what the server
-/// has.
+/// Returns the compared value of each server, never below 0. If all servers have the same share, it is the amount
+/// `have`.
 fn normalize(have: &[f64], parts: &[f64], opened_connections: Option<u64>, per_connection: f64) -> Vec<f64> {
     let largest = parts.iter().copied().fold(0.0, f64::max);
     if parts.iter().all(|part| *part == largest) {
@@ -111,8 +111,8 @@ impl Policy for LeastByMetric {
 }
 
 impl LeastByMetric {
-    /// Returns a table without the consistent choices. A load balancer replaces candidates whose loads are too old by
-    /// this table's candidates.
+    /// Returns a table with candidates but without consistent servers. With it, a load balancer replaces candidates
+    /// whose loads are too old.
     pub fn candidate_table(&self, pool: &Pool, buckets: BucketCount) -> PlacementTable {
         let mut table = table_with(pool, PlacementRule::LeastAssigned, buckets, 0, self.key.clone(), Vec::new());
         self.add_candidates(&mut table, pool);
@@ -165,7 +165,7 @@ fn is_candidate(pool: &Pool, id: ServerId, bucket: u32) -> bool {
     server.is_ok_and(|server| pool.is_candidate(server, bucket))
 }
 
-/// Replaces candidates that do not take part in the bucket; if none does, all stay.
+/// Replaces the candidates that do not take part in the bucket by others of the list. If none takes part, all stay.
 fn replace_excluded(candidates: &mut [Candidate], is_candidate: impl Fn(ServerId) -> bool) {
     let staying: Vec<Candidate> =
         candidates.iter().copied().filter(|candidate| is_candidate(candidate.server)).collect();
@@ -177,8 +177,8 @@ fn replace_excluded(candidates: &mut [Candidate], is_candidate: impl Fn(ServerId
     }
 }
 
-/// Returns the load of one connection: the fullest server has at most 1.0, and the result is at least the smallest
-/// step.
+/// Returns the load of one connection in fixed point: the fullest server then has at most 1.0. The result is at least
+/// the smallest step.
 fn connection_load(most: f64) -> u32 {
     (to_fixed_point(1.0) / (most as u32).max(1)).max(1)
 }

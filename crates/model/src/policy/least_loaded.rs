@@ -7,17 +7,17 @@
 use super::MAX_CANDIDATES;
 use crate::placement::ServerCore;
 
-/// Cores that a bucket keeps: twice as many as needed, so that a full search is rare.
+/// Maximum number of cores that a bucket keeps: twice as many as needed, so that a full search is rare.
 const MAX_KEPT_CORES: usize = 2 * MAX_CANDIDATES as usize;
 
-/// A core in the order of a bucket's loads; ties by id, as in CrossRSS.
+/// A core in the order of a bucket's loads; ties are broken by id, as in CrossRSS.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct RankedCore {
-    /// Load that the bucket reaches at the core.
+    /// Load of the core that the bucket reaches.
     pub load: f64,
-    /// The core.
+    /// Core that the bucket reaches.
     pub core: ServerCore,
-    /// Position of the server or rack that reported it.
+    /// Index of the server or rack that reported the core's load.
     pub source: u32,
 }
 
@@ -27,16 +27,16 @@ impl RankedCore {
     }
 }
 
-/// The least loaded cores of one bucket, the least first. No other core is before the last one.
+/// The least loaded cores of one bucket in ascending order. No other core sorts before the last of them.
 #[derive(Debug, Clone, Default)]
 pub struct LeastLoadedCores(Vec<RankedCore>);
 
-/// Last kept core before a removal. No other core is before it, except cores of the removed source.
+/// Last kept core before a removal. No other core sorts before it, except cores of the removed source.
 #[derive(Debug, Clone, Copy)]
 pub struct Bound(RankedCore);
 
 impl LeastLoadedCores {
-    /// Removes the cores of a source; returns `None` if no cores were kept.
+    /// Removes the cores of a source. Returns the bound for insertions, or `None` if no cores were kept.
     #[inline]
     pub fn remove_source(&mut self, source: u32) -> Option<Bound> {
         let bound = Bound(*self.0.last()?);
@@ -44,7 +44,7 @@ impl LeastLoadedCores {
         Some(bound)
     }
 
-    /// Adds a core of the removed source; returns `false` if it is not before `bound`.
+    /// Inserts a core of the removed source. Returns `false`, without effect, if it does not sort before `bound`.
     #[inline]
     pub fn insert_core(&mut self, bound: Bound, place: RankedCore) -> bool {
         let is_near = place.is_before(&bound.0);
@@ -56,7 +56,7 @@ impl LeastLoadedCores {
         is_near
     }
 
-    /// Changes the load of a source that has one core.
+    /// Changes the load of a source that has only one core.
     #[inline]
     pub fn update_source(&mut self, old: f64, new: RankedCore) {
         if self.0.last().is_some_and(|last| old > last.load && new.load > last.load) {
@@ -67,8 +67,8 @@ impl LeastLoadedCores {
         }
     }
 
-    /// Searches all cores again. Each iterator is sorted, so the search leaves it at the first core that is too far
-    /// behind.
+    /// Searches the least of all cores again. Each iterator is in ascending order, so the search leaves it at the first
+    /// core that is too heavily loaded.
     pub fn find<I: Iterator<Item = RankedCore>>(&mut self, all: impl Iterator<Item = I>) {
         self.0.clear();
         for ascending in all {
@@ -84,7 +84,7 @@ impl LeastLoadedCores {
         }
     }
 
-    /// Returns the cores, the least first.
+    /// Returns the least loaded cores in ascending order.
     pub fn ranked_cores(&self) -> &[RankedCore] {
         &self.0
     }
@@ -104,7 +104,7 @@ mod tests {
         RankedCore { load, core: ServerCore { server, core: 0 }, source: position as u32 }
     }
 
-    /// Checks that the kept cores are the first ones of all cores in order.
+    /// Checks that the kept cores are the first ones in the order of all cores.
     fn assert_is_prefix(least: &LeastLoadedCores, mut all: Vec<RankedCore>) -> Result<(), TestCaseError> {
         all.sort_by(|left, right| left.load.total_cmp(&right.load).then(left.core.cmp(&right.core)));
         prop_assert_eq!(least.ranked_cores(), &all[..least.ranked_cores().len()]);

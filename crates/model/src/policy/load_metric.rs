@@ -5,18 +5,18 @@ use super::{Pool, PoolServer};
 /// Metric by which servers are compared.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum LoadMetric {
-    /// Open connections.
+    /// Number of open connections.
     Connections,
     /// Packets per second that load balancers send to the server.
     Packets,
     /// Frame bytes per second that load balancers send to the server.
     Bytes,
-    /// Mean load of the server's cores.
+    /// Mean load of the cores of the server.
     Cpu,
 }
 
 impl LoadMetric {
-    /// Returns the telemetry that load balancers must collect for the metric.
+    /// Returns the telemetry about servers that load balancers must collect for the metric.
     pub fn telemetry_level(self) -> TelemetryLevel {
         match self {
             LoadMetric::Connections => TelemetryLevel::Connections,
@@ -39,8 +39,8 @@ impl LoadMetric {
         pool.eligible().map(|server| of(server).unwrap_or(mean)).collect()
     }
 
-    /// Returns the shares by which servers are compared: a server with twice the share may have twice as much. A core's
-    /// load is relative to its capacity already.
+    /// Returns the share by which each eligible server is compared: a server with twice the share may have twice as
+    /// much. The load of a core is relative to its capacity already.
     pub fn comparison_shares(self, pool: &Pool) -> Vec<f64> {
         let weights = pool.eligible().map(|server| f64::from(server.weight.get()));
         match self {
@@ -53,20 +53,20 @@ impl LoadMetric {
 /// Telemetry that a policy needs from load balancers about each server.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub enum TelemetryLevel {
-    /// No telemetry: the policy uses only reports, or no loads at all.
+    /// No telemetry: the policy uses only reports of agents, or no loads at all.
     #[default]
     Nothing,
-    /// Connections opened and closed.
+    /// Numbers of connections opened and closed.
     Connections,
-    /// Packets and bytes, too: counting them costs the data plane a little.
+    /// Also packets and bytes: counting them costs the data plane a little.
     All,
 }
 
 impl TelemetryLevel {
-    /// All levels, each including the previous one.
+    /// All levels in ascending order; each includes the previous one.
     pub const ALL: [TelemetryLevel; 3] = [TelemetryLevel::Nothing, TelemetryLevel::Connections, TelemetryLevel::All];
 
-    /// Returns the name in messages.
+    /// Returns the name of this level in messages.
     pub fn name(self) -> &'static str {
         match self {
             TelemetryLevel::Nothing => "nothing",

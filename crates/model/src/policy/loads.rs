@@ -3,16 +3,16 @@
 use super::Weight;
 use crate::load::CoreLoads;
 
-/// The smoothed loads of one server's cores, in fractions of their capacity.
+/// Smoothed loads of one server's cores, as fractions of their capacity.
 #[derive(Debug, Clone, PartialEq)]
 pub enum ServerLoads {
-    /// Loads of each core, by receive queue, from the server's agent.
+    /// Load of each core, by receive queue, reported by the server's agent.
     Local(CoreLoads),
     /// Loads of each core, from the server's rack controller, after [`Policy::preprocess`](super::Policy::preprocess).
     Relayed(CoreLoads),
-    /// Sum of the cores' loads alone: the cores are in the rack's summary ([`super::RackSummary`]).
+    /// Only the sum of the loads: the cores themselves are in the rack's summary ([`super::RackSummary`]).
     Aggregated {
-        /// Sum over all cores.
+        /// Sum of the loads of all cores.
         sum: f64,
         /// Number of cores, at least 1.
         core_count: u32,
@@ -26,7 +26,7 @@ impl From<Vec<f64>> for ServerLoads {
 }
 
 impl ServerLoads {
-    /// Returns the load of each core; `None`: only the sum is known.
+    /// Returns the load of each core; `None` if only the sum is known.
     pub fn cores(&self) -> Option<&CoreLoads> {
         match self {
             ServerLoads::Local(cores) | ServerLoads::Relayed(cores) => Some(cores),
@@ -34,7 +34,7 @@ impl ServerLoads {
         }
     }
 
-    /// Returns the sum over all cores in their order: the same number at the controller and at the rack.
+    /// Returns the sum of all cores' loads, added in their order: the same number at the controller and at the rack.
     pub fn sum(&self) -> f64 {
         match self {
             ServerLoads::Local(cores) | ServerLoads::Relayed(cores) => cores.sum(),
@@ -42,7 +42,7 @@ impl ServerLoads {
         }
     }
 
-    /// Returns the number of cores.
+    /// Returns the number of cores of the server.
     pub fn core_count(&self) -> u32 {
         match self {
             ServerLoads::Local(cores) | ServerLoads::Relayed(cores) => cores.len() as u32,
@@ -50,23 +50,23 @@ impl ServerLoads {
         }
     }
 
-    /// Returns the mean over all cores; `None` without cores.
+    /// Returns the mean load of all cores; `None` without cores.
     pub fn mean(&self) -> Option<f64> {
         (self.core_count() > 0).then(|| self.sum() / f64::from(self.core_count()))
     }
 }
 
-/// Servers whose cores have the same fair level and speed in [`super::normalized_load::NormalizedLoad`].
+/// Class of servers whose cores have the same fair level and speed in [`super::normalized_load::NormalizedLoad`].
 #[derive(Debug, Clone, Copy)]
 pub struct ServerClass {
-    /// Weight of the servers.
+    /// Weight of each server of the class.
     pub weight: Weight,
-    /// Speed of each core, in cores of the usual speed; above 0.
+    /// Speed of each core, relative to a core of usual speed; above 0.
     pub speed: f64,
 }
 
 impl ServerClass {
-    /// Returns integers that sort like the values, which are positive floating-point numbers.
+    /// Returns integers that sort like weight and speed; the speed is a positive floating-point number.
     fn sort_key(&self) -> (u32, u64) {
         (self.weight.get(), self.speed.to_bits())
     }
@@ -92,22 +92,22 @@ impl Ord for ServerClass {
     }
 }
 
-/// Bits of a load's mantissa that select the bin: 128 bins from a load to its double.
+/// Number of mantissa bits of a load that select its bin: 128 bins from a load to its double.
 const BIN_BITS: u32 = 7;
 const MANTISSA_BITS: u32 = f64::MANTISSA_DIGITS - 1;
-/// Loads below this one share the first bin: the core is busy for less than 0.02 % of the time.
+/// Minimum load with its own bin. Smaller ones share the first bin: the core is busy for less than 0.02 % of the time.
 const MIN_BINNED_LOAD: f64 = 1.0 / 4096.0;
-/// Loads above this one share the last bin.
+/// Maximum load with a bin of its own. Larger loads share the last bin.
 const MAX_BINNED_LOAD: f64 = 16.0;
-/// Unit of the sums in bins: 2^-32 of a core. A million cores at the data plane's highest load (2^12) stay below 2^64.
+/// Units per core in the sums of bins. A million cores at the data plane's highest load (2^12) stay below 2^64.
 const LOAD_UNIT: f64 = (1u64 << 32) as f64;
 
-/// Spread of many cores' loads: number of cores in each of some 2,000 bins, and the sum of their loads. A bin is as
-/// wide as 1/128 of its loads. Two spreads add up to the spread of all their cores, to the last bit and in any order,
-/// because sums are whole numbers. So cores can also be subtracted.
+/// Histogram of many cores' loads: the number of cores in each of some 2,000 bins, and the sum of their loads. A bin is
+/// as wide as 1/128 of its loads. Two histograms add up to the histogram of all their cores, to the last bit and in any
+/// order, because sums are whole numbers. So cores can also be subtracted.
 #[derive(Debug, Clone, Default)]
 pub struct LoadHistogram {
-    /// Bins by number, up to the last one in use so far.
+    /// Bins by index, up to the last one that has been used.
     bins: Vec<Bin>,
 }
 
@@ -119,16 +119,16 @@ impl PartialEq for LoadHistogram {
 
 impl Eq for LoadHistogram {}
 
-/// Form of a [`LoadHistogram`] that racks send: the bins with a core, by load. These are a few hundred of 2,000, and
-/// hundreds of racks are kept and added up.
+/// Form in which racks send a [`LoadHistogram`]: the bins that have a core, in ascending order of load. These are a few
+/// hundred of 2,000, and hundreds of racks are kept and added up.
 pub type HistogramBins = Vec<(u16, Bin)>;
 
-/// The cores in a bin.
+/// Number and loads of the cores in one bin.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Bin {
-    /// Number of cores.
+    /// Number of cores in the bin.
     pub core_count: u64,
-    /// Sum of their loads in 2^-32 of a core.
+    /// Sum of the cores' loads in units of 2^-32 of a core.
     pub sum: u64,
 }
 
@@ -139,10 +139,10 @@ impl Bin {
 }
 
 impl LoadHistogram {
-    /// Maximum number of bins.
+    /// Maximum number of bins of a histogram.
     pub const BIN_COUNT: u16 = (bin_bits(MAX_BINNED_LOAD) - bin_bits(MIN_BINNED_LOAD)) as u16 + 2;
 
-    /// Adds a core.
+    /// Adds a core with this load.
     pub fn add(&mut self, load: f64) {
         self.add_bin(bin_of(load), Bin::of(load));
     }
@@ -154,12 +154,12 @@ impl LoadHistogram {
         known.sum -= less.sum;
     }
 
-    /// Adds all cores of another spread.
+    /// Adds all cores of another histogram.
     pub fn add_all(&mut self, other: impl Iterator<Item = (u16, Bin)>) {
         other.for_each(|(bin, more)| self.add_bin(bin, more));
     }
 
-    /// Removes all cores of another spread that was added.
+    /// Removes all cores of another histogram that was added before.
     pub fn remove_all(&mut self, other: impl Iterator<Item = (u16, Bin)>) {
         for (bin, less) in other {
             let known = &mut self.bins[usize::from(bin)];
@@ -168,7 +168,7 @@ impl LoadHistogram {
         }
     }
 
-    /// Adds the cores of a bin below [`LoadHistogram::BIN_COUNT`].
+    /// Adds cores to the bin with index `bin`, which is below [`LoadHistogram::BIN_COUNT`].
     pub fn add_bin(&mut self, bin: u16, more: Bin) {
         let position = usize::from(bin);
         if position >= self.bins.len() {
@@ -179,22 +179,22 @@ impl LoadHistogram {
         known.sum = known.sum.saturating_add(more.sum);
     }
 
-    /// Returns the bins with a core, by load.
+    /// Returns the bins that have a core, in ascending order of load.
     pub fn bins(&self) -> impl Iterator<Item = (u16, Bin)> {
         let numbered = self.bins.iter().enumerate().map(|(bin, cores)| (bin as u16, *cores));
         numbered.filter(|(_, bin)| bin.core_count > 0)
     }
 
-    /// Returns the load that brings every core below `level` up to it. The cores of one bin count with their mean load.
-    /// Only the bin of `level` is inexact: each of its cores adds an error of at most a quarter of the bin's width
-    /// (level / 512).
+    /// Returns the total load by which cores are below `level`. The cores of one bin count with their mean load. Only
+    /// the bin of `level` is inexact: each of its cores adds an error of at most a quarter of the bin's width (level /
+    /// 512).
     pub fn missing_load(&self, level: f64) -> f64 {
         let of_bin = |bin: &Bin| (bin.core_count as f64 * level - bin.sum as f64 / LOAD_UNIT).max(0.0);
         self.bins.iter().map(of_bin).sum()
     }
 }
 
-/// Returns sign, exponent and the first bits of the mantissa: they grow with the load.
+/// Returns sign, exponent and first mantissa bits of a load, which grow with the load.
 const fn bin_bits(load: f64) -> u64 {
     load.to_bits() >> (MANTISSA_BITS - BIN_BITS)
 }

@@ -7,18 +7,18 @@ use crate::placement::mix_hash;
 
 pub const NAME: &str = "maglev";
 
-/// The published table size: a prime, about a hundred times the servers of a moderate pool. The data plane's tables are
-/// smaller ([`BucketCount`](crate::placement::BucketCount)); a simulation can use this one.
+/// Published table size: a prime, about a hundred times the number of servers of a moderate pool. The data plane's
+/// tables are smaller ([`BucketCount`](crate::placement::BucketCount)); a simulation can use this one.
 pub const PUBLISHED_SIZE: usize = 65_537;
 
-/// Returns for each of `size` buckets the position in `servers` of its server; empty without servers.
+/// Returns, for each of `size` buckets, the position in `servers` of its server; empty without servers.
 pub fn maglev_table(servers: &[ServerId], size: usize) -> Vec<usize> {
     let servers: Vec<_> = servers.iter().map(|server| (*server, 1.0)).collect();
     weighted_maglev_table(&servers, size)
 }
 
-/// Like [`maglev_table`], with shares. Published Maglev has equal shares; here a server of half the largest share takes
-/// a bucket in every second round.
+/// Returns the result of [`maglev_table`] for servers with shares. Published Maglev has equal shares; here a server of
+/// half the largest share takes a bucket in every second round.
 pub fn weighted_maglev_table(servers: &[(ServerId, f64)], size: usize) -> Vec<usize> {
     let largest = servers.iter().map(|(_, share)| *share).fold(0.0, f64::max);
     if largest <= 0.0 {
@@ -46,7 +46,7 @@ pub fn weighted_maglev_table(servers: &[(ServerId, f64)], size: usize) -> Vec<us
     unreachable!("the server of the largest share has a bucket in every round")
 }
 
-/// The order in which a server takes buckets: offset, offset + skip, offset + 2 skip, ... modulo the size.
+/// Order in which a server takes buckets: offset, offset + skip, offset + 2 skip, ... modulo the size.
 struct BucketOrder {
     next: usize,
     skip: usize,

@@ -53,55 +53,55 @@ use crate::placement::{
 };
 use crate::rss::{RssKey, seeded_rng};
 
-/// Source of the tables of one service.
+/// Policy that computes the placement tables of one service.
 pub trait Policy: Send {
-    /// Returns the name in configuration and output.
+    /// Returns the name of the policy in configuration and output.
     fn name(&self) -> &'static str;
 
-    /// Whether every table for one pool is the same: no load, count or turn decides.
+    /// Returns whether all tables of one pool are the same, because no load, count or turn decides.
     fn is_load_independent(&self) -> bool {
         false
     }
 
-    /// Whether the table depends on loads or open connections, and not only on the set of servers.
+    /// Returns whether the table depends on loads or open connections, and not only on the set of servers.
     fn reads_loads(&self) -> bool {
         true
     }
 
-    /// Whether a server with twice the capacity gets more connections: because its cores' loads are lower (default), or
-    /// because the policy reads the configured capacity.
+    /// Returns whether a server with twice the capacity gets more connections: because its cores' loads are lower
+    /// (default), or because the policy reads the configured capacity.
     fn depends_on_capacity(&self) -> bool {
         self.reads_loads()
     }
 
-    /// Returns the telemetry that the policy needs from load balancers.
+    /// Returns the telemetry about servers that the policy needs from load balancers.
     fn telemetry_level(&self) -> TelemetryLevel {
         TelemetryLevel::Nothing
     }
 
-    /// Returns the pool with its loads as this policy uses them. Called once per table, where the load of each core is
+    /// Returns the pool with the loads as this policy uses them. Called once per table, where the load of each core is
     /// known: for servers in a rack, at the rack controller.
     fn preprocess<'p>(&mut self, pool: &'p Pool) -> Cow<'p, Pool> {
         Cow::Borrowed(pool)
     }
 
-    /// Returns the number of least loaded cores that a rack must send for each bucket to lose nothing.
+    /// Returns the number of least loaded cores that a rack must send for each bucket so that no information is lost.
     fn max_candidates_per_bucket(&self, _buckets: BucketCount) -> usize {
         0
     }
 
-    /// Whether the table depends on open connections or traffic, which load balancers count between two reports.
+    /// Returns whether the table depends on connections or traffic, which load balancers count between two reports.
     fn reads_traffic(&self) -> bool {
         false
     }
 
-    /// Returns the table for the pool.
+    /// Returns the placement table for a pool, with this number of buckets and this generation number.
     fn compute_table(&mut self, pool: &Pool, buckets: BucketCount, generation: u64) -> PlacementTable;
 }
 
 type PolicyFactory = fn(u64) -> Box<dyn Policy>;
 
-/// Every policy by name.
+/// All policies: names, and functions that create them from a seed.
 pub const REGISTRY: [(&str, PolicyFactory); 17] = [
     (hash::NAME, |seed| Box::new(static_policy::StaticPolicy::new(hash::NAME, hash::weighted_modulo_table, seed))),
     (consistent_hash::NAME, |seed| {
@@ -126,10 +126,10 @@ pub const REGISTRY: [(&str, PolicyFactory); 17] = [
     (crossrss_plus::NAME, |seed| Box::new(crossrss_plus::CrossRssPlus::new(seed))),
 ];
 
-/// The default policy of a service.
+/// Name of the default policy of a service.
 pub const DEFAULT: &str = crossrss_plus::NAME;
 
-/// An unknown policy name.
+/// Error: a name that no policy has.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("policy {0:?} does not exist: expected one of {list}", list = names().join(", "))]
 pub struct UnknownPolicy(pub String);
@@ -139,12 +139,12 @@ pub fn names() -> Vec<&'static str> {
     REGISTRY.iter().map(|(name, _)| *name).collect()
 }
 
-/// Returns the names of the policies whose choice depends on the pool alone.
+/// Returns the names of the policies whose tables depend on the pool alone, and not on loads.
 pub fn load_independent_names() -> Vec<&'static str> {
     REGISTRY.iter().filter(|(_, make)| make(0).is_load_independent()).map(|(name, _)| *name).collect()
 }
 
-/// Returns the telemetry that the policy needs from load balancers; `Nothing` for an unknown name. Servers' reports are
+/// Returns the telemetry that a policy needs from load balancers; `Nothing` for an unknown name. Reports of servers are
 /// checked by the same telemetry.
 pub fn telemetry_level(name: &str) -> TelemetryLevel {
     let telemetry_of = |policy: Box<dyn Policy>| {
@@ -154,34 +154,33 @@ pub fn telemetry_level(name: &str) -> TelemetryLevel {
     policy_by_name(name, 0).map(telemetry_of).unwrap_or_default()
 }
 
-/// Whether the policy's tables depend on loads or counts, and so expire; false for an unknown name.
+/// Returns whether the policy's tables depend on loads or counts, and so expire; false for an unknown name.
 pub fn reads_loads(name: &str) -> bool {
     policy_by_name(name, 0).is_ok_and(|policy| policy.reads_loads())
 }
 
-/// Returns the policy with that name. Fails when it is unknown.
+/// Returns the policy with the name `name`, created from `seed`. Fails when the name is unknown.
 pub fn policy_by_name(name: &str, seed: u64) -> Result<Box<dyn Policy>, UnknownPolicy> {
     let found = REGISTRY.iter().find(|(known, _)| *known == name);
     found.map(|(_, make)| make(seed)).ok_or_else(|| UnknownPolicy(name.to_string()))
 }
 
-/// [`seeded_rng`]'s stream for hash keys that are independent of every NIC's key.
+/// Stream of [`seeded_rng`] from which hash keys are drawn that are independent of every NIC's key.
 const RNG_STREAM_INDEPENDENT_KEY: u64 = 2;
 
-/// Returns a hash key of the load balancer's own. With buckets by the hash of the servers' RSS, `hash` would reach only
-/// some cores of each server and look twice as bad as it is.
+/// Returns a hash key that only the load balancer uses. With buckets by the hash of the servers' RSS, `hash` would
+/// reach only some cores of each server and look twice as bad as it is.
 fn independent_key(seed: u64) -> RssKey {
     RssKey::random(&mut seeded_rng(seed, RNG_STREAM_INDEPENDENT_KEY))
 }
 
-/// Returns a table with members and the consistent choice, and one group without candidates. Every policy starts from
-/// it.
+/// Returns a table with members and consistent servers, and one group without candidates. Every policy starts with it.
 fn base_table(pool: &Pool, rule: PlacementRule, buckets: BucketCount, generation: u64, key: RssKey) -> PlacementTable {
     let weights: Vec<(ServerId, u32)> = pool.eligible().map(|server| (server.id, server.weight.get())).collect();
     table_with(pool, rule, buckets, generation, key, weighted_rendezvous(&weights, buckets))
 }
 
-/// Like [`base_table`], with a known consistent choice.
+/// Returns the result of [`base_table`] for known consistent servers.
 fn table_with(
     pool: &Pool,
     rule: PlacementRule,
@@ -212,14 +211,14 @@ fn table_with(
     }
 }
 
-/// Returns the table with member i mod n for bucket i: `hash`, and `crossrss` until the first report.
+/// Returns the table in which bucket i goes to member i mod n: `hash`, and `crossrss` until the first report.
 fn modulo_placement(pool: &Pool, buckets: BucketCount, generation: u64, key: RssKey) -> PlacementTable {
     let positions = hash::weighted_modulo_table(&pool.shares(), buckets.get() as usize);
     table_by_bucket(pool, buckets, generation, key, &positions)
 }
 
-/// Returns a table in which each bucket goes to the eligible server at its entry in `positions` (by id); no positions
-/// without an eligible server.
+/// Returns a table in which each bucket goes to the eligible server (by id) at its entry in `positions`, which is empty
+/// without eligible servers.
 fn table_by_bucket(
     pool: &Pool,
     buckets: BucketCount,

@@ -11,7 +11,7 @@ use crate::statistics::mean;
 
 pub struct NormalizedLoad {
     mean: f64,
-    /// Offset added to each value, so that none is below 0.
+    /// Constant that is added to each compared value, so that none is below 0.
     offset: f64,
     mean_weight: f64,
     mean_speed: f64,
@@ -35,7 +35,7 @@ impl NormalizedLoad {
         levels
     }
 
-    /// Returns the compared value of a core with that class and load. Within a class the value never falls where loads
+    /// Returns the compared value of a core of a class with this load. Within a class the value never falls where loads
     /// rise.
     pub fn normalize(&self, class: ServerClass, load: f64) -> f64 {
         if self.is_uniform {
@@ -44,18 +44,18 @@ impl NormalizedLoad {
         self.compared_at(self.level(class), load)
     }
 
-    /// Returns [`NormalizedLoad::normalize`] for cores that are not all alike, where [`NormalizedLoad::level`] of the
-    /// class is known.
+    /// Returns the result of [`NormalizedLoad::normalize`] if cores are not all alike, and [`NormalizedLoad::level`] of
+    /// the class is known.
     pub fn compared_at(&self, (level, speed): (f64, f64), load: f64) -> f64 {
         self.offset + self.mean - speed * (level - load)
     }
 
-    /// Whether all cores have the same level and speed.
+    /// Returns whether all cores have the same level and speed.
     pub fn is_uniform(&self) -> bool {
         self.is_uniform
     }
 
-    /// Returns the level of a class, and its speed relative to the mean.
+    /// Returns the level of the cores of a class, and their speed relative to the mean speed.
     pub fn level(&self, class: ServerClass) -> (f64, f64) {
         if self.is_uniform {
             return (self.mean, 1.0);

@@ -14,7 +14,7 @@ use crate::ServerId;
 use crate::load::CoreLoads;
 use crate::placement::{BucketCount, weighted_rendezvous};
 
-/// State of one policy.
+/// Cache of one core-aware policy, kept from table to table.
 #[derive(Debug, Default)]
 pub struct PolicyCache {
     pub(super) groups: Vec<CachedGroup>,
@@ -23,10 +23,10 @@ pub struct PolicyCache {
     consistent: ConsistentChoice,
 }
 
-/// Cache of one group of servers.
+/// Cache of one group of servers with the same RSS key.
 #[derive(Debug, Default)]
 pub struct CachedGroup {
-    /// Loads of the group's servers that report to this controller.
+    /// Loads of the group's servers that report directly to this controller.
     pub bucket_loads: BucketLoads,
     pub rack_aggregate: RackAggregate,
 }
@@ -48,7 +48,7 @@ impl PolicyCache {
         Cow::Owned(all)
     }
 
-    /// Returns the choice for connections without a cookie, by eligible servers and weights alone.
+    /// Returns the server of each bucket for connections without a cookie, by eligible servers and their weights alone.
     pub(super) fn consistent_servers(&mut self, pool: &Pool, buckets: BucketCount) -> Vec<ServerId> {
         let weights = || pool.eligible().map(|server| (server.id, server.weight.get()));
         let is_same =
@@ -68,12 +68,12 @@ struct ConsistentChoice {
     choice: Vec<ServerId>,
 }
 
-/// Load spreads of the eligible servers that report to this controller, in whole numbers, so that cores can be
-/// subtracted again.
+/// Load histograms of the eligible servers that report directly to this controller. They have whole numbers, so that
+/// cores can be subtracted again.
 #[derive(Debug, Default)]
 struct LoadHistograms {
     by_class: BTreeMap<ServerClass, LoadHistogram>,
-    /// Counted servers, by id.
+    /// Servers included in the histograms, by id.
     counted: Vec<CountedServer>,
 }
 
@@ -123,7 +123,7 @@ mod tests {
     use crate::rss::{IndirectionTable, RssConfig, RssKey, seeded_rng};
 
     prop_compose! {
-        /// Few values of everything, so that much stays the same from one table to the next.
+        /// Values are of few kinds, so that much stays the same from one table to the next.
         fn server()(
             eligible in prop::bool::weighted(0.9),
             loads in prop::option::weighted(
@@ -154,7 +154,7 @@ mod tests {
     }
 
     prop_compose! {
-        /// Servers that changed since the previous table, or left (`None`).
+        /// Servers that changed since the previous table, or left it (`None`).
         fn change()(
             changed in prop::collection::vec((0usize..12, prop::option::weighted(0.9, server())), 0..4),
             bits in prop_oneof![9 => Just(5u32), 1 => 0u32..8],

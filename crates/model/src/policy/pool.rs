@@ -15,39 +15,39 @@ pub struct PoolServer {
     pub id: ServerId,
     /// Whether the server takes new connections (neither draining nor unhealthy).
     pub eligible: bool,
-    /// Loads of the cores; `None`: no fresh report, so the server counts as neutral.
+    /// Loads of the server's cores; `None` if there is no fresh report: the server then counts with the neutral load.
     pub loads: Option<ServerLoads>,
-    /// Key and indirection table of the server's NIC; `None`: unknown, so all cores count as one.
+    /// RSS key and indirection table of the server's NIC; `None` if unknown: all cores then count as one.
     pub rss: Option<RssConfig>,
-    /// Open connections, of all services.
+    /// Number of open connections of all services.
     pub open_connections: u32,
     /// Weight of the server. (A server of weight 0 is not eligible.)
     pub weight: Weight,
-    /// Fraction of the server's share during slow start, above 0; otherwise 1.
+    /// Fraction of its share that the server gets during slow start, above 0; otherwise 1.
     pub slow_start_fraction: f64,
-    /// Capacity configured by the operator; `None`: the number of cores counts.
+    /// Capacity configured by the operator; `None` if the number of cores counts.
     pub capacity: Option<Capacity>,
-    /// Traffic from load balancers; `None`: not counted yet.
+    /// Rates of the traffic from load balancers; `None` if it was not counted yet.
     pub traffic: Option<TrafficRates>,
-    /// Whether the load is newer than the service's previous table. An older load lacks connections assigned since, and
-    /// smoothing has processed it already.
+    /// Whether the loads are newer than the service's previous table. Older loads lack connections assigned since, and
+    /// smoothing has processed them already.
     pub has_new_load: bool,
 }
 
-/// Traffic to a server, of all services and load balancers together.
+/// Rates of the traffic to a server, of all services and load balancers together.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct TrafficRates {
-    /// Packets per second.
+    /// Number of packets per second.
     pub packets: f64,
-    /// Frame bytes per second.
+    /// Number of frame bytes per second.
     pub bytes: f64,
 }
 
-/// A server that reports more cores than this times the pool's median counts as this many, unless its capacity is
-/// configured.
+/// Maximum ratio of a server's reported number of cores to the pool's median. Cores above it do not count, unless the
+/// server's capacity is configured.
 pub const MAX_CORES_OVER_MEDIAN: u32 = 8;
 
-/// The pool of one service at the time of a table.
+/// Servers of one service, as of the time of a table.
 #[derive(Debug, Clone)]
 pub struct Pool {
     pub(super) servers: Vec<PoolServer>,
@@ -56,27 +56,27 @@ pub struct Pool {
     pub(super) opened_connections: Option<u64>,
     pub(super) counts_requests: bool,
     pub(super) is_new_interval: bool,
-    /// Position in `servers` by id; empty until the first look-up.
+    /// Index in `servers` by server id; empty until the first look-up.
     positions: Vec<Option<u16>>,
-    /// Whether each server has loads from one rack's summary at most, which the rack's next summary replaces.
+    /// Whether no server has loads from the summaries of several racks. Then a rack's next summary replaces the loads.
     in_one_rack: bool,
     totals: OnceLock<Totals>,
 }
 
-/// Sums over all servers, computed once per table.
+/// Sums over all servers of the pool, computed once per table.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Totals {
     neutral_load: f64,
     has_loads: bool,
-    /// Whether all eligible servers are of one class.
+    /// Whether all eligible servers are of the same class.
     pub is_uniform: bool,
-    /// Whether any server reports the loads of its cores to this controller.
+    /// Whether any server reports the loads of its cores directly to this controller.
     pub has_local_reports: bool,
 }
 
 impl Pool {
-    /// Returns a pool. `load_balancer_count`: number of load balancers that share the service's new connections (0
-    /// counts as 1).
+    /// Returns a pool of these servers. `load_balancer_count` is the number of load balancers that share the service's
+    /// new connections (0 counts as 1).
     pub fn new(mut servers: Vec<PoolServer>, load_balancer_count: u32) -> Self {
         servers.sort_by_key(|server| server.id);
         let load_balancer_count = load_balancer_count.max(1);
@@ -93,7 +93,7 @@ impl Pool {
         }
     }
 
-    /// Returns the pool with these servers, at the same time.
+    /// Returns the pool as of the same time, but with these servers.
     pub fn replace_servers(self, servers: Vec<PoolServer>) -> Self {
         let Self { load_balancer_count, opened_connections, counts_requests, is_new_interval, racks, .. } = self;
         let pool =
@@ -101,13 +101,13 @@ impl Pool {
         pool.with_rack_summaries(racks)
     }
 
-    /// Returns the pool at the time of the next table, as [`Pool::new`] would.
+    /// Returns the pool as of the time of the next table, as [`Pool::new`] would.
     pub fn for_next_table(self, load_balancer_count: u32) -> Self {
         let load_balancer_count = load_balancer_count.max(1);
         Self { load_balancer_count, opened_connections: None, counts_requests: false, is_new_interval: true, ..self }
     }
 
-    /// Replaces a server, without the racks' data. A server that is not in the pool is ignored.
+    /// Replaces a server, except its loads from racks. A server that is not in the pool is ignored.
     pub fn replace_server(&mut self, server: PoolServer) {
         let Some(known) = self.position(server.id).map(|position| &mut self.servers[position]) else { return };
         let relayed = match (&server.loads, &known.loads) {
@@ -122,7 +122,7 @@ impl Pool {
         self.totals = OnceLock::new();
     }
 
-    /// Sets whether the server's load is newer than the previous table.
+    /// Sets whether the loads of a server are newer than the previous table.
     pub fn set_has_new_load(&mut self, id: ServerId, fresh: bool) {
         if let Some(position) = self.position(id) {
             self.servers[position].has_new_load = fresh;
@@ -141,8 +141,8 @@ impl Pool {
         self.positions.get(usize::from(id.get())).copied().flatten().map(usize::from)
     }
 
-    /// Returns the pool with the loads from racks, where no other loads are known. In a pool that is behind racks
-    /// already, only new summaries are processed.
+    /// Returns the pool with loads from racks, for servers of which no other loads are known. If the pool has summaries
+    /// already, only new ones are processed.
     pub fn with_rack_summaries(mut self, racks: Vec<Arc<RackSummary>>) -> Self {
         let before = std::mem::replace(&mut self.racks, racks.clone());
         self.totals = OnceLock::new();
@@ -162,7 +162,7 @@ impl Pool {
         self
     }
 
-    /// Removes the loads of the rack's summary.
+    /// Removes the loads that came from a rack's summary.
     fn remove_rack_loads(&mut self, rack: &RackSummary) {
         for reduced in &rack.servers {
             if let Some(position) = self.position(reduced.id) {
@@ -172,7 +172,7 @@ impl Pool {
         }
     }
 
-    /// Adds a rack's summary. The first summary that names a server wins.
+    /// Adds the loads of a rack's summary. If several summaries contain a server, the first one counts.
     fn add_summary(&mut self, rack: &RackSummary) {
         for reduced in &rack.servers {
             let Some(position) = self.position(reduced.id) else { continue };
@@ -184,7 +184,7 @@ impl Pool {
         }
     }
 
-    /// Returns the racks' lists for servers with this RSS key.
+    /// Returns the racks' candidate lists of servers with RSS key `key`.
     pub(super) fn candidate_lists(&self, key: &RssKey) -> impl Iterator<Item = &CandidateList> {
         self.racks.iter().flat_map(|rack| &rack.lists).filter(move |list| list.key == *key)
     }
@@ -194,18 +194,18 @@ impl Pool {
         Self { opened_connections: Some(connections), ..self }
     }
 
-    /// Returns the pool for another table in the same report interval.
+    /// Returns the pool for a further table in the same report interval.
     pub fn for_same_interval(self) -> Self {
         Self { is_new_interval: false, ..self }
     }
 
-    /// Returns the pool in which a "connection" is one request, for UDP services that place each datagram on its own:
-    /// no request is left at the next table.
+    /// Returns the pool with each "connection" counting as one request, for UDP services that place each datagram on
+    /// its own: no request is left at the next table.
     pub fn counting_requests(self) -> Self {
         Self { counts_requests: true, ..self }
     }
 
-    /// Returns all servers, by id.
+    /// Returns all servers of the pool, by id.
     pub fn servers(&self) -> &[PoolServer] {
         &self.servers
     }
@@ -215,7 +215,7 @@ impl Pool {
         self.servers.iter().filter(|server| server.eligible)
     }
 
-    /// Returns the pool with the loads of `servers`.
+    /// Returns a pool like this one with `servers` and their loads.
     pub(super) fn with_loads_of(&self, servers: Vec<PoolServer>) -> Self {
         Self { servers, racks: self.racks.clone(), positions: Vec::new(), totals: OnceLock::new(), ..*self }
     }
@@ -244,17 +244,17 @@ impl Pool {
         })
     }
 
-    /// Whether any eligible server's loads are known.
+    /// Returns whether the loads of any eligible server are known.
     pub fn has_loads(&self) -> bool {
         self.totals().has_loads
     }
 
-    /// Returns the mean load of all cores with known load: the neutral load of a server without a fresh report.
+    /// Returns the mean load of all cores whose load is known: the neutral load of a server without a fresh report.
     pub fn neutral_load(&self) -> f64 {
         self.totals().neutral_load
     }
 
-    /// Returns the share of every eligible server in new connections: weight x ramp.
+    /// Returns the share of each eligible server in new connections: its weight times its slow-start fraction.
     pub fn shares(&self) -> Vec<(ServerId, f64)> {
         self.eligible().map(|server| (server.id, f64::from(server.weight.get()) * server.slow_start_fraction)).collect()
     }
@@ -276,8 +276,8 @@ impl Pool {
         self.eligible().map(|server| of(server).unwrap_or(mean)).collect()
     }
 
-    /// Returns the fair share of each eligible server in new connections: by weight, and with `by_capacity` by
-    /// capacity; the sum is 1.
+    /// Returns the fair share of each eligible server in new connections: by weight and, with `by_capacity`, by
+    /// capacity. The shares add up to 1.
     pub fn fair_shares(&self, by_capacity: bool) -> Vec<(ServerId, f64)> {
         let weights = self.eligible().map(|server| f64::from(server.weight.get()));
         let parts: Vec<f64> = match by_capacity {
@@ -288,33 +288,33 @@ impl Pool {
         self.eligible().zip(parts).map(|(server, part)| (server.id, part / sum)).collect()
     }
 
-    /// Whether the server takes part in the bucket's connections. A server in slow start takes part in a fraction of
-    /// the buckets, always the same ones.
+    /// Returns whether a server takes part in a bucket. A server in slow start takes part in a fraction of the buckets,
+    /// always the same ones.
     pub fn is_candidate(&self, server: &PoolServer, bucket: u32) -> bool {
         server.slow_start_fraction >= 1.0 || hash_fraction(bucket, server.id) < server.slow_start_fraction
     }
 
-    /// Returns the mean load of a connection: all load over all open connections.
+    /// Returns the mean load per connection: the sum of all loads divided by the number of open connections.
     pub fn load_per_connection(&self) -> f64 {
         let known = self.servers.iter().filter(|server| server.loads.is_some());
         let connections: u64 = known.map(|server| u64::from(server.open_connections)).sum();
         if connections == 0 { 0.0 } else { self.total_load() / connections as f64 }
     }
 
-    /// Returns the sum of all known loads of cores.
+    /// Returns the sum of the loads of all cores whose load is known.
     pub fn total_load(&self) -> f64 {
         self.servers.iter().filter_map(|server| server.loads.as_ref()).map(ServerLoads::sum).sum()
     }
 }
 
-/// Returns a number from 0 to 1 that depends on bucket and server.
+/// Returns a pseudorandom number from 0 to 1 that depends only on bucket and server.
 fn hash_fraction(bucket: u32, server: ServerId) -> f64 {
     let bits = mix_hash(bucket << 16 | u32::from(server.get())).wrapping_mul(0x9e37_79b9_7f4a_7c15);
     (bits >> 11) as f64 / (1u64 << 53) as f64
 }
 
 impl PoolServer {
-    /// Returns an eligible server without further data.
+    /// Returns an eligible server of weight 1, of which nothing else is known.
     pub fn new(id: ServerId) -> Self {
         Self {
             id,
@@ -330,8 +330,8 @@ impl PoolServer {
         }
     }
 
-    /// Returns the load of core `core`. A queue beyond the reported cores has the mean of these cores, or `neutral` if
-    /// there are none.
+    /// Returns the load of the core with index `core`. A core beyond the reported ones has their mean load, or
+    /// `neutral` if there are none.
     pub fn core_load(&self, core: u16, neutral: f64) -> f64 {
         let known = self.loads.as_ref().and_then(ServerLoads::cores).and_then(|loads| loads.get(usize::from(core)));
         known.copied().unwrap_or_else(|| self.mean_load(neutral))
@@ -343,14 +343,14 @@ impl PoolServer {
         ServerClass { weight: self.weight, speed: speed.unwrap_or(1.0) }
     }
 
-    /// Returns the number of cores by the server's reports or its NIC's table; `None` when both are unknown.
+    /// Returns the number of cores by the server's reports or its NIC's table; `None` if both are unknown.
     pub fn core_count(&self) -> Option<u32> {
         let by_table = |rss: &RssConfig| rss.indirection_table.queues().iter().max().map(|last| u32::from(*last) + 1);
         let reported = self.loads.as_ref().map(ServerLoads::core_count);
         reported.or_else(|| self.rss.as_ref().and_then(by_table))
     }
 
-    /// Returns the mean load of all cores, or `neutral` when it is unknown.
+    /// Returns the mean load of all cores; `neutral` if it is unknown.
     pub fn mean_load(&self, neutral: f64) -> f64 {
         self.loads.as_ref().and_then(ServerLoads::mean).unwrap_or(neutral)
     }
@@ -389,7 +389,7 @@ mod tests {
     }
 
     prop_compose! {
-        /// Local loads of some servers, and summaries of some racks, which may name the same server.
+        /// Local loads of some servers, and summaries of some racks, several of which may contain the same server.
         fn step()(
             here in prop::collection::vec((0usize..10, prop::option::weighted(0.3, 1u32..9)), 0..4),
             racks in prop::collection::vec((0usize..5, prop::collection::vec((0u64..12, 1u32..9), 0..5)), 0..3),

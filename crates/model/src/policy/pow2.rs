@@ -8,7 +8,7 @@ use crate::load::to_fixed_point;
 use crate::placement::{BucketCount, PlacementRule, PlacementTable};
 use crate::rss::RssKey;
 
-/// Names of the policy by core loads, connections, packets and bytes.
+/// Names of the policy with each metric: core loads, connections, packets and bytes.
 pub const NAMES: [&str; 4] = ["pow2", "pow2:connections", "pow2:packets", "pow2:bytes"];
 
 pub struct PowerOfTwo {

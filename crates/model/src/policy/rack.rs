@@ -23,33 +23,33 @@ use crate::ServerId;
 use crate::placement::{BucketCount, ServerCore};
 use crate::rss::RssKey;
 
-/// Maximum number of candidates of a bucket: the limit of the data plane.
+/// Maximum number of candidates of a bucket in a rack's summary: the limit of the data plane.
 pub const MAX_CANDIDATES: u8 = coreward_intf::MAX_CANDIDATES as u8;
 
-/// Summary of one service's servers in one rack, as far as their loads are known.
+/// Summary of those servers of one service in one rack whose loads are known.
 #[derive(Debug, Clone, PartialEq)]
 pub struct RackSummary {
-    /// Servers by id.
+    /// Servers of the rack with known loads, by id.
     pub servers: Vec<ReducedServer>,
-    /// Load spread of the eligible aggregated servers, by class.
+    /// Load histogram of the eligible aggregated servers of each class.
     pub spreads: Vec<(ServerClass, HistogramBins)>,
-    /// The least loaded cores of the eligible aggregated servers: a list for each RSS key and class.
+    /// Least loaded cores of the eligible aggregated servers: one list for each RSS key and class.
     pub lists: Vec<CandidateList>,
 }
 
-/// A server's entry in a summary.
+/// A server in a rack's summary, with its reduced loads.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ReducedServer {
     /// Id of the server.
     pub id: ServerId,
-    /// Loads of the server: [`ServerLoads::Aggregated`]; in slow start [`ServerLoads::Relayed`].
+    /// Loads of the server: [`ServerLoads::Aggregated`], or in slow start [`ServerLoads::Relayed`].
     pub loads: ServerLoads,
 }
 
-/// The least loaded cores of each bucket, of servers with one RSS key and of one class.
+/// Least loaded cores of each bucket, of servers with one RSS key and of one class.
 #[derive(Debug, Clone, PartialEq)]
 pub struct CandidateList {
-    /// RSS key of the servers.
+    /// RSS key of the list's servers.
     pub key: RssKey,
     /// Number of candidates of each bucket, at least 1.
     pub per_bucket: usize,
@@ -58,7 +58,7 @@ pub struct CandidateList {
 }
 
 impl CandidateList {
-    /// Returns the candidates of a bucket; none where the list is for fewer buckets.
+    /// Returns the candidates of a bucket; none if the list has fewer buckets.
     pub fn bucket(&self, bucket: u32) -> &[(ServerCore, f64)] {
         let start = bucket as usize * self.per_bucket;
         self.candidates.get(start..start + self.per_bucket).unwrap_or_default()
@@ -66,8 +66,8 @@ impl CandidateList {
 }
 
 impl RackSummary {
-    /// Returns the summary of a rack with these servers, with at most `most` candidates for each bucket; fewer than
-    /// [`Policy::max_candidates_per_bucket`] lose information. To be called once per table, because the policy may
+    /// Returns the summary of a rack with these servers, with at most `most` candidates for each bucket. Fewer than
+    /// [`Policy::max_candidates_per_bucket`] lose information. Must be called once per table, because the policy may
     /// smooth loads.
     pub fn of(pool: &Pool, policy: &mut dyn Policy, buckets: BucketCount, most: usize) -> Self {
         let most = policy.max_candidates_per_bucket(buckets).min(most);
@@ -105,7 +105,7 @@ impl RackSummary {
     }
 }
 
-/// Returns the least loaded cores of servers of one key and class.
+/// Returns the candidate list of servers with one RSS key and of one class.
 fn build_candidate_list(key: &RssKey, servers: &[&PoolServer], buckets: BucketCount, most: usize) -> CandidateList {
     let per_bucket = servers.len().min(most);
     let mut candidates = Vec::with_capacity(per_bucket * buckets.get() as usize);

@@ -10,13 +10,13 @@ use super::{CandidateList, RackSummary};
 use crate::placement::BucketCount;
 use crate::rss::RssKey;
 
-/// Summaries that have been merged.
+/// Rack summaries that have been merged, for comparison with newer ones.
 #[derive(Debug, Default)]
 struct MergedSummaries(Vec<Arc<RackSummary>>);
 
 impl MergedSummaries {
-    /// Stores the newest summaries. Returns the positions of changed summaries with the previous ones; `None`: all have
-    /// changed.
+    /// Stores the newest summaries. Returns the indexes of changed summaries with their previous versions; `None` if
+    /// all have changed.
     fn update(&mut self, racks: &[Arc<RackSummary>]) -> Option<Vec<(usize, Arc<RackSummary>)>> {
         let before = std::mem::replace(&mut self.0, racks.to_vec());
         let same_racks = before.len() == racks.len();
@@ -33,7 +33,7 @@ pub struct RelayedHistograms {
 }
 
 impl RelayedHistograms {
-    /// Merges these summaries and returns the spread of each class.
+    /// Merges these summaries, and returns the load histogram of each class.
     pub fn update(&mut self, racks: &[Arc<RackSummary>]) -> &BTreeMap<ServerClass, LoadHistogram> {
         match self.merged.update(racks) {
             Some(changed) => {
@@ -59,7 +59,7 @@ impl RelayedHistograms {
     }
 }
 
-/// The least loaded cores of each bucket, of all racks' servers with one RSS key.
+/// Least loaded cores of each bucket, of the servers of all racks with one RSS key.
 #[derive(Debug, Default)]
 pub struct RackAggregate {
     merged: MergedSummaries,
@@ -70,7 +70,7 @@ pub struct RackAggregate {
 }
 
 impl RackAggregate {
-    /// Updates the cores to these summaries. `most`: number of cores needed for each bucket.
+    /// Updates the least loaded cores to these summaries. `most` is the number of cores needed for each bucket.
     pub fn update(&mut self, racks: &[Arc<RackSummary>], key: &RssKey, buckets: BucketCount, most: usize) {
         let same = self.key.as_ref() == Some(key) && self.least.len() == buckets.get() as usize;
         match self.merged.update(racks) {
@@ -109,12 +109,12 @@ impl RackAggregate {
         }
     }
 
-    /// Returns the least loaded cores of the bucket, at least as many as needed, if they exist.
+    /// Returns the least loaded cores of the bucket: as many as needed, if they exist.
     pub fn least(&self, bucket: u32) -> &[RankedCore] {
         self.least.get(bucket as usize).map_or(&[], LeastLoadedCores::ranked_cores)
     }
 
-    /// Whether `ranked_cores` are all cores that exist.
+    /// Returns whether `places` are all cores that exist.
     pub fn is_complete(&self, places: &[RankedCore]) -> bool {
         places.len() >= self.count
     }

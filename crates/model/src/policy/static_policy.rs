@@ -6,7 +6,7 @@ use crate::ServerId;
 use crate::placement::{BucketCount, PlacementTable};
 use crate::rss::RssKey;
 
-/// Returns for each bucket the position of its server in the list of servers and shares; empty without servers.
+/// Function that returns, for each bucket, the position of its server in a list with shares; empty without servers.
 type BucketAssigner = fn(&[(ServerId, f64)], usize) -> Vec<usize>;
 
 pub struct StaticPolicy {

@@ -1,27 +1,27 @@
 //! An operator's settings for a server's share.
 
-/// Weight of a server: its share of new connections relative to other weights, 0 (none) to 100.
+/// Weight of a server: its share of new connections relative to the weights of other servers, 0 (none) to 100.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Weight(u8);
 
-/// A weight out of range.
+/// Error: a weight above [`Weight::MAX`].
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("weight {0}: expected 0 (no new connections) to {max}", max = Weight::MAX)]
 pub struct WeightError(pub u64);
 
 impl Weight {
-    /// Largest weight. For a larger ratio, give other servers smaller weights.
+    /// Maximum weight. For a larger ratio, other servers must have smaller weights.
     pub const MAX: u8 = 100;
 
-    /// The default weight.
+    /// Default weight of a server.
     pub const ONE: Weight = Weight(1);
 
-    /// Returns the weight. Fails when `weight` is above 100.
+    /// Returns the weight `weight`. Fails when it is above 100.
     pub fn new(weight: u64) -> Result<Self, WeightError> {
         u8::try_from(weight).ok().filter(|weight| *weight <= Self::MAX).map(Self).ok_or(WeightError(weight))
     }
 
-    /// Returns the number.
+    /// Returns the weight as a number.
     pub fn get(self) -> u32 {
         self.0.into()
     }
@@ -33,22 +33,22 @@ impl Default for Weight {
     }
 }
 
-/// Capacity of a server in cores of the usual speed: above 0, at most a million.
+/// Capacity of a server, in cores of usual speed: above 0, at most a million.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Capacity(f64);
 
-/// A capacity out of range.
+/// Error: a capacity that is not above 0, or above a million.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 #[error("capacity {0}: expected a number above 0, at most 1000000: cores of the usual speed")]
 pub struct CapacityError(pub f64);
 
 impl Capacity {
-    /// Returns the capacity. Fails when `capacity` is not above 0, or above a million.
+    /// Returns the capacity `capacity`. Fails when it is not above 0, or above a million.
     pub fn new(capacity: f64) -> Result<Self, CapacityError> {
         if capacity > 0.0 && capacity <= 1e6 { Ok(Self(capacity)) } else { Err(CapacityError(capacity)) }
     }
 
-    /// Returns the number.
+    /// Returns the capacity as a number of cores of usual speed.
     pub fn get(self) -> f64 {
         self.0
     }

@@ -9,7 +9,7 @@ use super::{Pool, base_table};
 use crate::placement::{BucketCount, PlacementRule, PlacementTable};
 use crate::rss::RssKey;
 
-/// Returns a table with turns by `shares`: one share per eligible server of the pool, by id, above 0.
+/// Returns a table with turns in proportion to `shares`: one share above 0 for each eligible server, by id.
 pub fn weighted_turn_table(
     pool: &Pool,
     buckets: BucketCount,
@@ -22,10 +22,10 @@ pub fn weighted_turn_table(
     table
 }
 
-/// Turns per unit of share where shares are not whole numbers.
+/// Number of turns per unit of share, if shares are not whole numbers.
 const TURNS_PER_SHARE: f64 = 64.0;
 
-/// Returns positions in `shares`, each as often as its share, evenly spread.
+/// Returns positions in `shares`, each as often as its share requires, and evenly spread.
 pub fn turns(shares: &[f64]) -> Vec<usize> {
     let whole = shares.iter().all(|share| share.fract() == 0.0);
     let scale = if whole { 1.0 } else { TURNS_PER_SHARE };
@@ -33,7 +33,7 @@ pub fn turns(shares: &[f64]) -> Vec<usize> {
     interleaved(&scale_to_fit(&weights))
 }
 
-/// Returns the weights in lowest terms; scaled down, at least to 1, where the turns would not fit the data plane.
+/// Returns the weights in lowest terms, scaled down (at least to 1) if the turns would not fit the data plane.
 fn scale_to_fit(weights: &[u32]) -> Vec<u32> {
     let divisor = weights.iter().copied().fold(0, greatest_common_divisor).max(1);
     let total: u64 = weights.iter().map(|weight| u64::from(weight / divisor)).sum();
@@ -123,7 +123,7 @@ mod tests {
     }
 
     proptest! {
-        /// Any stretch is within one turn of every server's share, also across the end of the list.
+        /// In any window of turns, also across the end of the list, each server is within two turns of its share.
         #[test]
         fn every_window_of_turns_is_fair(
             weights in prop::collection::vec(1u32..40, 1..30), from in 0usize..500, length in 1usize..500

@@ -17,7 +17,7 @@ pub enum InputTransform {
     SymmetricOrXor,
 }
 
-/// Number or name of an unknown transform.
+/// Error: a number or a name that no input transform has.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("input transform {0} of RSS: expected 0 (none), 1 (symmetric-xor) or 2 (symmetric-or-xor)")]
 pub struct UnknownInputTransform(pub u32);
@@ -32,10 +32,10 @@ impl TryFrom<u32> for InputTransform {
 }
 
 impl InputTransform {
-    /// All transforms.
+    /// All input transforms in the order of their numbers.
     pub const ALL: [Self; 3] = [Self::None, Self::SymmetricXor, Self::SymmetricOrXor];
 
-    /// Returns the number in ethtool.
+    /// Returns the transform's number in ethtool.
     pub fn number(self) -> u8 {
         match self {
             Self::None => intf::RSS_INPUT_UNCHANGED as u8,
@@ -44,7 +44,7 @@ impl InputTransform {
         }
     }
 
-    /// Returns the name in ethtool.
+    /// Returns the transform's name in ethtool.
     pub fn name(self) -> &'static str {
         match self {
             Self::None => "none",
@@ -53,7 +53,7 @@ impl InputTransform {
         }
     }
 
-    /// Returns a source byte and the destination byte at the same offset after the transform.
+    /// Transforms a source byte and the destination byte at the same offset, and returns both.
     pub(super) fn transform(self, source: u8, destination: u8) -> (u8, u8) {
         match self {
             Self::None => (source, destination),
@@ -62,8 +62,8 @@ impl InputTransform {
         }
     }
 
-    /// Returns the transformed addresses and ports of IPv4 (12 bytes) or IPv6 (36); any other length is addresses
-    /// alone.
+    /// Returns the transformed addresses and ports of IPv4 (12 bytes) or IPv6 (36 bytes). Input of any other length has
+    /// only addresses.
     pub(super) fn apply(self, tuple: &[u8]) -> Vec<u8> {
         let mut tuple = tuple.to_vec();
         let addresses = match tuple.len() {
@@ -81,5 +81,5 @@ impl InputTransform {
     }
 }
 
-/// Bytes of the input of IPv4 with ports.
+/// Number of bytes of the input of IPv4 with ports.
 const IPV4_BYTES: usize = intf::RSS_INPUT_IPV4_BYTES as usize;

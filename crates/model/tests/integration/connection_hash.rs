@@ -9,23 +9,23 @@ use coreward_model::cookie::CookieKey;
 use coreward_model::rss::seeded_rng;
 use rand::Rng as _;
 
-/// Number of tuples of each set: enough for 128 collisions in 4,096 places by chance.
+/// Number of tuples in each set: enough for 128 collisions in 4,096 table positions by chance.
 const TUPLE_COUNT: u32 = 1024;
 const KEY_COUNT: u64 = 200;
-/// Number of bits that select a place: a source's counter, a hint, and a set of the flow table have 12, 14 and 17.
+/// Number of bits that select a table position: a source's counter, a hint and a flow table set have 12, 14 and 17.
 const PLACE_BITS: u32 = 12;
-/// Ratio to chance above which the structure of a set shows.
+/// Ratio to the number of collisions by chance from which a set is found to have structure.
 const TOLERANCE: f64 = 1.25;
 
-/// A named set of clients, by number.
+/// Name of a set of clients, and function that returns a client by its number.
 type ClientSet = (&'static str, fn(u32) -> SocketAddr);
 
 fn client(address: u32, port: u32) -> SocketAddr {
     SocketAddr::new(Ipv4Addr::from(address).into(), port as u16)
 }
 
-/// Sets that differ where a sender can choose: in the low and high bits of ports and addresses, as counters, strides
-/// and Gray codes, which change one bit at a time.
+/// Sets of clients that differ where a sender can choose: in the low and high bits of ports and addresses, as counters,
+/// strides and Gray codes, which change one bit at a time.
 const SETS: [ClientSet; 9] = [
     ("ports in a row", |n| client(0xc000_0201, 1024 + n)),
     ("ports in steps of 64", |n| client(0xc000_0201, n << 6)),
@@ -38,7 +38,7 @@ const SETS: [ClientSet; 9] = [
     ("port against address", |n| client(0xc000_0000 + n, 65_535 - n)),
 ];
 
-/// Returns how often pairs of the set's tuples share a place, in multiples of chance, over many keys.
+/// Returns how often pairs of the set's tuples share a table position, in multiples of chance, averaged over many keys.
 fn collisions(hash: fn(&CookieKey, SocketAddr) -> u64, set: ClientSet, shift: u32) -> f64 {
     let mut rng = seeded_rng(171, shift.into());
     let mut pairs = 0u64;
@@ -54,13 +54,13 @@ fn collisions(hash: fn(&CookieKey, SocketAddr) -> u64, set: ClientSet, shift: u3
     pairs as f64 / KEY_COUNT as f64 / (all / f64::from(1 << PLACE_BITS))
 }
 
-/// Returns the hash: the low half selects places, the upper half is the tag.
+/// Returns the connection hash: the low half selects table positions, the upper half is the tag.
 fn whole(key: &CookieKey, client: SocketAddr) -> u64 {
     let hash = ConnectionHash::new(key, 3, client);
     u64::from(hash.tag()) << 32 | u64::from(hash.low_half())
 }
 
-/// Returns a hash by one multiplication without a fold: places depend on the low bits of the tuple alone.
+/// Returns a hash by one multiplication, without a fold: positions depend on the low bits of the tuple alone.
 fn too_simple(key: &CookieKey, client: SocketAddr) -> u64 {
     let SocketAddr::V4(client) = client else { unreachable!("sets are of IPv4") };
     let tuple = u64::from(client.port().swap_bytes()) << 32 | u64::from(u32::from(*client.ip()).swap_bytes());

@@ -20,21 +20,21 @@ use loom::thread;
 
 const SERVICE: u16 = 3;
 const WORDS: usize = size_of::<intf::connection>() / 8;
-/// Number of slots of the one partition that are used; the model grows quickly with them.
+/// Number of slots in use of the one partition. The number of orders that loom tries grows quickly with it.
 const SLOT_COUNT: usize = 2;
 
-/// Memory of the table. Shared state is loom's, so that each access is a separate step; the rest of an entry is plain.
+/// Memory of a connection table. Shared words are loom's, so that each access is a separate step; others are plain.
 struct LoomMemory {
     top: AtomicU64,
-    /// A hint: no packet relies on it.
+    /// Word of the clock hand: only a hint, on which no packet relies.
     hand: PlainWord,
     identity: [AtomicU64; SLOT_COUNT],
     port_flags_next: [AtomicU64; SLOT_COUNT],
     generation: [AtomicU64; SLOT_COUNT],
     rest: [[PlainWord; WORDS]; SLOT_COUNT],
-    /// Every word of the other slots: 0, as in a free slot.
+    /// Stands for every word of the other slots: 0, as in a free slot.
     other: PlainWord,
-    /// Bits of the stack's top that distinguish states of the stack.
+    /// Mask of those bits of the stack's top by which states of the stack are distinguished.
     top_mask: u64,
 }
 
@@ -117,7 +117,7 @@ fn size() -> TableSize {
     TableSize::try_from(u64::from(intf::CONNECTIONS_PER_PARTITION)).unwrap()
 }
 
-/// Returns a table with `free` free slots in its one partition; slot 0 is on top.
+/// Returns a table with `free` free slots in its one partition, with slot 0 on top of the stack.
 fn table(free: usize, top_mask: u64) -> Arc<Table> {
     let table = ConnectionTable::new(LoomMemory::new(top_mask), size());
     for slot in (0..free as u32).rev() {
@@ -145,7 +145,7 @@ fn identity(client: u16, generation: u16) -> EntryIdentity {
     EntryIdentity { tag: packet(client).hash.tag(), generation, service: SERVICE, server: server(client) }
 }
 
-/// Frees an entry as user space does. The grace period in between, which only keeps counters apart, is omitted.
+/// Frees an entry as user space does. The grace period, which only keeps counters apart, is omitted.
 fn free(table: &Table, index: ConnectionIndex, identity: EntryIdentity) -> bool {
     let released = table.release(index, identity);
     if released {
@@ -154,7 +154,7 @@ fn free(table: &Table, index: ConnectionIndex, identity: EntryIdentity) -> bool 
     released
 }
 
-/// Checks that the entries of `taken` are in use and all other slots are on the stack, each once.
+/// Checks that the entries of `taken` are in use, and that all other slots are on the stack exactly once.
 fn check(table: &Table, taken: &[(u16, ConnectionIndex)]) {
     for (client, index) in taken {
         let connection = table.connection(*index).expect("it was taken");
@@ -193,8 +193,8 @@ fn concurrent_packets_and_user_space_neither_lose_nor_duplicate_slots() {
     });
 }
 
-/// The ABA problem: one packet reads the top and sleeps. Meanwhile the same slot is taken, freed and on top again, but
-/// with another slot below.
+/// Provokes the ABA problem: one packet reads the top and sleeps. Meanwhile the same slot is taken, freed and on top
+/// again, but with another slot below.
 fn check_slot_back_on_top(top_mask: u64) {
     loom::model(move || {
         let table = table(SLOT_COUNT, top_mask);
@@ -219,7 +219,7 @@ fn free_list_has_no_aba_problem() {
     check_slot_back_on_top(WHOLE_TOP);
 }
 
-/// The test finds the fault.
+/// Without the change count, the test above must find the fault.
 #[test]
 #[should_panic(expected = "a slot was handed out that is in use")]
 fn slot_is_allocated_twice_without_the_change_count() {
@@ -265,7 +265,7 @@ fn concurrent_free_of_an_entry_succeeds_once() {
     });
 }
 
-/// Makes a packet reuse the one slot in use, whose entry has expired, while `other` acts. Returns the results of both.
+/// Lets a packet reuse the one slot in use, whose entry has expired, while `other` acts. Returns the results of both.
 fn reuse_beside<T>(other: impl Fn(&Table, ConnectionIndex) -> Option<T>) -> (Option<ConnectionIndex>, Option<T>) {
     let table = table(1, WHOLE_TOP);
     let index = take(&table, 1).unwrap();
@@ -281,7 +281,7 @@ fn reuse_beside<T>(other: impl Fn(&Table, ConnectionIndex) -> Option<T>) -> (Opt
     (reused, by_other)
 }
 
-/// Reuses the expired entry of client 1.
+/// Lets client `client` reuse the slot of client 1, whose entry has expired.
 fn reuse(table: &Table, client: u16) -> Option<ConnectionIndex> {
     let is_first = |connection: &Connection| connection.client.port() == 1;
     table.reuse(&packet(client), server(client), ClockTicks(5), is_first).map(|(index, _)| index)

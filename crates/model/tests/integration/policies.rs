@@ -157,7 +157,7 @@ fn connections_of_one_interval_fill_the_deficits() {
     assert!((cost(130) - 0.0225).abs() < 1e-5);
 }
 
-/// Load balancers send counts only for policies that use them.
+/// Policies whose tables depend on the number of opened connections request this telemetry from load balancers.
 #[test]
 fn policies_that_use_opened_connections_request_them() {
     let rss_key = key(1);
@@ -292,8 +292,8 @@ fn unknown_policy_is_rejected_with_the_list_of_policies() {
     );
 }
 
-/// Returns the share of new connections that a server of weight 2 gets next to two of weight 1, over 50 s. A core's
-/// load is `base` and `cost` for each connection of the last interval.
+/// Returns the fraction of new connections that a server of weight 2 gets next to two servers of weight 1, over 50 s. A
+/// core's load is `base`, plus `cost` for each of its connections in the last interval.
 fn share_of_heavy_server(policy: &str, base: f64, cost: f64) -> f64 {
     const PER_INTERVAL: u32 = 60;
     let rss_key = key(7);

@@ -10,10 +10,10 @@ use coreward_model::policy::{
 use coreward_model::rss::{IndirectionTable, RssConfig, RssKey, seeded_rng};
 use proptest::prelude::*;
 
-/// Number of reports, more than one because policies store loads.
+/// Number of reports in a test; more than one because policies keep loads from report to report.
 const REPORT_COUNT: u64 = 4;
 
-/// A server and its rack; `None`: its agent reports to the controller directly.
+/// A server and the index of its rack; `None` if its agent reports directly to the controller.
 #[derive(Debug, Clone)]
 struct RackServer {
     server: PoolServer,
@@ -62,7 +62,7 @@ fn pool_of(servers: &[PoolServer], requests: bool) -> Pool {
     if requests { pool.counting_requests() } else { pool }
 }
 
-/// Changes the servers to those of the next report: loads differ, and some servers are silent, join or leave.
+/// Changes the servers to their state at the next report: loads differ, and some servers are silent, join or leave.
 fn apply_next_report(servers: &mut [RackServer], report: u64) {
     for (position, RackServer { server, .. }) in servers.iter_mut().enumerate() {
         let turn = (position as u64).wrapping_mul(0x9e37_79b9).wrapping_add(report * 7) % 23;
@@ -87,7 +87,7 @@ fn apply_next_report(servers: &mut [RackServer], report: u64) {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 96, ..ProptestConfig::default() })]
 
-    /// For every policy, the summaries of racks make the same table as the servers' own reports.
+    /// For every policy, the table from the summaries of racks equals the table from the servers' own reports.
     #[test]
     fn tables_are_equal_with_and_without_racks(
         mut servers in prop::collection::vec(racked(), 0..24), bits in 0u32..8, requests: bool
@@ -131,7 +131,7 @@ proptest! {
         }
     }
 
-    /// The k least loaded of all are among the k least loaded of each rack; fewer than k do not suffice.
+    /// The k least loaded cores of all are among the k least loaded cores of each rack; fewer than k do not suffice.
     #[test]
     fn fewer_candidates_are_the_least_of_each_rack(
         loads in prop::collection::vec(0.0..1.0f64, 2..12),

@@ -13,14 +13,14 @@ use crate::engine::{TestEngine, config};
 const CORE_COUNT: u16 = 4;
 const EPOCH: u64 = 16;
 
-/// By core: the services that run there, as digits.
+/// Returns for each core the services that run on it, as digits.
 fn assignment(bench: &TestEngine) -> [String; CORE_COUNT as usize] {
     let ranks = bench.engine.dispatch_policy().ranks();
     let services = |core| ['0', '1'].into_iter().zip(0..).filter(move |(_, service)| ranks.is_enabled(*service, core));
     std::array::from_fn(|core| services(core as u16).map(|(name, _)| name).collect())
 }
 
-/// Checks the monitors at `now`; the worker with a hint acts on it.
+/// Checks the load monitors at time `now`, and lets a worker with a hint act on it.
 fn check_monitors(bench: &mut TestEngine, allocator: &CoreAllocator, workers: &mut [Worker<'_>], now: u64) {
     bench.engine.check_monitors(now);
     for worker in workers {
@@ -32,7 +32,7 @@ fn check_monitors(bench: &mut TestEngine, allocator: &CoreAllocator, workers: &m
     bench.check_accounts();
 }
 
-/// Completes all requests of all cores.
+/// Completes all requests at all cores.
 fn complete_all(bench: &mut TestEngine, workers: &mut [Worker<'_>], now: u64) {
     while (0..CORE_COUNT).any(|core| bench.engine.dispatch_policy().ranks().core_request_count(core) > 0) {
         for worker in &mut *workers {
@@ -44,7 +44,7 @@ fn complete_all(bench: &mut TestEngine, workers: &mut [Worker<'_>], now: u64) {
     }
 }
 
-/// The assignment at first, during a burst of service 0, and after calm epochs.
+/// Returns the assignments at the start, during a burst of service 0, and after calm epochs.
 fn assignments(kind: CoreAssignment) -> Vec<[String; CORE_COUNT as usize]> {
     let engine = EngineConfig { core_count: CORE_COUNT, rank_bound: NonZeroU16::new(1).unwrap(), ..config() };
     let mut bench = TestEngine::new(&engine);

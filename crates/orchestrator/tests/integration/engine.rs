@@ -22,7 +22,7 @@ fn address() -> SocketAddrV4 {
     SocketAddrV4::new([127, 0, 0, 1].into(), 4000)
 }
 
-/// Two services in strict priority on 2 cores, with a depth of 2.
+/// Returns a configuration with two services in strict priority on 2 cores, and a rank bound of 2.
 pub fn config() -> EngineConfig {
     let service =
         |priority| ServiceConfig { entry: ServiceEntry { address: address(), priority }, lambda: Lambda::PUBLISHED };
@@ -63,7 +63,7 @@ impl TestEngine {
         answers
     }
 
-    /// A worker that runs no service.
+    /// Attaches a worker that runs no service.
     pub fn attach<'r>(&mut self, runtime: &'r Runtime, core: u16) -> Worker<'r> {
         std::thread::scope(|scope| {
             let worker = scope.spawn(|| runtime.worker(core));
@@ -74,7 +74,7 @@ impl TestEngine {
         })
     }
 
-    /// A worker that runs both services, and serves nothing by itself.
+    /// Attaches a worker on which both services are enabled, but which does not serve requests by itself.
     fn worker<'r>(&mut self, runtime: &'r Runtime, core: u16) -> Worker<'r> {
         let mut worker = self.attach(runtime, core);
         (0..2).for_each(|service| worker.enable_service(service, core).unwrap());
@@ -100,7 +100,7 @@ impl TestEngine {
         self.engine.service_counters()[service]
     }
 
-    /// Every received request has one fate.
+    /// Checks that each received request is counted in exactly one other state.
     pub fn check_accounts(&self) {
         for (service, counters) in self.engine.service_counters().iter().enumerate() {
             let ServiceCounters { received, dropped, rejected, completed, lost } = counters;
@@ -112,7 +112,7 @@ impl TestEngine {
     }
 }
 
-/// The worker takes requests of a service and completes them without a response.
+/// Takes requests of a service at the worker, and completes them without a response.
 fn complete(worker: &mut Worker<'_>, service: u8, count: u32) {
     for _ in 0..count {
         assert_eq!(worker.take_request().unwrap().unwrap().service(), service);
@@ -120,7 +120,7 @@ fn complete(worker: &mut Worker<'_>, service: u8, count: u32) {
     worker.load_feedback(service, worker.core(), count).unwrap();
 }
 
-/// Answers with the payload, after the core's number.
+/// Handler that responds with the core's number and the request's payload.
 struct Echo;
 
 impl Handler for Echo {

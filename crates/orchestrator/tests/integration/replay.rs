@@ -21,35 +21,35 @@ use crate::engine::{TestEngine, config};
 const CORE_COUNT: u16 = 16;
 const SERVICE_COUNT: usize = 2;
 const CAPACITY: usize = 256;
-/// In the environment: decisions of the run.
+/// Environment variable with the number of decisions of a test run.
 const DECISIONS_VARIABLE: &str = "COREWARD_DECISIONS";
 const DECISION_COUNT: u64 = 100_000;
-/// Records that are replayed at once.
+/// Number of records that are replayed at once.
 const BATCH: usize = 1 << 20;
-/// Time without a response after which the run fails.
+/// Time without a response after which the test fails.
 const TIMEOUT: Duration = Duration::from_secs(60);
 
-/// An input of the engine in the order in which it was processed, or an observed result.
+/// Record of an input of the engine, in the order of processing, or of an observed result.
 #[derive(Debug, Clone, Copy)]
 enum Record {
-    /// Request number N of a service arrives.
+    /// The next request of a service arrives at the engine.
     Submit { now: u64, service: u8 },
-    /// A core responds to a request.
+    /// A core responds to the request with this number.
     Response { service: u8, core: u16, number: u64 },
     /// A service is enabled or disabled on a core.
     Enabled { service: u8, core: u16, is_enabled: bool },
-    /// All cores have been polled: waiting requests are sent.
+    /// All cores have been polled, so that waiting requests are sent.
     Dispatch { now: u64 },
 }
 
-/// The model, and the requests that it has sent.
+/// Replay of records on the model, with the requests that the model has sent.
 struct Replay {
     model: JoinBoundedShortestRankedQueue<u64>,
-    /// Factor in thousandths of a request of a service (column) in the rank of a service (row).
+    /// Factor, in thousandths, of a request of one service (column) in the rank of another service (row).
     weights: [[u32; SERVICE_COUNT]; SERVICE_COUNT],
     bound: u32,
     enabled: [[bool; SERVICE_COUNT]; CORE_COUNT as usize],
-    /// By core and service: numbers of the requests there, in order.
+    /// Numbers of the outstanding requests by core and service, in order.
     outstanding_requests: [[VecDeque<u64>; SERVICE_COUNT]; CORE_COUNT as usize],
     next_number: u64,
     dropped: [u64; SERVICE_COUNT],
@@ -81,7 +81,7 @@ impl Replay {
         }
     }
 
-    /// Applies a record. Fails when the model's decision, or the core of least rank by definition, is another one.
+    /// Applies a record. Fails when the model, or the search for the least rank, decides differently.
     fn apply(&mut self, record: Record) -> Result<(), String> {
         match record {
             Record::Submit { now, service } => {
@@ -123,7 +123,7 @@ impl Replay {
         Ok(())
     }
 
-    /// Returns the first core of least rank below the bound that runs the service.
+    /// Returns the first of the cores with the least rank below the bound on which the service is enabled.
     fn least_ranked(&self, service: u8) -> Option<u16> {
         let own = usize::from(service);
         let rank = |core: usize| -> u32 {
@@ -136,7 +136,7 @@ impl Replay {
     }
 }
 
-/// The engine, with a record of its inputs and results.
+/// Engine whose inputs and results are recorded.
 struct Recorder {
     bench: TestEngine,
     records: Vec<Record>,
@@ -163,7 +163,7 @@ impl Recorder {
         self.submitted_count += 1;
     }
 
-    /// Returns the number of responses and messages.
+    /// Polls the engine and records the results. Returns the number of responses and messages.
     fn poll(&mut self, now: u64) -> usize {
         let Self { bench, records, response_count, .. } = self;
         let received = bench.engine.poll(now, &mut |service, _, payload| {
@@ -185,13 +185,13 @@ impl Recorder {
         received
     }
 
-    /// Requests in the engine and at cores.
+    /// Returns the number of requests in the engine and at cores.
     fn in_flight(&self) -> u64 {
         let dropped: u64 = (0..SERVICE_COUNT).map(|service| self.bench.counters(service).dropped).sum();
         self.submitted_count - self.response_count - dropped
     }
 
-    /// Replays the records since the last call, and compares counters.
+    /// Replays the records since the last call on the model, and compares counters.
     fn check(&mut self, replay: &mut Replay) {
         self.records.drain(..).try_for_each(|record| replay.apply(record)).unwrap();
         for service in 0..SERVICE_COUNT {
@@ -203,7 +203,7 @@ impl Recorder {
     }
 }
 
-/// Serves all cores in one thread: responds with number and core, and changes at random where services run.
+/// Serves all cores in one thread: responds with number and core, and randomly enables and disables services.
 fn serve(runtime: &Runtime, seed: u64, stop: &AtomicBool) -> Result<(), RuntimeError> {
     let mut rng = seeded_rng(seed, 1);
     let mut draw = |below: u32| uniform_below(&mut rng, below);
@@ -229,7 +229,7 @@ fn serve(runtime: &Runtime, seed: u64, stop: &AtomicBool) -> Result<(), RuntimeE
     Ok(())
 }
 
-/// Runs the engine until so many requests are completed. `check` takes the records, from time to time and at the end.
+/// Runs the engine until `completed` requests are completed. `check` consumes the records repeatedly.
 fn run(config: &EngineConfig, completed: u64, seed: u64, mut check: impl FnMut(&mut Recorder)) {
     let mut recorder = Recorder::new(config);
     let runtime = recorder.bench.runtime();
@@ -271,7 +271,7 @@ fn run(config: &EngineConfig, completed: u64, seed: u64, mut check: impl FnMut(&
     check(&mut recorder);
 }
 
-/// Each rank rule, scheduler and ranking, a rate limit, and queues of one request.
+/// Returns configurations with each rank rule, scheduler and ranking, a rate limit, and queues of one request.
 fn configs() -> Vec<EngineConfig> {
     let with = |change: &dyn Fn(&mut EngineConfig)| {
         let mut changed = EngineConfig { core_count: CORE_COUNT, rank_bound: NonZeroU16::new(4).unwrap(), ..config() };

@@ -13,7 +13,7 @@ fn socket() -> BatchSocket {
     BatchSocket::bind("127.0.0.1:0".parse().unwrap(), MAX_BYTES).unwrap()
 }
 
-/// Receives batches until `count` datagrams have arrived. Returns the sizes of the batches and the datagrams.
+/// Receives batches until `count` datagrams have arrived. Returns the lengths of the batches, and the datagrams.
 fn receive(socket: &mut BatchSocket, from: SocketAddrV4, count: usize) -> (Vec<usize>, Vec<Vec<u8>>) {
     let (mut batches, mut datagrams, started) = (Vec::new(), Vec::new(), Instant::now());
     while datagrams.len() < count {

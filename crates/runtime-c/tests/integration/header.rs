@@ -1,6 +1,6 @@
 //! The committed header against the one that build.rs makes from the source.
 
-/// Set, the header is written before.
+/// Environment variable: if it is set, the test first writes the header.
 const WRITE: &str = "COREWARD_WRITE_HEADER";
 
 #[test]

@@ -31,7 +31,7 @@ struct Client {
 }
 
 impl Client {
-    /// Returns status and pairs of the response.
+    /// Sends a request, and returns the status and the pairs of the response.
     fn call(&self, request_type: u8, key: &str, value: &[u8]) -> (u8, Pairs) {
         let id = self.next_id.replace(self.next_id.get() + 1);
         let is_response = |response: &[u8]| response[4..8] == id.to_le_bytes();

@@ -13,7 +13,7 @@ use coreward_orchestrator::intake::RequestIntake;
 
 pub const TIMEOUT: Duration = Duration::from_secs(20);
 
-/// Compiles an example into `directory`, with these options for libraries.
+/// Compiles an example into `directory` with these linker options, and returns the program's path.
 pub fn compile(directory: &Path, example: &str, options: &[&str]) -> PathBuf {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
     let libraries = std::env::current_exe().unwrap().parent().unwrap().to_owned();
@@ -30,7 +30,7 @@ pub fn compile(directory: &Path, example: &str, options: &[&str]) -> PathBuf {
     program
 }
 
-/// Sends a request until it is answered. Returns the response. Others answer an earlier request that was sent twice.
+/// Sends a request until it is answered, and returns the response. Others, to earlier repeated requests, are ignored.
 pub fn ask(client: &UdpSocket, request: &[u8], is_response: impl Fn(&[u8]) -> bool) -> Vec<u8> {
     let started = Instant::now();
     let mut response = [0; 1500];
@@ -47,7 +47,7 @@ pub fn ask(client: &UdpSocket, request: &[u8], is_response: impl Fn(&[u8]) -> bo
     }
 }
 
-/// Ends the daemon's thread, after a failed assertion, too.
+/// Guard that ends the daemon's thread, even after a failed assertion.
 pub struct StopOnDrop<'a>(pub &'a AtomicBool);
 
 impl Drop for StopOnDrop<'_> {
@@ -60,20 +60,20 @@ pub fn free_address() -> SocketAddr {
     UdpSocket::bind("127.0.0.1:0").unwrap().local_addr().unwrap()
 }
 
-/// An orchestrator of two cores with these services.
+/// Starts an orchestrator of two cores with these services.
 pub fn orchestrator_of(memory: &Path, services: &str) -> Daemon {
     let text = format!("memory = {memory:?}\ncores = 2\n{services}");
     let config = Config::parse(&Source::from_text("orchestrate.toml", &text)).unwrap();
     Daemon::start(&config, RequestIntake::default()).unwrap()
 }
 
-/// An orchestrator of two cores with one service, and its address.
+/// Starts an orchestrator of two cores with one service, and returns the service's address, too.
 pub fn orchestrator(memory: &Path) -> (Daemon, SocketAddr) {
     let listen = free_address();
     (orchestrator_of(memory, &format!("[[service]]\nlisten = \"{listen}\"\n")), listen)
 }
 
-/// Ends a server by SIGTERM. Returns its output.
+/// Ends a server by SIGTERM, and returns its output.
 pub fn end(server: Child) -> Output {
     assert!(Command::new("kill").arg(server.id().to_string()).status().unwrap().success());
     server.wait_with_output().unwrap()

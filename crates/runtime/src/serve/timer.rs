@@ -11,8 +11,8 @@ use super::{Access, Handler, Preempt, ServeCounters, ServeOptions, Server, run, 
 use crate::error::RuntimeError;
 use crate::worker::Worker;
 
-/// Server that the worker's and the timer's thread share. The timer keeps the lock while it serves requests, so that
-/// the preempted handler waits at its next yield point or at its end.
+/// Request server that the threads of the worker and the timer share. The timer thread keeps the lock while it serves
+/// requests, so that the preempted handler waits at its next yield point or at its end.
 struct Locked<'s, 'w, 'r, H: ?Sized>(&'s Mutex<Server<'w, 'r, H>>);
 
 impl<'w, 'r: 'w, H: Handler + ?Sized> Access<'w, 'r> for Locked<'_, 'w, 'r, H> {
@@ -29,7 +29,7 @@ impl<H: Handler + ?Sized> Preempt for Locked<'_, '_, '_, H> {
     }
 }
 
-/// Ends the timer when dropped, also by a panic of the handler.
+/// Guard that ends the timer thread when it is dropped, also after a panic of the handler.
 struct EndOnDrop<'a>(&'a AtomicBool);
 
 impl Drop for EndOnDrop<'_> {
@@ -43,11 +43,12 @@ fn lock<'l, 'w, 'r, H: ?Sized>(server: &'l Mutex<Server<'w, 'r, H>>) -> MutexGua
 }
 
 impl Worker<'_> {
-    /// Serves as [`serve`](Self::serve), and preempts handlers also between yield points, by a timer of `period`. A
-    /// handler must allow calls by both threads, and must not hold a lock that handlers of higher priority need. The
-    /// timer's thread has the affinity of this thread, which should be one CPU. Its priority is real-time, one above
-    /// this thread's, if the process may have that (CAP_SYS_NICE or RLIMIT_RTPRIO); else the kernel may let the handler
-    /// run for a time slice first. Fails as [`serve`](Self::serve) does.
+    /// Serves like [`serve`](Self::serve), and also preempts handlers between yield points, by a timer of `period`. A
+    /// handler must allow calls by both threads, and must not hold a lock that handlers of higher priority need.
+    ///
+    /// The timer thread has the affinity of this thread, which should be one CPU. It has a real-time priority one above
+    /// this thread's, if the process may set that (CAP_SYS_NICE or RLIMIT_RTPRIO). Otherwise the kernel may let the
+    /// handler run for a time slice first. Fails like [`serve`](Self::serve).
     pub fn serve_with_timer(
         &mut self,
         handler: &(dyn Handler + Sync),
@@ -90,7 +91,7 @@ fn preempt_periodically<H: Handler + ?Sized>(
     Ok(())
 }
 
-/// Gives this thread a real-time priority above its present one, if the process may.
+/// Gives this thread a real-time priority above its current one, if the process is allowed to.
 fn raise_priority() {
     let mut present = libc::sched_param { sched_priority: 0 };
     // SAFETY: both calls get a valid structure, and thread 0 is the calling one.

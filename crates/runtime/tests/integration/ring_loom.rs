@@ -20,7 +20,7 @@ impl Cursor for LoomCursor {
     }
 }
 
-/// Loom fails when two threads access a slot at once, or without an order between them.
+/// Ring for loom, which fails when threads access a slot at once, or without synchronisation.
 struct Ring {
     head: LoomCursor,
     tail: LoomCursor,

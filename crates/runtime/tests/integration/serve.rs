@@ -14,7 +14,7 @@ use coreward_runtime::worker::{Runtime, Worker};
 
 use crate::shared_memory::{GEOMETRY, address, attach_worker, orchestrator, receive_all_messages, request};
 
-/// Serves two services and records events.
+/// Handler of two services that records events.
 #[derive(Default)]
 struct Recorder {
     events: Mutex<Vec<&'static str>>,
@@ -52,7 +52,7 @@ impl Handler for Recorder {
     }
 }
 
-/// Serves until `work` returns; the orchestrator reads all rings meanwhile. Returns the messages and responses.
+/// Serves requests until `work` returns, while the orchestrator reads all rings. Returns the messages and responses.
 fn serve(
     queues: &mut CoreQueues,
     path: &Path,
@@ -110,7 +110,7 @@ fn handler_yields_to_higher_priority_after_its_quantum() {
     }
 }
 
-/// Serves service 1 until a request of service 0 has been served, without yield points.
+/// Handler that serves service 1 without yield points until a request of service 0 has been served.
 #[derive(Default)]
 struct Endless {
     low_has_started: AtomicBool,
@@ -147,7 +147,7 @@ fn timer_preempts_a_handler_without_yield_points() {
     assert_eq!((counters.served, counters.preempting), (2, 1));
 }
 
-/// Computes for some time, and answers with the request's payload.
+/// Handler that computes for some time, and responds with the request's payload.
 struct Echo;
 
 impl Handler for Echo {
@@ -208,7 +208,7 @@ fn hint_is_acted_on_at_a_yield_point() {
     assert_eq!(handler.events.into_inner().unwrap(), ["low starts", "hint", "low ends"]);
 }
 
-/// Answers nothing to service 0, and too much to service 1.
+/// Handler that sends no response to requests of service 0, and a too long one to those of service 1.
 struct Silent;
 
 impl Handler for Silent {

@@ -19,7 +19,7 @@ pub fn address(port: u16) -> SocketAddrV4 {
     SocketAddrV4::new([127, 0, 0, 1].into(), port)
 }
 
-/// An orchestrator with two services, in a directory of its own.
+/// Creates an orchestrator with two services, in a temporary directory.
 pub fn orchestrator() -> (tempfile::TempDir, PathBuf, CoreQueues) {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("cores");
@@ -28,7 +28,7 @@ pub fn orchestrator() -> (tempfile::TempDir, PathBuf, CoreQueues) {
     (directory, path, queues)
 }
 
-/// The orchestrator accepts the worker while it waits for that.
+/// Attaches a worker while the orchestrator polls for it and accepts it.
 pub fn attach_worker<'a>(queues: &mut CoreQueues, runtime: &'a Runtime, core: u16) -> Worker<'a> {
     std::thread::scope(|scope| {
         let worker = scope.spawn(|| runtime.worker(core));
@@ -179,7 +179,7 @@ fn memory_of_others_is_rejected() {
     assert_eq!(Runtime::connect(&path).unwrap_err().to_string(), "the orchestrator is not running");
 }
 
-/// A page that the file system cannot provide later would end the process by SIGBUS.
+/// Tests that all pages exist: one that the file system cannot provide later would end the process by SIGBUS.
 #[test]
 fn memory_is_reserved_when_it_is_created() {
     let (_directory, path, _queues) = orchestrator();

@@ -19,14 +19,14 @@ use coreward_runtime::worker::Runtime;
 use super::{CPUS, PAYLOAD, config, connect, free_address, veth};
 use crate::cpus::{THIS_THREAD, bind_to_cpu};
 
-/// Number of requests that wait in the socket: they fit the kernel's default receive buffer.
+/// Number of requests that wait in the socket before the clock starts: they fit the kernel's default receive buffer.
 const BURST: u64 = 256;
 pub const CORE_COUNT: u16 = 16;
-/// Generous limit: a burst takes less than a millisecond.
+/// Maximum time for a burst, which normally takes less than a millisecond.
 const TIMEOUT: Duration = Duration::from_secs(10);
 const KSOFTIRQD_TIME: Duration = Duration::from_micros(50);
 
-/// Times per request in ns.
+/// Mean times per request (ns): in the server, and for the delivery into its socket.
 #[derive(Debug, Clone, Copy)]
 pub struct Times {
     pub server_ns: f64,
@@ -37,7 +37,7 @@ fn loopback_client() -> anyhow::Result<BatchSocket> {
     Ok(BatchSocket::bind("127.0.0.1:0".parse()?, PAYLOAD.len())?)
 }
 
-/// Receives the responses of a burst. Over a veth ksoftirqd may deliver them on this CPU.
+/// Receives the responses to a burst, which ksoftirqd may have to deliver on this CPU if the client uses a veth.
 fn receive_all(client: &mut BatchSocket) -> anyhow::Result<()> {
     let (started, mut answers) = (Instant::now(), 0);
     while answers < BURST {
@@ -50,7 +50,7 @@ fn receive_all(client: &mut BatchSocket) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Measures a server with requests of `client`. `serve` returns the number of requests that it has completed.
+/// Measures a server with bursts of requests. Each call of `serve` returns the number of requests it has completed.
 fn measure(
     client: &mut BatchSocket,
     server: SocketAddrV4,
@@ -75,7 +75,7 @@ fn measure(
     Ok(Times { server_ns: each(busy), delivery_ns: each(delivery) })
 }
 
-/// Measures a server with two system calls per request.
+/// Measures an echo server that uses two system calls per request.
 pub fn echo_each(requests: u64) -> anyhow::Result<Times> {
     let socket = UdpSocket::bind("127.0.0.1:0")?;
     let std::net::SocketAddr::V4(address) = socket.local_addr()? else { unreachable!("bound to an IPv4 address") };
@@ -87,7 +87,7 @@ pub fn echo_each(requests: u64) -> anyhow::Result<Times> {
     })
 }
 
-/// Measures a server with two system calls per batch of requests.
+/// Measures an echo server that uses two system calls per batch of requests.
 pub fn echo_batches(requests: u64) -> anyhow::Result<Times> {
     let mut socket = BatchSocket::bind("127.0.0.1:0".parse()?, PAYLOAD.len())?;
     let address = socket.local_address()?;
@@ -101,22 +101,22 @@ pub fn echo_batches(requests: u64) -> anyhow::Result<Times> {
     })
 }
 
-/// Measures the orchestrator on loopback.
+/// Measures the orchestrator over loopback, with UDP sockets.
 pub fn orchestrate(requests: u64) -> anyhow::Result<Times> {
     orchestrate_at(free_address()?, None, &mut loopback_client()?, requests)
 }
 
-/// Measures the orchestrator over a veth with UDP sockets.
+/// Measures the orchestrator over a veth, with UDP sockets.
 pub fn orchestrate_veth(requests: u64) -> anyhow::Result<Times> {
     veth::with_client(|client| orchestrate_at(veth::SERVER, None, client, requests))
 }
 
-/// Measures the orchestrator over a veth with AF_XDP in copy mode.
+/// Measures the orchestrator over a veth, with AF_XDP in copy mode.
 pub fn orchestrate_af_xdp(requests: u64) -> anyhow::Result<Times> {
     veth::with_client(|client| orchestrate_at(veth::SERVER, Some(veth::INTERFACE), client, requests))
 }
 
-/// Measures the orchestrator; the workers of all cores share a thread on the other CPU.
+/// Measures the orchestrator at `address`, with the workers of all cores in one thread on the other CPU.
 fn orchestrate_at(
     address: SocketAddrV4,
     interface: Option<&str>,

@@ -20,7 +20,7 @@ const CLIENT_MAC: &str = "02:00:00:00:09:01";
 const SERVER_MAC: &str = "02:00:00:00:09:02";
 const TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Runs `action` in a new thread in the server's namespace, with a socket of the client. Fails without root.
+/// Runs `action` with a UDP socket of the client, in a new thread in the server's namespace. Fails without root.
 pub fn with_client<T: Send>(action: impl FnOnce(&mut BatchSocket) -> anyhow::Result<T> + Send) -> anyhow::Result<T> {
     std::thread::scope(|scope| {
         let thread = scope.spawn(|| {
@@ -31,7 +31,7 @@ pub fn with_client<T: Send>(action: impl FnOnce(&mut BatchSocket) -> anyhow::Res
     })
 }
 
-/// Connects the namespaces and leaves the thread in the server's one.
+/// Connects two new namespaces by a veth, and leaves the thread in the server's one. Returns a socket of the client.
 fn connect() -> anyhow::Result<BatchSocket> {
     enter_new()?;
     let client = own_namespace()?;
@@ -56,7 +56,7 @@ fn own_namespace() -> anyhow::Result<File> {
     File::open("/proc/thread-self/ns/net").context("the thread's network namespace")
 }
 
-/// Sets up one end of the veth with a static neighbour entry for the other, so that no burst waits for ARP.
+/// Configures this end of the veth, with a static neighbour entry for the other end, so that no burst waits for ARP.
 fn configure(own: Ipv4Addr, other: Ipv4Addr, other_mac: &str) -> anyhow::Result<()> {
     ip("link set lo up")?;
     ip(&format!("address add {own}/24 dev {INTERFACE}"))?;
@@ -64,7 +64,7 @@ fn configure(own: Ipv4Addr, other: Ipv4Addr, other_mac: &str) -> anyhow::Result<
     ip(&format!("neighbour replace {other} lladdr {other_mac} dev {INTERFACE} nud permanent"))
 }
 
-/// Waits until the veth has carrier; before, it drops all frames.
+/// Waits until the veth has carrier, because it drops all frames before.
 fn wait_until_up() -> anyhow::Result<()> {
     let started = Instant::now();
     loop {

@@ -28,27 +28,27 @@ use rand_xoshiro::Xoshiro256PlusPlus;
 use super::runner::{Feed, Frame, PACKET_COUNT, Packet, Runner};
 use super::workload::{Case, Direction, FIRST_SERVER_MAC, NewConnection, OWN_MAC, VIP, clients, response, syn};
 
-/// Size of a pool like a small fleet's.
+/// Number of servers in the pool, which is that of a small fleet.
 const SERVER_COUNT: u64 = 64;
 const CORE_COUNT: u16 = 16;
-/// Source addresses of outer headers.
+/// Source addresses of the outer headers of encapsulated packets.
 const OWN_ADDRESSES: OuterSources =
     OuterSources { ipv4: Ipv4Addr::new(10, 2, 0, 1), ipv6: Ipv6Addr::new(0x2001, 0xdb8, 2, 0, 0, 0, 0, 1) };
 const ETHERNET_MTU: u32 = 1500;
 
-/// Enough entries for all connections: a set of eight has half a connection on average, so in 150 runs of 151 none of
-/// the two million sets is full.
+/// Number of flow table entries that is enough for all connections. A set of eight has half a connection on average, so
+/// in 150 runs of 151 none of the two million sets is full.
 pub const FLOW_TABLE_ENTRIES: u32 = PACKET_COUNT as u32 * 16;
 
-/// Enough entries for all connections: 512 of a partition's 1024 are used on average, so none is ever full.
+/// Number of connection table entries, enough for all connections: 512 of a partition's 1024 are used on average.
 pub const CONNECTION_TABLE_ENTRIES: u64 = 2 * PACKET_COUNT as u64;
 
-/// Returns the load balancer's service, which for [`Case::OtherDestination`] differs from the packets' destination.
+/// Returns the address of the only service, which for [`Case::OtherDestination`] differs from the packets' destination.
 fn service_of(case: Case) -> SocketAddr {
     if case == Case::OtherDestination { VIP.into() } else { case.destination() }
 }
 
-/// A load balancer for the packets of one case.
+/// Load balancer that is configured for the packets of one case, without a device.
 pub struct Balancer {
     case: Case,
     lb: RefCell<LoadBalancer>,
@@ -58,7 +58,7 @@ pub struct Balancer {
     owner: OwnerNumber,
 }
 
-/// Placement of the service's new connections, and size of the connection table.
+/// Placement of the service's new connections, and sizes of the tables with connection state.
 #[derive(Debug, Clone, Copy)]
 pub struct BalancerSetup {
     pub rule: PlacementRule,
@@ -86,7 +86,7 @@ impl BalancerSetup {
     }
 }
 
-/// Returns the MAC address of server `n` of a balancer.
+/// Returns the MAC address of the server with index `n` in the pool.
 fn mac_of(n: usize) -> MacAddress {
     let mut mac = FIRST_SERVER_MAC;
     mac.0[4..].copy_from_slice(&(n as u16).to_be_bytes());
@@ -95,20 +95,20 @@ fn mac_of(n: usize) -> MacAddress {
 
 #[derive(Debug, Clone, Copy)]
 pub struct Run {
-    /// Mean per packet (ns).
+    /// Mean time per packet (ns).
     pub mean_ns: f64,
-    /// Packets that the case's counter has counted.
+    /// Number of packets that the case's counter has counted in this run.
     pub counted_packets: u64,
 }
 
 impl Balancer {
-    /// Returns a load balancer on which all connections of the case's packets are open. Fails without the capabilities
-    /// to load BPF programs, or when a connection has no entry.
+    /// Loads a load balancer and opens all connections of the case's packets. Fails without the capabilities to load
+    /// BPF programs, or when a connection gets no entry.
     pub fn new(case: Case) -> anyhow::Result<Self> {
         Self::with_setup(case, BalancerSetup::for_case(case)?)
     }
 
-    /// Returns a load balancer with another setup.
+    /// Like [`new`](Self::new), with another setup than the case's.
     pub fn with_setup(case: Case, setup: BalancerSetup) -> anyhow::Result<Self> {
         let mut rng = seeded_rng(1, 0);
         let mut lb = LoadBalancer::load(Options {
@@ -150,7 +150,7 @@ impl Balancer {
         Ok(balancer)
     }
 
-    /// Sends an answer of each server: the load balancer learns the servers' clocks and can restore TSecr.
+    /// Sends a response of each server through the load balancer, which learns the server's clock to restore TSecr.
     fn show_clocks(&self) -> anyhow::Result<()> {
         let Frame { bytes: mut answer, ports_offset, .. } = response();
         let ports = &mut answer[ports_offset as usize..][..4];
@@ -168,7 +168,7 @@ impl Balancer {
         self.case
     }
 
-    /// Opens all connections by their SYNs.
+    /// Opens all connections by their SYNs, if the case needs connection entries.
     fn open_connections(&self) -> anyhow::Result<()> {
         if !self.case.needs_connection_entry() {
             return Ok(());
@@ -196,8 +196,8 @@ impl Balancer {
         }
     }
 
-    /// Returns one packet per connection, in random order, each with its server's stamp. Fails when a connection lacks
-    /// an entry.
+    /// Returns one packet per connection, in random order, each with the stamp of its server. Fails when a connection
+    /// has no entry.
     pub fn packets(&self) -> anyhow::Result<Vec<Packet>> {
         let mut rng = seeded_rng(3, 0);
         let places = self.entries_by_client();
@@ -223,7 +223,7 @@ impl Balancer {
         packets.collect()
     }
 
-    /// Returns TSecr of a packet to a random server.
+    /// Returns a TSecr with the LB-side stamp of a random server.
     fn random_stamped_tsecr(&self, client: &SocketAddrV4, rng: &mut Xoshiro256PlusPlus) -> u32 {
         let server = self.servers[uniform_below(rng, self.servers.len() as u32) as usize];
         lb_stamping::stamp_tsval(&self.keys, &self.keys.keys[1], &self.case.tuple(client), server, rng.next_u32())
@@ -235,17 +235,17 @@ impl Balancer {
         lb.connections(self.service).map(|connection| (connection.client, connection.index)).collect()
     }
 
-    /// Attaches the program in native mode. Fails when the device has no native XDP, or another program.
+    /// Attaches the program in native mode. Fails when the device has no native XDP or already has a program.
     pub fn attach(&self, interface: &str) -> anyhow::Result<()> {
         self.lb.borrow_mut().attach(interface, XdpMode::Native).map(drop)
     }
 
-    /// Returns the program, for runs next to the measured ones.
+    /// Returns a descriptor of the program, for test runs that the case does not count.
     pub fn program(&self) -> anyhow::Result<OwnedFd> {
         Ok(self.lb.borrow().program().try_clone_to_owned()?)
     }
 
-    /// Returns all counters of the service (of no service for a case without one).
+    /// Returns all counters of the service, or those of packets without a service if the case has none.
     pub fn counters(&self) -> Counters {
         let lb = self.lb.borrow();
         match self.case {
@@ -254,8 +254,8 @@ impl Balancer {
         }
     }
 
-    /// Runs the program on `packets` packets and returns the mean time (ns). Afterwards all used entries are free.
-    /// Fails when the program does not treat each packet as the case expects.
+    /// Runs the program on `packets` packets and returns the mean time (ns). Afterwards, frees all entries that were
+    /// taken. Fails when the program does not treat each packet as the case expects.
     pub fn run(&self, runner: &Runner, feed: Feed, packets: u32) -> anyhow::Result<f64> {
         if !self.case.allocates_entries() {
             return self.run_expecting(runner, feed, packets);
@@ -284,8 +284,8 @@ impl Balancer {
         Ok(run.mean_ns)
     }
 
-    /// Runs the program on `packets` packets, whatever their counters. Fails when the last packet's verdict differs
-    /// from the case's.
+    /// Runs the program on `packets` packets, whatever their counters. Fails when the verdict on the last packet is not
+    /// the one that the case expects.
     pub fn run_and_count(&self, runner: &Runner, feed: Feed, packets: u32) -> anyhow::Result<Run> {
         let (case, expected) = (self.case, self.case.verdict());
         let before = self.counters().packets[case.counter()];
@@ -294,8 +294,8 @@ impl Balancer {
         Ok(Run { mean_ns, counted_packets: self.counters().packets[case.counter()] - before })
     }
 
-    /// Frees all other entries of the connection table and returns their number. Fails when the kernel offers no grace
-    /// period.
+    /// Frees all entries of the connection table except `kept`, and returns the number of freed entries. Fails when the
+    /// kernel offers no grace period.
     pub fn free_all_but(&self, kept: &HashSet<ConnectionIndex>) -> anyhow::Result<usize> {
         self.free(|connections| connections.filter(|connection| !kept.contains(&connection.index)).collect())
     }
@@ -315,7 +315,7 @@ impl Balancer {
     }
 }
 
-/// Returns a table of 128 buckets for the pool: with one candidate each as of `crossrss` (rule `Table`), or with eight.
+/// Returns a random table of 128 buckets. Each has one candidate, as for `crossrss` (rule `Table`), or eight.
 fn table(rule: PlacementRule, groups: usize, servers: &[ServerId], rng: &mut Xoshiro256PlusPlus) -> PlacementTable {
     let bucket_count = BucketCount::PUBLISHED;
     let core_slots: Vec<ServerCore> =

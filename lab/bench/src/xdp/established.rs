@@ -13,18 +13,18 @@ use super::workload::{Case, clients};
 use super::{Args, Measured};
 use crate::report::Table;
 
-/// Numbers of open connections.
+/// Numbers of open connections for which all modes are measured.
 const CONNECTION_COUNTS: [usize; 4] = [1, 1 << 14, 1 << 17, PACKET_COUNT];
 
-/// Results for a number of open connections.
+/// Costs of all modes with the same number of open connections.
 pub struct ConnectionCountResult {
     pub connections: usize,
     pub stateless: Measured,
     pub stateful: Measured,
     pub hash_table: Measured,
-    /// Cost of the stateless program above the empty one (ns) with a parallel load of one more cache line.
+    /// Cost of the stateless program above the empty one (ns), while one more cache line is loaded in parallel.
     pub with_line: RoundTimes,
-    /// The same cost when the program must wait for that line.
+    /// Cost of the stateless program above the empty one (ns), when it must first wait for one more cache line.
     pub after_line: RoundTimes,
 }
 
@@ -74,7 +74,7 @@ fn measure_with(connections: usize, args: &Args) -> anyhow::Result<ConnectionCou
     })
 }
 
-/// Returns a table of the cost of one cache miss, and its share in stateful mode.
+/// Returns a table with the cost of one cache miss, and the extra costs of the stateful modes over the stateless one.
 pub fn table(measured: &[ConnectionCountResult]) -> Table {
     let mut table = Table::new(&[
         "connections",

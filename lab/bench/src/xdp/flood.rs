@@ -29,18 +29,18 @@ use memory::Memory;
 
 const CONNECTION_COUNT: usize = 1 << 17;
 
-/// Goal for the cost that a flood adds, in percent.
+/// Goal for the cost that a flood adds to established packets (%).
 const FLOOD_COST_GOAL: Goal = Goal::AtMost(10.0);
 
-/// Program under flood.
+/// Consistency mode and state of the program that is flooded.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Victim {
     Stateless,
-    /// Stateful mode; every SYN finds a free entry in the connection table.
+    /// Stateful mode, in which every SYN finds a free entry in the connection table.
     StatefulWithRoom,
-    /// Stateful mode; no SYN finds a free entry.
+    /// Stateful mode, in which no SYN finds a free entry in the connection table.
     StatefulFull,
-    /// Baseline: every SYN adds an entry to the LRU hash, which replaces another connection's once it is full.
+    /// Baseline, in which every SYN adds an entry to the LRU hash. Once full, it replaces another connection's entry.
     HashTable,
 }
 
@@ -55,7 +55,7 @@ impl Victim {
         }
     }
 
-    /// Returns the number of entries of the connection table.
+    /// Returns the number of entries of the program's connection table.
     fn entries(self) -> u32 {
         match self {
             Victim::StatefulWithRoom => intf::MAX_CONNECTION_TABLE_ENTRIES,
@@ -75,26 +75,26 @@ impl fmt::Display for Victim {
     }
 }
 
-/// Results of one program.
+/// Measurements of one flooded program.
 struct Measured {
     victim: Victim,
-    /// Time per packet without a flood (ns), by round: empty program, load balancer.
+    /// Times per packet without a flood (ns), by round: of the empty program, and of the load balancer.
     unloaded: [RoundTimes; 2],
-    /// Time per packet during a flood (ns), by round: empty program, load balancer.
+    /// Times per packet during a flood (ns), by round: of the empty program, and of the load balancer.
     flooded: [RoundTimes; 2],
-    /// Fraction of the open connections' packets that found their server's entry during a flood.
+    /// Fraction of the open connections' packets that found the entry of their server during the floods.
     found_fraction: f64,
     flood: FloodCounts,
-    /// SYNs that found no free entry.
+    /// Number of SYNs that found no free entry.
     without_entry: u64,
-    /// Memory before the first SYN of a flood, and after the last.
+    /// Memory of all maps before the first SYN of a flood, and after the last one.
     memory: [Memory; 2],
-    /// Used entries of the connection table: before any flood, and the maximum after one.
+    /// Number of used entries of the connection table before any flood, and the maximum number after a flood.
     entries_in_use: [usize; 2],
 }
 
-/// Measures in a new thread, which is bound to a CPU. Fails without root, with fewer than two CPUs, or when a packet is
-/// not treated as expected.
+/// Measures all programs in a new thread, which is bound to a CPU. Fails without root, with fewer than two CPUs, or
+/// when a packet is not treated as expected.
 pub fn run(length: &MeasurementLength) -> anyhow::Result<Report> {
     namespace::measure_in_thread("flood", length, measure_all)
 }
@@ -108,7 +108,7 @@ fn measure_all(length: &MeasurementLength) -> anyhow::Result<Report> {
     Ok(report(&measured, length, cpus))
 }
 
-/// Returns the first two CPUs that this process may use. Fails when there is only one.
+/// Returns the first two CPUs that this process may use. Fails when it may use only one.
 pub fn two_cpus(command: &str) -> anyhow::Result<[usize; 2]> {
     let allowed = sched_getaffinity(Pid::from_raw(0)).context("which CPUs this process may use")?;
     let mut cpus = (0..nix::sched::CpuSet::count()).filter(|cpu| allowed.is_set(*cpu).unwrap_or(false));
@@ -189,7 +189,7 @@ fn measure(victim: Victim, length: &MeasurementLength, flooder: &Flooder) -> any
     Ok(measured)
 }
 
-/// Runs packets of open connections. Returns the time per packet (ns), and how many packets found their server.
+/// Runs packets of open connections. Returns the mean time per packet (ns), and how many packets found their server.
 fn run_established(balancer: &Balancer, runner: &Runner, is_lb: bool, packets: u32) -> anyhow::Result<(f64, u64)> {
     if is_lb {
         balancer.run_and_count(runner, Feed::Packet, CONNECTION_COUNT as u32)?;
@@ -201,7 +201,7 @@ fn run_established(balancer: &Balancer, runner: &Runner, is_lb: bool, packets: u
     Ok((time, 0))
 }
 
-/// Floods until no entry is free.
+/// Floods the program until no entry of the connection table is free. Fails after 10 s.
 fn fill_table(balancer: &Balancer, victim: Victim, flooder: &Flooder) -> anyhow::Result<()> {
     let entries = victim.entries() as usize;
     for _ in 0..100 {
@@ -216,7 +216,7 @@ fn fill_table(balancer: &Balancer, victim: Victim, flooder: &Flooder) -> anyhow:
     anyhow::bail!("{} of {entries} entries are in use after a flood of 10 s", balancer.entries_in_use())
 }
 
-/// Returns the excess of `rounds` over `others` in percent, by round.
+/// Returns by how many percent each of `rounds` exceeds the same round of `others`.
 fn excess_percent(rounds: &[f64], others: &[f64]) -> RoundTimes {
     rounds.iter().zip(others).map(|(time, other)| (time / other - 1.0) * 100.0).collect()
 }
@@ -293,7 +293,7 @@ fn report(measured: &[Measured], length: &MeasurementLength, cpus: [usize; 2]) -
     Report { name: "flood", title: "A SYN flood", about, tables: vec![cost, memory] }
 }
 
-/// Returns whether the two CPUs share a core, as the kernel (also of a virtual machine) reports it.
+/// Returns a sentence on whether the two CPUs share a core, as the kernel (also of a virtual machine) reports it.
 fn topology(cpus: [usize; 2]) -> String {
     let siblings = |cpu: usize| {
         let path = format!("/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list");

@@ -12,19 +12,19 @@ use super::runner::PACKET_COUNT;
 use super::workload::{Case, NewConnection};
 use crate::report::Goal;
 
-/// Cost of parsing and swapping MAC addresses above the empty program on the goals' machine (AMD EPYC), in ns.
+/// Cost of parsing a packet and swapping its MACs, above the empty program, on the goals' machine (AMD EPYC), in ns.
 const REFERENCE_FLOOR: f64 = 4.5;
-/// Limit of an IPv6 packet's cost, as a factor of the IPv4 packet's.
+/// Maximum cost of an IPv6 packet, as a multiple of an IPv4 packet's cost.
 const IPV6_FACTOR: f64 = 1.3;
 
-/// Limit of a cost above the empty program.
+/// Maximum cost of a case above the empty program.
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum CostLimit {
-    /// Time on the goals' machine (ns).
+    /// Cost on the goals' machine (ns), which is scaled to this machine.
     Reference(f64),
-    /// Time on the goals' machine (ns), plus one cache miss of this machine.
+    /// Cost on the goals' machine (ns), which is scaled to this machine, plus the cost of one cache miss.
     MissAndReference(f64),
-    /// IPV6_FACTOR times the cost of another case.
+    /// Cost of an IPv4 case, multiplied by the factor for IPv6.
     Ipv6Of(Case),
 }
 
@@ -46,7 +46,7 @@ fn limit(case: Case) -> Option<CostLimit> {
     }
 }
 
-/// Returns the limit for a new connection on the goals' machine (ns).
+/// Returns the maximum cost of a new connection's first packet on the goals' machine (ns), if it has a goal.
 fn new_connection_limit(first: NewConnection) -> Option<f64> {
     match (first.consistency, first.rule, first.rss_group_count) {
         (Consistency::Stateful, ..) => Some(160.0),
@@ -57,17 +57,17 @@ fn new_connection_limit(first: NewConnection) -> Option<f64> {
     }
 }
 
-/// Goals on this machine.
+/// Costs on this machine, from which the goals of all cases are calculated.
 pub struct Goals<'a> {
-    /// Cost of parsing and swapping MAC addresses above the empty program, ns.
+    /// Cost of parsing a packet and swapping its MAC addresses, above the empty program (ns).
     pub floor: f64,
-    /// Cost of one cache miss that the packet waits for (ns), if measured.
+    /// Cost of one cache miss for which the packet must wait (ns), if it was measured.
     cache_miss_ns: Option<f64>,
     measured: Vec<&'a Measured>,
 }
 
 impl<'a> Goals<'a> {
-    /// Reads floor and cache miss from the measurements. Panics without any.
+    /// Takes the baseline and the cost of a cache miss from the measurements. Panics when there are none.
     pub fn new(established: &'a [ConnectionCountResult], alone: &'a [Measured]) -> Self {
         let of_modes = established.iter().flat_map(|of| [&of.stateless, &of.stateful, &of.hash_table]);
         let measured: Vec<&Measured> = of_modes.chain(alone).collect();
@@ -80,7 +80,7 @@ impl<'a> Goals<'a> {
         }
     }
 
-    /// Returns the goal of a case. `None`: it has none, or depends on a case that was not measured.
+    /// Returns the goal of a case; `None` if it has no goal, or its goal depends on a case that was not measured.
     pub fn goal_of(&self, case: Case) -> Option<Goal> {
         let of_reference = |ns: f64| ns * self.floor / REFERENCE_FLOOR;
         let ns = match limit(case)? {

@@ -9,16 +9,16 @@ use super::balancer::Balancer;
 use super::runner::{Feed, Runner};
 use super::workload;
 
-/// Measured program.
+/// XDP program whose time is measured.
 #[derive(Clone, Copy)]
 pub enum Program<'a> {
-    /// Program that only returns `XDP_TX`.
+    /// Baseline program, which returns `XDP_TX` for every packet.
     Floor(BorrowedFd<'a>),
-    /// Program of the load balancer.
+    /// Program of the load balancer, with its expectations of the packets.
     Balancer(&'a Balancer),
 }
 
-/// One program of each round.
+/// Program that is measured once in each round, with the generator of its packets.
 #[derive(Clone, Copy)]
 pub struct Turn<'a> {
     pub runner: &'a Runner,
@@ -27,7 +27,7 @@ pub struct Turn<'a> {
 }
 
 impl<'a> Turn<'a> {
-    /// Returns a turn with fresh packets only.
+    /// Returns a program that is run on varied frames without extra cache lines.
     pub fn new(runner: &'a Runner, program: Program<'a>) -> Self {
         Self { runner, feed: Feed::Packet, program }
     }
@@ -43,8 +43,8 @@ impl<'a> Turn<'a> {
         }
     }
 
-    /// Runs all connections through the program before its measurement, because other programs have replaced its cache
-    /// lines.
+    /// Runs packets of all connections through the program before its measurement, because other programs have evicted
+    /// its cache lines.
     fn warm_up(&self) -> anyhow::Result<()> {
         match self.program {
             // A new connection cannot be repeated.
@@ -54,11 +54,11 @@ impl<'a> Turn<'a> {
     }
 }
 
-/// Time per packet (ns), by round.
+/// Mean times per packet (ns), in the order of the rounds.
 pub type RoundTimes = Vec<f64>;
 
-/// Measures programs one after the other in each round. Returns the times of each program by round. Fails when a
-/// program misbehaves.
+/// Measures all programs one after the other in each round. Returns the times of each program, in the order of the
+/// rounds. Fails when a program misbehaves.
 pub fn run_interleaved(turns: &[Turn<'_>], rounds: u32, packets: u32) -> anyhow::Result<Vec<RoundTimes>> {
     interleave(turns.len(), rounds, |position| {
         turns[position].warm_up()?;
@@ -66,8 +66,8 @@ pub fn run_interleaved(turns: &[Turn<'_>], rounds: u32, packets: u32) -> anyhow:
     })
 }
 
-/// Measures cases by their positions, one after the other in each round, in an order that shifts by one from round to
-/// round. Returns the results of each case by round.
+/// Measures all cases one after the other in each round, in an order that shifts by one per round. Returns the results
+/// of each case, in the order of the rounds.
 pub fn interleave<T>(
     cases: usize,
     rounds: u32,
@@ -87,35 +87,35 @@ pub fn interleave<T>(
     Ok(results)
 }
 
-/// Returns the difference of `rounds` from `others`, by round.
+/// Returns each of `rounds` minus the same round of `others`.
 pub fn difference(rounds: &[f64], others: &[f64]) -> RoundTimes {
     rounds.iter().zip(others).map(|(time, other)| time - other).collect()
 }
 
-/// Returns the median of at least one round.
+/// Returns the median of the rounds. Panics when there is none.
 pub fn median_of(rounds: &[f64]) -> f64 {
     median(rounds).expect("at least one round")
 }
 
-/// Returns the fastest round's time above the fastest of the others. Disturbances only make rounds slower: with shared
-/// CPUs (hyperthreads of other guests) this is the cost of the program, and the median includes the machine.
+/// Returns the time of the fastest of `rounds` minus that of the fastest of `others`. Disturbances by guests on shared
+/// CPUs only make rounds slower. Therefore this is the program's cost, whereas the median includes the machine's load.
 pub fn fastest_difference(rounds: &[f64], others: &[f64]) -> f64 {
     let least = |rounds: &[f64]| rounds.iter().copied().fold(f64::INFINITY, f64::min);
     least(rounds) - least(others)
 }
 
-/// Returns lower and upper quartile.
+/// Returns the lower and the upper quartile with one decimal, as "LOWER to UPPER".
 pub fn quartiles(rounds: &[f64]) -> String {
     quartiles_with(rounds, 1)
 }
 
-/// Returns [`quartiles`] with this number of decimals.
+/// Returns the lower and the upper quartile like [`quartiles`], with `digits` decimals.
 pub fn quartiles_with(rounds: &[f64], digits: usize) -> String {
     let [low, high] = [0.25, 0.75].map(|part| quantile(rounds, part));
     format!("{low:.digits$} to {high:.digits$}")
 }
 
-/// Returns the quantile `part` of the values (nearest value).
+/// Returns the value nearest to the quantile `part` (0 to 1) of the values.
 fn quantile(values: &[f64], part: f64) -> f64 {
     let mut sorted = values.to_vec();
     sorted.sort_by(f64::total_cmp);

@@ -18,56 +18,56 @@ mod skeleton {
 
 use skeleton::GeneratedPacketsSkelBuilder;
 
-/// Packets in the memory that `generated_packet` reads.
+/// Maximum number of packets in the memory from which `generated_packet` reads them.
 pub const PACKET_COUNT: usize = 1 << 20;
 
-/// Variable fields of a packet: `struct variation` of `bpf/feed.h`.
+/// Fields in which generated packets differ: `struct variation` of `bpf/feed.h`.
 #[derive(Debug, Clone, Copy, Default, zerocopy::IntoBytes, zerocopy::FromBytes, zerocopy::Immutable)]
 #[repr(C)]
 pub struct Packet {
-    /// In network byte order, as the next two fields.
+    /// Client's IPv4 address in network byte order, like the next two fields.
     pub client_address: u32,
     pub ports: u32,
-    /// TSecr.
+    /// Echoed timestamp (TSecr) of the TCP timestamps option.
     pub tsecr: u32,
-    /// In host byte order: cache line that [`Feed::WithLine`] and [`Feed::AfterLine`] load.
+    /// Index in host byte order of the cache line that [`Feed::WithLine`] and [`Feed::AfterLine`] load.
     pub line_index: u32,
 }
 
-/// Frame, offsets of its variable fields, and its destination port.
+/// Frame that is varied for each packet, offsets of the variable fields, and destination port.
 #[derive(Debug, Clone)]
 pub struct Frame {
     pub bytes: Vec<u8>,
-    /// Offset of the client's address; for IPv6 of its last four bytes.
+    /// Offset of the client's IPv4 address, or of the last four bytes of its IPv6 address.
     pub client_offset: u32,
     pub ports_offset: u32,
-    /// Offset of TSecr, or of a response's TSval.
+    /// Offset of TSecr, or of TSval in a response.
     pub tsecr_offset: u32,
     pub destination_port: u16,
 }
 
-/// BPF program that calls the measured one.
+/// BPF program that generates packets and calls the measured program.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Feed {
     Packet,
-    /// Also loads a cache line that the packet does not need.
+    /// Also loads a cache line that the measured program does not wait for.
     WithLine,
-    /// Also loads a cache line that the packet needs.
+    /// Also loads a cache line, and makes the measured program wait for it.
     AfterLine,
-    /// Packets of new clients.
+    /// Generates packets of new clients.
     GeneratedSource,
-    /// Removes the outer header that the previous run has added.
+    /// Removes the outer header that the previous run has added to the frame.
     Shortened,
 }
 
-/// Programs of generated_packets.bpf.c, for one frame and its variations.
+/// Loaded programs of generated_packets.bpf.c, which generate packets from one frame.
 pub struct Runner {
     frame: Vec<u8>,
-    /// Programs that vary the frame, by [`Feed`].
+    /// Programs that generate packets from the frame, in the order of [`Feed`].
     feeds: [OwnedFd; 5],
-    /// Baseline that does nothing.
+    /// Baseline program that returns at once.
     pub empty: OwnedFd,
-    /// Baseline that parses and swaps MACs.
+    /// Baseline program that parses packets and swaps their MAC addresses.
     pub parse_and_swap_macs: OwnedFd,
     measured: MapHandle,
     connections: usize,
@@ -75,8 +75,8 @@ pub struct Runner {
 }
 
 impl Runner {
-    /// Creates a runner that varies `frame` by each of `packets` (a power of two) in turn. Their `line`s are below
-    /// `lines`. New clients send to the same port as the frame.
+    /// Creates a runner that varies `frame` by each of `packets` in turn; their number is a power of two. Every
+    /// `line_index` is below `lines`. New clients send to the same port as the frame.
     pub fn new(frame: &Frame, packets: &[Packet], lines: u32) -> anyhow::Result<Self> {
         ensure!(packets.len().is_power_of_two() && packets.len() <= PACKET_COUNT, "{} packets", packets.len());
         let mut storage = MaybeUninit::uninit();
@@ -117,36 +117,36 @@ impl Runner {
         Self { queue: Some(queue), ..self }
     }
 
-    /// Returns the number of packets until the first one repeats.
+    /// Returns the number of different packets, after which the first one is repeated.
     pub fn connections(&self) -> usize {
         self.connections
     }
 
-    /// Returns the mean time of one run (ns) and the last verdict. Uses CPU time of this thread, so that other
+    /// Returns the mean time of one run (ns) and the last verdict. The time is CPU time of this thread, on which other
     /// processes have little influence.
     pub fn run(&self, feed: Feed, program: BorrowedFd<'_>, repeat: u32) -> anyhow::Result<(f64, i32)> {
         self.choose(program)?;
         self.run_chosen(feed, repeat)
     }
 
-    /// Selects the measured program. Interrupts other CPUs, because the kernel patches the tail call.
+    /// Selects the program to measure. Interrupts other CPUs, because the kernel patches the tail call.
     pub fn choose(&self, program: BorrowedFd<'_>) -> anyhow::Result<()> {
         choose(&self.measured, program)
     }
 
-    /// Like [`run`](Self::run), for the selected program.
+    /// Like [`run`](Self::run), but for the program that is already selected.
     pub fn run_chosen(&self, feed: Feed, repeat: u32) -> anyhow::Result<(f64, i32)> {
         run_feed(self.feeds[feed as usize].as_fd(), &self.frame, repeat, self.queue)
     }
 }
 
-/// Sets the program that the feeds of `bpf/feed.h` call.
+/// Selects the program that the generators of `bpf/feed.h` call.
 pub fn choose(measured: &MapHandle, program: BorrowedFd<'_>) -> anyhow::Result<()> {
     let descriptor = program.as_raw_fd() as u32;
     Ok(measured.update(&0u32.to_ne_bytes(), &descriptor.to_ne_bytes(), MapFlags::ANY)?)
 }
 
-/// Returns the mean CPU time of this thread for one run of a feed (ns), and the last verdict.
+/// Runs a generator `repeat` times. Returns the mean CPU time of this thread per run (ns), and the last verdict.
 pub fn run_feed(
     feed: BorrowedFd<'_>,
     frame: &[u8],

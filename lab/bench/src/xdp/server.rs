@@ -33,15 +33,15 @@ mod skeleton {
 
 use skeleton::GeneratedSegmentsSkelBuilder;
 
-/// linux/pkt_cls.h
+/// Verdict of linux/pkt_cls.h that passes the packet on to the next program
 const TC_ACT_UNSPEC: i32 = -1;
 
-/// Measured packets.
+/// Kind of packets whose cost is measured.
 #[derive(Clone, Copy)]
 struct Case {
     direction: Direction,
     is_ipv6: bool,
-    /// Whether the packets belong to a service: their timestamps then change, which is counted.
+    /// Whether the packets belong to a service. If so, the program changes and counts their timestamps.
     has_service: bool,
 }
 
@@ -49,7 +49,7 @@ impl Case {
     const INGRESS: Case = Case { direction: Direction::Ingress, is_ipv6: false, has_service: true };
     const EGRESS: Case = Case { direction: Direction::Egress, ..Self::INGRESS };
 
-    /// Returns all cases in the order of the report.
+    /// Returns all kinds of packets, in the order of the report.
     fn all() -> impl Iterator<Item = Case> {
         [Self::INGRESS, Self::EGRESS]
             .into_iter()
@@ -99,7 +99,7 @@ impl fmt::Display for Case {
     }
 }
 
-/// Programs of the server with one service.
+/// Loaded programs of a server, with one service.
 struct Server {
     programs: ServerPrograms,
     keys: FleetKeys,
@@ -107,7 +107,7 @@ struct Server {
 }
 
 impl Server {
-    /// Loads the programs with the service of the packets, or another one.
+    /// Loads the programs with a service at the packets' address, or at another port for a case without a service.
     fn new(case: Case) -> anyhow::Result<Self> {
         let mut rng = seeded_rng(1, 0);
         let mut key = || CookieKey { k0: rng.next_u64(), k1: rng.next_u64() };
@@ -149,7 +149,7 @@ impl Server {
     }
 }
 
-/// Programs of generated_segments.bpf.c, for one frame and its variations.
+/// Loaded programs of generated_segments.bpf.c, which generate packets from one frame.
 struct Runner {
     frame: Vec<u8>,
     feed: OwnedFd,
@@ -189,7 +189,7 @@ impl Runner {
         })
     }
 
-    /// Returns the mean time of one run of `program` (ns).
+    /// Returns the mean time of `program` per packet (ns). Fails when the verdict is unexpected.
     fn run(&self, program: BorrowedFd<'_>, packets: u32) -> anyhow::Result<f64> {
         choose(&self.measured, program)?;
         let (time, verdict) = run_feed(self.feed.as_fd(), &self.frame, packets, None)?;
@@ -230,8 +230,8 @@ fn measure(case: Case, length: &MeasurementLength) -> anyhow::Result<Measured> {
     Ok(Measured { case, empty, swap, server: measured })
 }
 
-/// Measures every case. Fails without the capabilities to load BPF programs, or when a program does not do what the
-/// case expects.
+/// Measures the server's programs for all kinds of packets. Fails without the capabilities to load BPF programs, or
+/// when a program does not do what the case expects.
 pub fn run(length: &MeasurementLength) -> anyhow::Result<Report> {
     let mut table = Table::new(&[
         "packet",

@@ -24,7 +24,7 @@ use crate::report::{Cell, Goal, Report, Table, goal_cells};
 use generator::{Floor, Generator, LIVE_PACKET_COUNT, Traffic};
 use wire::{NapiThread, NapiUsage, VethPair, raise_priority};
 
-/// Length of the measurement.
+/// Number of rounds and frames of the measurement.
 #[derive(Debug, Clone, clap::Args)]
 pub struct Args {
     /// Number of rounds; in each, all kinds of traffic and the floor are measured one after the other
@@ -41,17 +41,17 @@ impl Default for Args {
     }
 }
 
-/// Traffic of one service.
+/// Kind of traffic that is measured, with the mode of its service.
 #[derive(Debug, Clone, Copy)]
 struct ServiceTraffic {
     name: &'static str,
     consistency: Consistency,
     rule: PlacementRule,
-    /// Number of SYNs of new connections among 16 packets; the others belong to open connections.
+    /// Number of SYNs of new clients among 16 packets; the other packets belong to open connections.
     syns_per_16: usize,
-    /// Goal for the ratio to the first baseline by CPU time.
+    /// Goal for the CPU time of the first baseline divided by that of this traffic.
     goal: Option<Goal>,
-    /// Baseline to measure instead of a load balancer.
+    /// Baseline program that is measured instead of a load balancer.
     floor: Option<Floor>,
 }
 
@@ -65,7 +65,7 @@ impl ServiceTraffic {
         floor: Some(Floor::SwapMacs),
     };
 
-    /// Returns all lanes, baselines first.
+    /// Returns all kinds of traffic, baselines first.
     fn all() -> Vec<ServiceTraffic> {
         let goal = |ratio| Some(Goal::AtLeast(ratio));
         let established =
@@ -116,7 +116,7 @@ impl ServiceTraffic {
         ]
     }
 
-    /// Returns the case of the lane's open connections.
+    /// Returns the case of packets that belong to open connections.
     fn case(&self) -> Case {
         Case::Established(self.consistency, LIVE_PACKET_COUNT)
     }
@@ -133,38 +133,38 @@ impl ServiceTraffic {
         Ok(BalancerSetup { rule: self.rule, rss_group_count: 1, entries: TableSize::try_from(entries)?, flow_entries })
     }
 
-    /// Returns whether packet `number` is a SYN.
+    /// Returns whether packet `number` is a SYN of a new client.
     fn is_new(&self, number: usize) -> bool {
         // Odd steps through the numbers below 16: each once, and no pattern that repeats within a batch.
         (number * 7 + number / 16 * 5) % 16 < self.syns_per_16
     }
 }
 
-/// Load balancer or baseline behind its own pair of devices.
+/// Load balancer or baseline program on its own pair of devices.
 struct TestEnv {
     service_traffic: ServiceTraffic,
     balancer: Option<Balancer>,
-    /// Entries of the connection table that are used from the start.
+    /// Indices of the connection table's entries that are used from the start.
     open: HashSet<ConnectionIndex>,
     generator: Generator,
     tested_thread: NapiThread,
     sink: NapiThread,
 }
 
-/// Results of one turn.
+/// Results of one kind of traffic in one round.
 struct TurnResult {
-    /// CPU time per frame at the tested end, ns.
+    /// CPU time of the tested end's thread per frame (ns).
     cpu_ns_per_frame: f64,
-    /// Million frames per second by the clock.
+    /// Rate of frames by wall-clock time, in millions per second.
     million_frames_per_second: f64,
-    /// Fraction of the time in which the tested end's thread ran.
+    /// Fraction of the wall-clock time in which the tested end's thread ran.
     busy_fraction: f64,
-    /// Fraction of the frames that returned.
+    /// Fraction of the frames that came back to the generator's end.
     returned_fraction: f64,
 }
 
 impl TestEnv {
-    /// `cpus`: CPU of the generator, CPU of the tested end.
+    /// Sets up devices and programs for one kind of traffic. `cpus`: those of the generator and of the tested end.
     fn new(lane: ServiceTraffic, number: usize, cpus: [usize; 2]) -> anyhow::Result<Self> {
         let wire = VethPair::new(number)?;
         // The baselines get frames of open connections.
@@ -229,7 +229,7 @@ impl TestEnv {
         })
     }
 
-    /// Checks that each frame was forwarded by the means of the lane's mode.
+    /// Checks by the counters that each frame was forwarded in the way of the service's mode.
     fn check(&self, work: &NapiUsage, before: &Counters, after: &Counters) -> anyhow::Result<()> {
         let packets = |counter: usize| after.packets[counter] - before.packets[counter];
         let (first, open) =
@@ -247,8 +247,8 @@ impl TestEnv {
     }
 }
 
-/// Measures in a thread with its own network namespace. Fails without root, with fewer than two CPUs, or when a frame
-/// is not treated as expected.
+/// Measures live frames in a thread with its own network namespace. Fails without root, with fewer than two CPUs, or
+/// when a frame is not treated as expected.
 pub fn run(args: &Args) -> anyhow::Result<Report> {
     namespace::measure_in_thread("throughput", args, measure)
 }

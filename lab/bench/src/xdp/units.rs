@@ -17,10 +17,10 @@ mod skeleton {
     include!(concat!(env!("OUT_DIR"), "/units.skel.rs"));
 }
 
-/// REPEATS of bpf/units.bpf.c.
+/// Number of operations per run of a program: REPEATS of bpf/units.bpf.c.
 const REPEATS: f64 = 64.0;
 
-/// Measures each operation. Fails without the right to load BPF programs.
+/// Measures the time of each single operation. Fails without the right to load BPF programs.
 pub fn measure(length: &MeasurementLength) -> anyhow::Result<Table> {
     let mut storage = MaybeUninit::uninit();
     let open = skeleton::UnitsSkelBuilder::default().open(&mut storage).context("opening units.bpf.o")?;

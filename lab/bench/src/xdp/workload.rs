@@ -14,72 +14,72 @@ use rand::Rng as _;
 
 use super::runner::{Feed, Frame, PACKET_COUNT};
 
-/// linux/bpf.h
+/// Verdict of linux/bpf.h that leaves the packet to the kernel.
 const XDP_PASS: i32 = 2;
 pub const XDP_TX: i32 = 3;
 
 pub const VIP: (Ipv4Addr, u16) = (Ipv4Addr::new(10, 200, 0, 1), 80);
-/// The IPv6 service.
+/// Address and port of the IPv6 service.
 pub const VIP_IPV6: (Ipv6Addr, u16) = (Ipv6Addr::new(0x2001, 0xdb8, 0xc8, 0, 0, 0, 0, 1), VIP.1);
-/// A port without a service.
+/// Port of the VIP that belongs to no service.
 const OTHER_PORT: u16 = 81;
-/// Address of the load balancer's device.
+/// MAC address of the load balancer's device.
 pub const OWN_MAC: MacAddress = MacAddress([2, 0, 0, 0, 0, 1]);
 
-/// Address of the first server.
+/// MAC address of the first server in the pool.
 pub const FIRST_SERVER_MAC: MacAddress = MacAddress([2, 0, 0, 1, 0, 0]);
-/// Offset of the source address behind an Ethernet header.
+/// Offset of the IPv4 source address in an Ethernet frame.
 const CLIENT_ADDRESS_OFFSET: u32 = 14 + 12;
-/// Offset of the TCP header behind an IPv4 header.
+/// Offset of the TCP header in an Ethernet frame with an IPv4 header without options.
 const TCP_HEADER_OFFSET: usize = 14 + 20;
 
-/// Flags byte of a TCP header.
+/// Flag SYN in the flags byte of a TCP header.
 const SYN: u8 = 0x02;
 const ACK: u8 = 0x10;
 
-/// Kind of packets that a case measures.
+/// Kind of packets whose cost is measured.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Case {
     /// Packets of a number of open connections, in random order, each with a valid cookie.
     Established(Consistency, usize),
-    /// Packets of many open connections that get an outer header.
+    /// Packets of open connections, to which the load balancer adds an outer header.
     Encapsulated(Forwarding),
-    /// Packets of many open connections that get an outer header, with IPv6 inside and outside.
+    /// IPv6 packets of open connections, to which the load balancer adds an outer IPv6 header.
     EncapsulatedIpv6(Forwarding),
-    /// SYNs of different connections.
+    /// SYNs of different IPv4 connections.
     NewConnection(NewConnection),
-    /// Packets of a number of open IPv6 connections, with cookies.
+    /// Packets of a number of open IPv6 connections, each with a valid cookie.
     EstablishedIpv6(usize),
-    /// SYNs of different connections of IPv6.
+    /// SYNs of different IPv6 connections.
     NewConnectionIpv6,
-    /// Packets of open connections that the load balancer stamps (`timestamps = "lb"`).
+    /// Packets of open connections whose timestamps the load balancer stamps and restores (`timestamps = "lb"`).
     LbStamped(Direction),
-    /// TCP packets to a port without a service.
+    /// TCP packets to a port of the VIP that belongs to no service.
     OtherDestination,
 }
 
-/// Direction of a packet of a connection.
+/// Direction in which a packet of a connection is sent.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Direction {
-    /// From the client: TSecr is restored.
+    /// From the client to the server: the load balancer restores TSecr.
     ToServer,
-    /// From the server: TSval is stamped.
+    /// From the server to the client: the load balancer stamps TSval.
     ToClient,
 }
 
-/// Measured SYNs.
+/// Configuration and number of new connections whose SYNs are measured.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct NewConnection {
-    /// Consistency of the service. With `Stateful` each SYN takes a free entry of the connection table.
+    /// Consistency mode of the service. With `Stateful`, each SYN takes a free entry of the connection table.
     pub consistency: Consistency,
     pub rule: PlacementRule,
     pub rss_group_count: usize,
-    /// Number of connections before they repeat, with their entries free again.
+    /// Number of different connections. When they are repeated, their entries are free again.
     pub connections: usize,
 }
 
 impl NewConnection {
-    /// New connections as policy `crossrss` places them.
+    /// New connections that are placed by the table, as with the policy `crossrss`.
     pub const STATELESS: NewConnection = NewConnection {
         consistency: Consistency::Stateless,
         rule: PlacementRule::Table,
@@ -88,7 +88,7 @@ impl NewConnection {
     };
 }
 
-/// Number of connection-table entries that fit a CPU's cache together with the free list.
+/// Number of connection-table entries that fit into a CPU's cache together with the free list.
 const CACHED_ENTRY_COUNT: usize = 1 << 14;
 
 impl Case {
@@ -152,7 +152,7 @@ impl Case {
         }
     }
 
-    /// Returns a server's address in outer headers.
+    /// Returns the destination address in the outer header of packets to a server.
     pub fn server_address(self, server: ServerId) -> IpAddr {
         let [high, low] = server.get().to_be_bytes();
         match self {
@@ -170,7 +170,7 @@ impl Case {
         }
     }
 
-    /// Returns the expected XDP action.
+    /// Returns the XDP verdict that is expected for each packet.
     pub fn verdict(self) -> i32 {
         match self {
             Case::LbStamped(Direction::ToClient) | Case::OtherDestination => XDP_PASS,
@@ -199,17 +199,17 @@ impl Case {
         counter as usize
     }
 
-    /// Returns whether each packet allocates an entry of the connection table.
+    /// Returns whether each packet takes an entry of the connection table.
     pub fn allocates_entries(self) -> bool {
         matches!(self, Case::NewConnection(NewConnection { consistency: Consistency::Stateful, .. }))
     }
 
-    /// Returns whether the load balancer must have processed the SYNs of the packets' connections.
+    /// Returns whether the SYNs of the packets' connections must have created entries before.
     pub fn needs_connection_entry(self) -> bool {
         matches!(self, Case::Established(Consistency::Stateful | Consistency::HashTable, _))
     }
 
-    /// Returns the destination of the packets.
+    /// Returns the destination address and port of the packets.
     pub fn destination(self) -> SocketAddr {
         match self {
             Case::OtherDestination => (VIP.0, OTHER_PORT).into(),
@@ -218,7 +218,7 @@ impl Case {
         }
     }
 
-    /// Returns the connection of a client of [`clients`].
+    /// Returns the four-tuple of the connection of a client from [`clients`], converted to IPv6 if the case needs it.
     pub fn tuple(self, client: &SocketAddrV4) -> FourTuple {
         let client = match self.destination() {
             SocketAddr::V4(_) => (*client).into(),
@@ -227,12 +227,12 @@ impl Case {
         FourTuple::new(client, self.destination()).expect("of one family")
     }
 
-    /// Returns whether the connections have LB-side stamping.
+    /// Returns whether the load balancer stamps the connections' timestamps.
     pub fn is_lb_stamped(self) -> bool {
         matches!(self, Case::LbStamped(_))
     }
 
-    /// Returns the frame that packets vary: a bare ACK, or a SYN.
+    /// Returns the frame from which the packets are generated: an ACK without payload, or a SYN.
     pub fn frame(self) -> Frame {
         match self {
             Case::NewConnection(_) => syn(),
@@ -274,12 +274,12 @@ impl fmt::Display for Case {
     }
 }
 
-/// Returns a SYN as Linux sends it.
+/// Returns a frame with a SYN to the VIP, whose options are those of Linux.
 pub fn syn() -> Frame {
     frame(VIP, SYN, &[2, 4, 5, 0xb4, 4, 2, 8, 10, 1, 2, 3, 4, 0, 0, 0, 0, 1, 3, 3, 7], 12)
 }
 
-/// Returns a client's ACK to the VIP.
+/// Returns a frame with a client's ACK to the VIP.
 pub fn request() -> Frame {
     established(VIP)
 }
@@ -288,7 +288,7 @@ fn established(destination: (Ipv4Addr, u16)) -> Frame {
     frame(destination, ACK, &[1, 1, 8, 10, 1, 2, 3, 4, 0, 0, 0, 0], 8)
 }
 
-/// Returns a frame whose TSecr is `tsecr` bytes into the options.
+/// Returns a TCP frame of a client. `tsecr`: offset of TSecr in the options.
 fn frame(destination: (Ipv4Addr, u16), flags: u8, options: &[u8], tsecr: u32) -> Frame {
     let (vip, port) = destination;
     let tcp_header = 20 + options.len();
@@ -327,22 +327,22 @@ fn in_ipv6(ipv4: &Frame) -> Frame {
     Frame { bytes, client_offset, ports_offset: ports_offset as u32, tsecr_offset, ..*ipv4 }
 }
 
-/// Returns a client's ACK to the IPv6 service.
+/// Returns a frame with a client's ACK to the IPv6 service.
 pub fn request_ipv6() -> Frame {
     in_ipv6(&request())
 }
 
-/// Returns a server's ACK from the IPv6 service.
+/// Returns a frame with a server's ACK from the IPv6 service.
 pub fn response_ipv6() -> Frame {
     in_ipv6(&response())
 }
 
-/// Returns the IPv6 client for an IPv4 one.
+/// Returns the IPv6 address that corresponds to a client's IPv4 address.
 pub fn client_ipv6(client: Ipv4Addr) -> Ipv6Addr {
     Ipv6Addr::from(0x2001_0db8_0001 << 80 | u128::from(client.to_bits()))
 }
 
-/// Returns a server's ACK. TSval is the first of the two timestamps.
+/// Returns a frame with a server's ACK. Its `tsecr_offset` is that of TSval, the first of the two timestamps.
 pub fn response() -> Frame {
     let to_server = frame(VIP, ACK, &[1, 1, 8, 10, 1, 2, 3, 4, 0, 0, 0, 0], 4);
     let mut bytes = to_server.bytes;
@@ -352,7 +352,7 @@ pub fn response() -> Frame {
     Frame { bytes, client_offset: CLIENT_ADDRESS_OFFSET + length as u32, ..to_server }
 }
 
-/// Returns `count` clients; the first of them are the same for any count.
+/// Returns the first `count` clients of an endless random sequence, which is always the same.
 pub fn clients(count: usize) -> Vec<SocketAddrV4> {
     let mut rng = seeded_rng(2, 0);
     (0..count).map(|_| SocketAddrV4::new(Ipv4Addr::from(rng.next_u32()), rng.next_u32() as u16)).collect()

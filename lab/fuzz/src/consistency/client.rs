@@ -17,54 +17,54 @@ const SYN: u8 = 0x02;
 const RST: u8 = 0x04;
 const ACK: u8 = 0x10;
 
-/// Offset of a SYN's TSecr in the TCP header: its timestamp follows two options of 6 bytes.
+/// Offset of TSecr in the TCP header of a SYN, whose timestamp follows two options of 6 bytes.
 const SYN_TSECR_OFFSET: usize = 20 + 6 + 6;
 const BROADCAST: Mac = [0xff; 6];
-/// Transmissions of a packet without an answer before the client gives up.
+/// Number of transmissions of a packet after which the client gives up.
 const MAX_ATTEMPTS: u32 = 25;
-/// Mean number of packets per fault: a packet that takes another load balancer than its connection, or a lost answer.
+/// Mean number of packets per fault: a packet through another load balancer than its connection, or a lost answer.
 const PACKETS_PER_FAULT: usize = 50;
-/// Mean number of connections per connection without timestamps.
+/// Mean number of connections per connection that has no timestamps.
 const WITHOUT_TIMESTAMPS: usize = 30;
 
-/// State of a connection.
+/// State of a connection at its client.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Stage {
-    /// The client sends SYNs.
+    /// The client has sent a SYN, and sends it again until it is answered.
     Opening,
-    /// Open, with this number of packets until the end.
+    /// The connection is open, with this number of packets still to send.
     Open(u32),
 }
 
-/// Client's state of a connection.
+/// Connection from the client's point of view, and its sockets at servers.
 #[derive(Debug)]
 pub(super) struct Connection {
     client: (Ipv4Addr, u16),
     timestamps: bool,
     stage: Stage,
     attempts: u32,
-    /// Newest TSval from the server.
+    /// Newest TSval that the client has received from the server, and returns in TSecr.
     tsecr: u32,
-    /// Server of the first SYN-ACK, by its position.
+    /// Index of the server that sent the first SYN-ACK.
     server: Option<usize>,
-    /// Sockets at servers; a retransmitted SYN may have created two.
+    /// Sockets of this connection at servers. A retransmitted SYN may have created a second one.
     sockets: Vec<Socket>,
-    /// Hash that selects the load balancer.
+    /// Hash by which the network selects the load balancer.
     lb_hash: u32,
 }
 
-/// Result of sending a packet.
+/// Result of sending one packet.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum SendOutcome {
-    /// Accepted by the server at that position of the list.
+    /// Accepted by the server with this index.
     Accepted(usize),
-    /// Dropped by the network or a load balancer, or accepted by no server.
+    /// Dropped by the network or a load balancer, or not accepted by any server.
     Lost,
-    /// Received by a server without the connection, which resets it.
+    /// Received by a server that does not have the connection, and answers with a reset.
     Rejected,
 }
 
-/// Returns a frame without its outer header.
+/// Returns an encapsulated frame without its outer headers.
 fn decapsulated(frame: &[u8]) -> Vec<u8> {
     let outer = &frame[ETHERNET_HEADER_BYTES..];
     let (header, protocol) = if outer[0] >> 4 == 6 { (40, outer[6]) } else { (20, outer[9]) };
@@ -73,7 +73,7 @@ fn decapsulated(frame: &[u8]) -> Vec<u8> {
     [&frame[..ETHERNET_HEADER_BYTES - 2], &ethertype, inner].concat()
 }
 
-/// Returns the offset of the TCP header in a frame without IPv4 options.
+/// Returns the offset of the TCP header in a frame without IPv4 options or IPv6 extension headers.
 fn transport_offset(frame: &[u8]) -> usize {
     ipv6::read(frame).map_or(ETHERNET_HEADER_BYTES + 20, |headers| headers.transport_offset)
 }
@@ -119,7 +119,7 @@ impl Simulation {
         self.connections[number as usize].as_mut().expect("an open connection")
     }
 
-    /// Returns the time until the next packet: mostly short, sometimes nearly the lifetime of a key.
+    /// Returns a random time until the next packet (ms): mostly short, sometimes nearly the lifetime of a key.
     fn packet_gap_ms(&mut self) -> u64 {
         let most = match self.rng.below(200) {
             0 => MAX_IDLE_MS as usize,
@@ -268,7 +268,7 @@ impl Simulation {
         packet
     }
 
-    /// Sends a packet through one of the load balancers.
+    /// Sends a packet of a connection through one of the load balancers, and returns whether a server accepted it.
     fn send(&mut self, number: u32, flags: u8) -> anyhow::Result<SendOutcome> {
         let alive: Vec<usize> = (0..self.load_balancers.len()).filter(|at| self.load_balancers[*at].alive).collect();
         let is_rerouted = self.rng.chance(1, PACKETS_PER_FAULT);
@@ -307,7 +307,7 @@ impl Simulation {
         Ok(self.deliver(number, flags, server, &frame))
     }
 
-    /// Delivers to all servers: the server of the connection accepts the packet, the others ignore it.
+    /// Delivers a packet to all servers. The server of the connection accepts it, the others ignore it.
     fn deliver_broadcast(&mut self, number: u32) -> SendOutcome {
         let Some(server) = self.connection(number).server else { return SendOutcome::Lost };
         if self.servers[server].life == Lifecycle::Gone {
@@ -356,8 +356,8 @@ impl Simulation {
         self.forward_to_previous_server(number, server, frame)
     }
 
-    /// Forwards a packet without a cookie from a server that does not know it to the previous server, named by the load
-    /// balancer.
+    /// Forwards a packet without a cookie to the previous server, whose id the load balancer has written into the
+    /// packet. The server that received it does not know the connection.
     fn forward_to_previous_server(&mut self, number: u32, server: usize, frame: &[u8]) -> SendOutcome {
         // The IP identification, or the end of the IPv6 flow label.
         let named_at = ETHERNET_HEADER_BYTES + if frame[ETHERNET_HEADER_BYTES] >> 4 == 6 { 2 } else { 4 };
@@ -374,7 +374,7 @@ impl Simulation {
         }
     }
 
-    /// Sends the server's answer, which may be lost.
+    /// Sends the server's answer to the client. It may be lost.
     fn answer(&mut self, number: u32, server: usize) {
         let lost = self.rng.chance(1, PACKETS_PER_FAULT);
         let now = self.now_ms;

@@ -21,19 +21,19 @@ use crate::fuzz_rng::FuzzRng;
 use crate::harness::{Harness, HarnessSetup};
 use crate::ipv6;
 
-/// Mean number of servers.
+/// Mean number of servers that take new connections.
 const SERVER_COUNT: usize = 48;
-/// Largest delay of an update (ms).
+/// Maximum delay of an update on its way to a load balancer or server (ms).
 const MAX_UPDATE_DELAY_MS: usize = 1_000;
-/// Largest delay until a server's failure is detected (ms).
+/// Maximum delay until the failure of a server or load balancer is detected (ms).
 const MAX_DETECTION_DELAY_MS: usize = 3_000;
-/// Time between the distribution and the first use of a new key (ms): longer than any update's delay.
+/// Time between the distribution and the first use of a new key (ms), which exceeds the delay of any update.
 const KEY_SWITCH_MS: u64 = 2 * MAX_UPDATE_DELAY_MS as u64 + 500;
-/// Interval of scans for entries that can be freed (ms).
+/// Interval between two scans for entries that can be freed (ms).
 const SWEEP_INTERVAL_MS: u64 = 10_000;
 const CORE_COUNT: u16 = 4;
 
-/// Desired state.
+/// State that all load balancers and servers should have.
 pub(super) struct Controller {
     pub keys: FleetKeys,
     pub table: PlacementTable,
@@ -110,7 +110,7 @@ impl Simulation {
         position
     }
 
-    /// Returns the servers that take new connections.
+    /// Returns the ids of the servers that take new connections, in ascending order.
     fn eligible(&self) -> Vec<ServerId> {
         let takes = |server: &&Server| server.life == Lifecycle::Serving && server.healthy;
         let mut ids: Vec<ServerId> = self.servers.iter().filter(takes).map(|server| server.id).collect();
@@ -125,7 +125,7 @@ impl Simulation {
 
     // ---- tables ----
 
-    /// Creates a table of the eligible servers; buckets that move record their previous server.
+    /// Creates the next table from the eligible servers. Buckets whose server changes record the previous one.
     fn replace_table(&mut self) {
         let servers = self.eligible();
         let before = &self.controller.table;
@@ -208,7 +208,7 @@ impl Simulation {
         Ok(())
     }
 
-    /// Sends all load balancers the liveness of load balancer `number`.
+    /// Schedules updates to all load balancers on whether load balancer `number` is alive.
     fn send_owner(&mut self, number: usize, within_ms: usize) {
         for other in 0..self.config.load_balancers {
             let delay = self.rng.below(within_ms) as u64;
@@ -226,7 +226,7 @@ impl Simulation {
         Ok(())
     }
 
-    /// Frees entries of connections that their servers do not have any more, like the daemon's timers.
+    /// Frees the entries of connections that have ended, as the timers of the daemon do.
     pub(super) fn sweep(&mut self, number: usize) -> anyhow::Result<()> {
         let LoadBalancer { harness, alive, .. } = &mut self.load_balancers[number];
         if *alive {
@@ -318,7 +318,7 @@ impl Simulation {
         Ok(())
     }
 
-    /// Applies a random change. Returns whether the change was possible.
+    /// Applies a random change of the fleet. Returns whether that change was possible.
     fn try_random_change(&mut self) -> anyhow::Result<bool> {
         let serving = self.servers.iter().filter(|server| server.life == Lifecycle::Serving).count();
         match self.rng.below(20) {
@@ -348,8 +348,8 @@ impl Simulation {
         true
     }
 
-    /// Removes a draining server after its last connection. Its flags reject new connections that an old table sends
-    /// there.
+    /// Removes a draining server once it has no connections. It rejects new connections that an old table still sends
+    /// to it.
     pub(super) fn leave_if_empty(&mut self, server: usize) {
         if self.servers[server].life == Lifecycle::Draining && self.servers[server].connections == 0 {
             self.servers[server].life = Lifecycle::Gone;
@@ -376,7 +376,7 @@ impl Simulation {
         true
     }
 
-    /// Removes a server's MAC address from one load balancer for a short time.
+    /// Removes the MAC address of a random server from one load balancer for a short time.
     fn lose_mac(&mut self) -> anyhow::Result<bool> {
         let Some(server) = self.pick_server(Lifecycle::Serving) else { return Ok(false) };
         let number = self.rng.below(self.load_balancers.len());
@@ -392,7 +392,7 @@ impl Simulation {
         Ok(reported)
     }
 
-    /// Stops a load balancer, which returns with empty tables; never the last one.
+    /// Stops a random load balancer, which later returns with empty tables. Does nothing if only one is running.
     fn restart_load_balancer(&mut self) -> bool {
         let alive: Vec<usize> =
             (0..self.load_balancers.len()).filter(|number| self.load_balancers[*number].alive).collect();
@@ -413,7 +413,7 @@ fn owner_number(load_balancer: usize) -> OwnerNumber {
     OwnerNumber::try_from(load_balancer as u64).expect("at most 16 load balancers")
 }
 
-/// Returns the server for updates of load balancers.
+/// Returns a server's state as load balancers receive it in updates.
 fn model_server(server: &Server) -> model::Server {
     model::Server { mac: Some(server.mac), eligible: server.life == Lifecycle::Serving && server.healthy }
 }

@@ -33,30 +33,30 @@ use controller::Controller;
 pub use report::Report;
 use server::Server;
 
-/// Longest time without a packet of a connection (ms).
+/// Maximum time between two packets of a connection (ms).
 pub const MAX_IDLE_MS: u64 = 60_000;
 
 /// Configuration of a simulation.
 #[derive(Debug, Clone, Copy)]
 pub struct Config {
-    /// Connections opened, evenly over the time.
+    /// Number of connections, which are opened at a constant rate.
     pub connections: u32,
     /// Virtual time during which connections are opened (minutes).
     pub minutes: u32,
-    /// Changes per minute: servers and load balancers that join and leave, health, addresses, tables.
+    /// Number of changes per minute: servers and load balancers that join and leave, health, addresses, tables.
     pub changes_per_minute: u32,
     /// Interval between new keys (ms). It must exceed the longest idle time of a connection ([`MAX_IDLE_MS`]):
     /// otherwise another key would decode the connection's cookie.
     pub key_rotation_ms: u64,
     pub load_balancers: usize,
-    /// Stateless or stateful.
+    /// Consistency mode of the service: stateless or stateful.
     pub consistency: Consistency,
     pub forwarding: Forwarding,
-    /// Whether the VIP is an IPv6 address.
+    /// Whether the service has an IPv6 VIP.
     pub ipv6: bool,
-    /// Seed of all random choices.
+    /// Seed from which all random choices are made.
     pub seed: u64,
-    /// Whether the BPF programs run with their reference models.
+    /// Whether the BPF programs run and are compared with their reference models.
     pub with_program: bool,
 }
 
@@ -78,7 +78,7 @@ impl Default for Config {
 }
 
 impl Config {
-    /// Returns VIP and port of the only service; an IPv6 VIP by its IPv4 stand-in.
+    /// Returns the VIP and port of the only service. An IPv6 VIP is represented by an IPv4 placeholder.
     fn vip(&self) -> (Ipv4Addr, u16) {
         (if self.ipv6 { ipv6::IPV6_PLACEHOLDERS[0] } else { Ipv4Addr::new(10, 200, 0, 1) }, 80)
     }
@@ -88,31 +88,31 @@ impl Config {
     }
 }
 
-/// Event of the simulation.
+/// Event at a time of the simulation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum Event {
-    /// A new connection opens.
+    /// The next connection is opened.
     Arrival,
-    /// A connection sends its next packet.
+    /// The connection with this index sends its next packet.
     Packet(u32),
-    /// The fleet changes.
+    /// A random change of the fleet happens.
     Change,
-    /// A load balancer receives the state of a server, or of all.
+    /// A load balancer (first index) receives the state of a server (second index).
     SendServer(usize, usize),
-    /// A load balancer receives the newest table.
+    /// The load balancer with this index receives the newest table.
     SendTable(usize),
-    /// A load balancer receives the newest keys.
+    /// The load balancer with this index receives the newest keys.
     SendKeys(usize),
     SendServerKeys(usize),
-    /// A new key is created in the slot that is not in use.
+    /// A new key replaces the one that is not in use, and is distributed.
     NewKey,
-    /// All have received the new key and use it from now on.
+    /// The newest key, which all have received, becomes the current one.
     SwitchKey,
-    /// A load balancer returns, with empty tables.
+    /// The load balancer with this index starts again, with empty tables.
     Return(usize),
-    /// A load balancer receives whether another one is alive.
+    /// A load balancer (first index) receives whether another one (second index) is alive.
     SendOwner(usize, usize),
-    /// A load balancer frees entries of connections that no server has any more.
+    /// The load balancer with this index frees the entries of connections that have ended.
     Sweep(usize),
 }
 
@@ -122,11 +122,11 @@ struct LoadBalancer {
     alive: bool,
 }
 
-/// State of the simulation.
+/// State of the whole simulation.
 struct Simulation {
     config: Config,
     rng: FuzzRng,
-    /// Virtual time (ms).
+    /// Current virtual time (ms).
     now_ms: u64,
     events: BinaryHeap<Reverse<(u64, u64, Event)>>,
     scheduled_count: u64,
@@ -135,9 +135,9 @@ struct Simulation {
     load_balancers: Vec<LoadBalancer>,
     connections: Vec<Option<Connection>>,
     opened_count: u32,
-    /// Clients of open connections.
+    /// Addresses and ports of the clients with open connections.
     open_clients: HashSet<(Ipv4Addr, u16)>,
-    /// Clients of ended connections; some of their ports are used again.
+    /// Addresses and ports of clients whose connections have ended, of which some are used again.
     ended_clients: Vec<(Ipv4Addr, u16)>,
     report: Report,
 }
@@ -146,7 +146,7 @@ fn load_balancer_mac(number: usize) -> Mac {
     [2, 0, 0, 0, 0, number as u8]
 }
 
-/// Runs the simulation. Fails when a BPF program and its reference model differ, or the kernel rejects an update.
+/// Runs a simulation. Fails when a BPF program and its reference model differ, or the kernel rejects an update.
 pub fn run(config: Config) -> anyhow::Result<Report> {
     let mut simulation = Simulation::new(config)?;
     while let Some(Reverse((time, _, event))) = simulation.events.pop() {
@@ -186,7 +186,7 @@ impl Simulation {
         }
     }
 
-    /// Processes a frame in load balancer `number`. Returns the counter of the outcome, and the resulting frame.
+    /// Processes a frame in load balancer `number`. Returns the counter of its outcome, and the frame as it leaves.
     fn forward_through(&mut self, number: usize, frame: &[u8]) -> anyhow::Result<(intf::lb_counter, Vec<u8>)> {
         let harness = &mut self.load_balancers[number].harness;
         let (outcome, difference) = harness.process_packet(frame)?;

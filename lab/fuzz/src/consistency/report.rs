@@ -4,46 +4,46 @@ use std::fmt;
 
 use coreward_intf as intf;
 
-/// Counts of one run.
+/// Counts of connections, packets and changes in one consistency check.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Report {
     pub connections: u64,
-    /// Connections that a server accepted.
+    /// Number of connections that were accepted by a server.
     pub established: u64,
-    /// Connections that ended regularly.
+    /// Number of connections that ended with a FIN or reset after all their packets.
     pub completed: u64,
     pub lost_with_server: u64,
-    /// Connections that gave up after repeated drops.
+    /// Number of connections whose client gave up after repeated drops.
     pub gave_up: u64,
     pub packets: u64,
     pub accepted: u64,
-    /// With timestamps: packets that reached a server without the connection, which resets it. Must be 0.
+    /// Number of packets with timestamps that reached a server without the connection, which resets it. Must be 0.
     pub misdelivered: u64,
-    /// With timestamps: packets that another server than the first one accepted. Must be 0.
+    /// Number of packets with timestamps that were accepted by another server than the first one. Must be 0.
     pub accepted_elsewhere: u64,
-    /// Retransmitted SYNs that reached another server than the first SYN.
+    /// Number of retransmitted SYNs that reached another server than the first SYN.
     pub syns_to_other_server: u64,
-    /// Resets without timestamps that reached a server without the connection, and had no effect: the flow table still
-    /// had an earlier connection of the same client port.
+    /// Number of resets without timestamps that reached a server without the connection, which had no effect. The flow
+    /// table still had an earlier connection of the same client port.
     pub misdelivered_resets: u64,
     pub without_timestamps: u64,
-    /// Packets that the bucket's server forwarded to the previous server.
+    /// Number of packets that the bucket's server forwarded to the previous server.
     pub chained: u64,
-    /// Packets without timestamps that reached a server without the connection.
+    /// Number of connections without timestamps that were broken by a packet to a server that does not have them.
     pub broken_without_timestamps: u64,
-    /// Packets that a load balancer forwarded to the owner of the connection's entry.
+    /// Number of packets that a load balancer forwarded to the owner of the connection's entry.
     pub owner_forwarded: u64,
-    /// Packets by outcome: indexed by the value of `enum lb_counter`.
+    /// Number of packets by outcome, indexed by the value of `enum lb_counter`.
     pub outcomes: Vec<u64>,
     pub servers_joined: u64,
-    /// Servers that drained and left after their last connection.
+    /// Number of servers that were drained, and left after their last connection.
     pub servers_drained: u64,
     pub servers_failed: u64,
-    /// Load balancers that stopped and returned with empty tables.
+    /// Number of load balancers that were stopped, and returned with empty tables.
     pub load_balancers_restarted: u64,
-    /// Changes of health and of MAC addresses.
+    /// Number of changes of a server's health or MAC address.
     pub other_changes: u64,
-    /// Activated keys.
+    /// Number of times that a new key became the current one.
     pub key_switches: u64,
     pub tables: u64,
 }
@@ -62,7 +62,7 @@ impl Report {
             + self.other_changes
     }
 
-    /// Returns whether all guarantees were kept.
+    /// Returns whether no packet with timestamps reached a wrong server.
     pub fn guarantees_hold(&self) -> bool {
         self.misdelivered == 0 && self.accepted_elsewhere == 0
     }

@@ -10,7 +10,7 @@ use crate::harness::TIME_KEY;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Lifecycle {
     Serving,
-    /// Takes no new connections, and leaves when the last one has ended.
+    /// Takes no new connections, and leaves the fleet when its last connection has ended.
     Draining,
     Gone,
 }
@@ -22,24 +22,24 @@ pub(super) struct Server {
     pub life: Lifecycle,
     pub healthy: bool,
     pub connections: u32,
-    /// Newest keys that it received.
+    /// Newest keys that this server has received.
     pub keys: FleetKeys,
-    /// TSval of its own clock from which on `keys.current` stamps.
+    /// TSval of this server's clock from which on it stamps with `keys.current`.
     pub key_switch_tsval: u32,
-    /// Value of its clock at time 0 (ms).
+    /// TSval clock of this server at virtual time 0 (ms).
     pub initial_clock_ms: u32,
 }
 
-/// Server's state of a connection.
+/// Socket of a connection at a server.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Socket {
-    /// Position in the list of servers.
+    /// Index of the server in the list of servers.
     pub server: usize,
-    /// Cookie: the id, or the index from the SYN.
+    /// Cookie that the server's packets carry: its id, or the table index that came with the SYN.
     pub cookie: Cookie,
 }
 
-/// Returns a server's MAC address; its first bytes distinguish it from a load balancer's.
+/// Returns the MAC address of a server. Its first bytes differ from those of a load balancer's address.
 pub(super) fn mac(server: usize) -> Mac {
     let [high, low] = (server as u16).to_be_bytes();
     [2, 0, 1, 0, high, low]
@@ -50,7 +50,7 @@ pub(super) fn server_index(mac: &[u8]) -> Option<usize> {
 }
 
 impl Server {
-    /// Returns the socket that a SYN creates. A load balancer may have put an index into `tsecr`.
+    /// Returns the socket that a SYN with this TSecr creates. A load balancer may have put a table index into it.
     pub fn socket(&self, server: usize, tsecr: u32) -> Socket {
         let cookie = if tsecr & intf::SYN_TSECR_HOLDS_COOKIE != 0 {
             Cookie::TableIndex((tsecr & intf::COOKIE_ID_MASK) as u16)
@@ -60,7 +60,7 @@ impl Server {
         Socket { server, cookie }
     }
 
-    /// Updates the keys. As in agents, a new current key stamps from one second later on.
+    /// Replaces the keys. As with agents, a new current key is used for stamping one second later.
     pub fn set_keys(&mut self, keys: FleetKeys, now_ms: u64) {
         let switch_in = if keys.current == self.keys.current { 0 } else { 1_000 };
         self.key_switch_tsval = self.clock(now_ms).wrapping_add(switch_in);
@@ -71,7 +71,7 @@ impl Server {
         self.initial_clock_ms.wrapping_add(now_ms as u32)
     }
 
-    /// Returns TSval of a packet to the client at `now_ms`.
+    /// Returns the stamped TSval of a packet to the client at time `now_ms`.
     pub fn stamp(&self, tuple: &FourTuple, socket: &Socket, now_ms: u64) -> u32 {
         let milliseconds = self.clock(now_ms);
         cookie::stamp_tsval(

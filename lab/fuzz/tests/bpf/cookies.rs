@@ -3,7 +3,7 @@
 use coreward_dataplane::test_run::{missing_bpf_rights, skip_if};
 use coreward_fuzz::cookies::{BitFlipCounts, CookieTester};
 
-/// Five standard deviations: exceeded by one seed in a million.
+/// Maximum distance from the expected result in standard deviations, which one seed in a million exceeds.
 const MAX_Z_SCORE: f64 = 5.0;
 
 fn check_flips(flips: &BitFlipCounts, servers: f64) {

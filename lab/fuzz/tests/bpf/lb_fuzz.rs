@@ -17,7 +17,7 @@ use coreward_model::rss::seeded_rng;
 use coreward_model::tuple::Protocol;
 use coreward_model::{ServerId, ServiceAddress};
 
-/// Counters that generated packets never reach.
+/// Counters that no generated packet increments.
 const UNREACHED_COUNTERS: [intf::lb_counter; 1] = [intf::LB_COUNTER_DROP_INTERNAL];
 
 #[test]

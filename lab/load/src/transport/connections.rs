@@ -21,56 +21,56 @@ use crate::receive::Receiver;
 use crate::workload::RequestParameters;
 
 const RNG_STREAM_FLOWS: u64 = 0x6c6f_6103;
-/// Limit for connecting; a server that does not accept within it is unreachable.
+/// Maximum duration of connecting, after which a server is considered unreachable.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
-/// Time after which a failed connection is opened again (ns).
+/// Time until a connection that failed is opened again (ns).
 const RETRY_DELAY_NS: u64 = 100_000_000;
 
-/// Response.
+/// Response to a request, as the protocol reports it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Reply {
-    /// Id of the request, where the protocol has ids.
+    /// Id of the request; `None` if the protocol has no ids.
     pub id: Option<u32>,
-    /// Worker that answered, if the protocol has it.
+    /// Worker that answered; `None` if the protocol does not report it.
     pub worker: Option<Worker>,
-    /// The server reports that it failed.
+    /// Whether the server reports that the request failed.
     pub is_failure: bool,
-    /// The server will close the connection now.
+    /// Whether the server will close the connection after this reply.
     pub closes_connection: bool,
 }
 
-/// Received bytes that are not a response.
+/// Error for received bytes that are not a response of the protocol.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct MalformedResponse;
 
-/// Protocol of a connection; responses arrive in the order of the requests.
+/// Protocol of a connection on which responses arrive in the order of the requests.
 pub trait Protocol {
-    /// Cuts the bytes of one connection into replies.
+    /// Parser state of one connection, which cuts its bytes into replies.
     type Reader: Default + std::fmt::Debug;
-    /// Whether a request may follow an unanswered one.
+    /// Whether a request may be sent while an earlier one is unanswered.
     const ALLOWS_PIPELINING: bool;
 
-    /// Adds a request to the bytes to be sent.
+    /// Appends a request to `output`, the bytes to be sent.
     fn write(&self, demand: &RequestParameters, id: u32, output: &mut Vec<u8>);
 
-    /// Parses bytes and passes each complete reply to `each`. Fails when the bytes are not a response.
+    /// Parses received bytes, and passes each complete reply to `each`. Fails when the bytes are not a response.
     fn read(reader: &mut Self::Reader, bytes: &[u8], each: &mut dyn FnMut(Reply)) -> Result<(), MalformedResponse>;
 }
 
 #[derive(Debug)]
 struct Connection<R> {
     stream: TcpStream,
-    /// Whether the server has accepted the connection.
+    /// Whether the connection is established.
     is_open: bool,
-    /// Bytes that the socket's buffer had no room for.
+    /// Bytes for which the socket's buffer had no room yet.
     unsent_bytes: Vec<u8>,
-    /// Unanswered requests, the oldest first.
+    /// Ids of the unanswered requests, with the oldest first.
     pending: VecDeque<u32>,
     reader: R,
     is_closing: bool,
 }
 
-/// Request that waits for a free connection.
+/// Request that waits until a connection is free.
 #[derive(Debug)]
 struct WaitingRequest {
     demand: RequestParameters,
@@ -78,19 +78,19 @@ struct WaitingRequest {
     deadline_ns: u64,
 }
 
-/// Connections of protocol `P`.
+/// Pool of persistent connections that use protocol `P`.
 #[derive(Debug)]
 pub struct Connections<P: Protocol> {
     protocol: P,
     target: SocketAddr,
     sources: Sources,
     epoll: Epoll,
-    /// `None` between attempts to open it.
+    /// Connections by flow; `None` between two attempts to open one.
     connections: Vec<Option<Connection<P::Reader>>>,
-    /// Indices of open connections without a request; only without pipelining.
+    /// Indices of open connections without a request; unused if the protocol allows pipelining.
     free_connections: Vec<usize>,
     waiting: VecDeque<WaitingRequest>,
-    /// Indices of connections to open again, with the time (ns).
+    /// Times (ns) and indices of connections to open again, with the earliest first.
     retries: VecDeque<(u64, usize)>,
     rng: Xoshiro256PlusPlus,
     receiver: Receiver,
@@ -100,7 +100,7 @@ pub struct Connections<P: Protocol> {
 }
 
 impl<P: Protocol> Connections<P> {
-    /// Opens a connection per flow. Fails when a source cannot be bound, or the target has no listener.
+    /// Opens one connection per flow. Fails when a source cannot be bound, or the target has no listener.
     pub fn open(protocol: P, target: SocketAddr, sources: Sources, seed: u64) -> anyhow::Result<Self> {
         let mut all = Self {
             protocol,
@@ -153,7 +153,7 @@ impl<P: Protocol> Connections<P> {
         Ok(())
     }
 
-    /// Starts to open a connection again.
+    /// Closes a connection, if it exists, and starts to open it again.
     fn reopen(&mut self, index: usize) {
         self.connections[index] = None;
         self.free_connections.retain(|free| *free != index);
@@ -172,7 +172,7 @@ impl<P: Protocol> Connections<P> {
         }
     }
 
-    /// Marks an open connection as free, or sends a waiting request on it.
+    /// Sends a waiting request on an open connection, or marks it as free if none waits.
     fn mark_free(&mut self, index: usize) {
         if P::ALLOWS_PIPELINING {
             return;
@@ -199,7 +199,7 @@ impl<P: Protocol> Connections<P> {
         }
     }
 
-    /// Counts a connection that ended with unanswered requests, or could not be opened.
+    /// Counts a connection that broke or could not be opened, and opens it again, at once or after a delay.
     fn handle_broken_connection(&mut self, index: usize) {
         let Some(connection) = &self.connections[index] else { return };
         if connection.is_open {
@@ -231,8 +231,8 @@ impl<P: Protocol> Connections<P> {
         }
     }
 
-    /// Reads all available bytes. A short read means that the socket is empty (epoll(7), question 9), unless the end of
-    /// the stream follows the data.
+    /// Reads all available bytes of a connection. A short read means that the socket is empty (epoll(7), question 9),
+    /// unless the end of the stream follows the data.
     fn read(&mut self, index: usize, ended: bool, answers: &mut Vec<Answer>) {
         loop {
             let Some(connection) = &mut self.connections[index] else { return };
@@ -287,7 +287,7 @@ impl<R> Connection<R> {
         Ok(())
     }
 
-    /// Matches replies with the requests that they answer.
+    /// Parses bytes, and matches the replies with the pending requests in order. Fails on a malformed response.
     fn match_replies(
         &mut self,
         bytes: &[u8],

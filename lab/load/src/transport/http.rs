@@ -3,19 +3,19 @@
 use super::connections::{MalformedResponse, Protocol, Reply};
 use crate::workload::RequestParameters;
 
-/// Most header fields of a response.
+/// Maximum number of header fields in a response.
 const HEADERS_MAX: usize = 64;
-/// Longest head of a response (bytes).
+/// Maximum length of the head of a response (bytes).
 const HEAD_BYTES_MAX: usize = 65_536;
 
-/// HTTP client that requests one path.
+/// Protocol of an HTTP client that requests the same path again and again.
 #[derive(Debug, Clone)]
 pub struct Http {
     request: Vec<u8>,
 }
 
 impl Http {
-    /// Returns a client; `path` begins with a slash, `host` is the Host field.
+    /// Creates a client that requests `path`, which begins with a slash. `host` is the value of the Host field.
     pub fn new(path: &str, host: &str) -> Self {
         let request = format!("GET {path} HTTP/1.1\r\nHost: {host}\r\nUser-Agent: coreward\r\n\r\n");
         Self { request: request.into_bytes() }
@@ -45,15 +45,15 @@ impl Protocol for Http {
 enum ParseState {
     #[default]
     Head,
-    /// Remaining bytes of a body with a known length.
+    /// Number of remaining bytes of a body whose length is known.
     Body(u64),
     ChunkSize,
-    /// Remaining bytes, including the line end.
+    /// Number of remaining bytes of a chunk, including its line end.
     Chunk(u64),
     Trailer,
 }
 
-/// State of a connection's parser.
+/// State of the response parser of one connection.
 #[derive(Debug, Default)]
 pub struct Reader {
     unread: Vec<u8>,
@@ -62,7 +62,7 @@ pub struct Reader {
 }
 
 impl Reader {
-    /// Parses the next piece of a response from `at` and returns its length; `None` when it is incomplete.
+    /// Parses the next part of a response from offset `at`, and returns its length; `None` when it is incomplete.
     fn step(&mut self, at: usize, each: &mut dyn FnMut(Reply)) -> Result<Option<usize>, MalformedResponse> {
         let rest = &self.unread[at..];
         let consumed = match self.expected {
@@ -112,7 +112,7 @@ impl Reader {
     }
 }
 
-/// Parses a response's head. Returns its length, the expected body, and the reply.
+/// Parses the head of a response; `None` when incomplete. Returns its length, the part that follows, and the reply.
 fn parse_head(bytes: &[u8]) -> Result<Option<(usize, ParseState, Reply)>, MalformedResponse> {
     let mut headers = [httparse::EMPTY_HEADER; HEADERS_MAX];
     let mut response = httparse::Response::new(&mut headers);
@@ -146,7 +146,7 @@ fn parse_head(bytes: &[u8]) -> Result<Option<(usize, ParseState, Reply)>, Malfor
 mod tests {
     use super::*;
 
-    /// Returns the replies to these bytes, and checks that they do not depend on the segmentation.
+    /// Returns the replies that these bytes contain, and checks that they do not depend on how the bytes are segmented.
     fn replies(bytes: &[u8]) -> Result<Vec<Reply>, MalformedResponse> {
         let read = |piece: usize| {
             let (mut reader, mut replies) = (Reader::default(), Vec::new());

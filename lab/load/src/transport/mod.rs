@@ -15,19 +15,19 @@ pub use udp::{DatagramProtocol, Keys, Udp};
 
 use crate::workload::RequestParameters;
 
-/// Sources of requests.
+/// Source addresses and ports of a load generator's flows.
 #[derive(Debug, Clone)]
 pub struct Sources {
-    /// Addresses of the target's family; flows use them in turn.
+    /// Source addresses, of the target's family, which the flows use in turn. If empty, the kernel chooses.
     pub addresses: Vec<IpAddr>,
-    /// Number of flows: source ports.
+    /// Number of flows, each of which has its own source port.
     pub flow_count: u16,
-    /// Port of the first flow, followed by the other flows; `None`: the kernel chooses.
+    /// Source port of the first flow, followed by those of the other flows; `None` if the kernel chooses.
     pub first_port: Option<u16>,
 }
 
 impl Sources {
-    /// Returns address and port of flow `index` to `target`. Port 0 and the unspecified address let the kernel choose.
+    /// Returns the source of flow `index` to `target`. Port 0 and the unspecified address let the kernel choose.
     pub fn source_address(&self, index: u16, target: SocketAddr) -> SocketAddr {
         let any = if target.is_ipv4() { Ipv4Addr::UNSPECIFIED.into() } else { Ipv6Addr::UNSPECIFIED.into() };
         let address = self.addresses.get(usize::from(index) % self.addresses.len().max(1)).copied().unwrap_or(any);
@@ -35,48 +35,48 @@ impl Sources {
     }
 }
 
-/// A response, or a part of one.
+/// Response to a request, or one of its parts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Answer {
-    /// Id of the request.
+    /// Id of the request that is answered.
     pub id: u32,
     pub part: (u8, u8),
-    /// Time when the kernel received the response (ns).
+    /// Time when the kernel received the response (CLOCK_MONOTONIC, ns).
     pub arrived_ns: u64,
-    /// Worker that answered, if the protocol has it.
+    /// Worker that answered; `None` if the protocol does not report it.
     pub worker: Option<Worker>,
 }
 
-/// Worker that answered: its server (0 if the target is one server) and its number.
+/// Worker that answered, by the number of its server (0 if the target is one server) and its own number.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, serde::Serialize, serde::Deserialize)]
 pub struct Worker {
     pub server: u8,
     pub worker: u16,
 }
 
-/// Counts of transport errors.
+/// Numbers of errors of the transport, by kind.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, serde::Serialize, serde::Deserialize)]
 pub struct TransportErrorCounts {
-    /// Refused requests: ICMP errors and resets, because no listener exists.
+    /// Number of requests that were refused by an ICMP error or a reset, because no listener exists.
     pub refused: u64,
-    /// Requests that the kernel rejected because its buffers were full.
+    /// Number of requests that the kernel did not send because its buffers were full.
     pub not_sent: u64,
-    /// Received bytes that are not a response.
+    /// Number of times that received bytes were not a response.
     pub malformed: u64,
-    /// Error responses: HTTP status 400 and above, or a PUT into a full store.
+    /// Number of error responses: HTTP status 400 and above, or a PUT into a full store.
     pub failed: u64,
-    /// Connections that ended with unanswered requests.
+    /// Number of connections that ended with unanswered requests.
     pub broken_connections: u64,
 }
 
-/// Transport of requests and responses.
+/// Transport that sends requests and receives their responses.
 pub trait Transport {
     /// Sends a request, or queues it until a connection is free, at most until `deadline_ns`. A request that cannot be
-    /// sent is counted and stays unanswered.
+    /// sent is counted as an error and stays unanswered.
     fn send(&mut self, demand: &RequestParameters, id: u32, deadline_ns: u64);
 
-    /// Waits for responses at most until `until_ns` of [`crate::event_loop::now_ns`] and adds them to `answers`. Fails
-    /// when the wait fails, or the transport fails permanently.
+    /// Waits for responses until `until_ns` of [`crate::event_loop::now_ns`], and adds them to `answers`. Fails when
+    /// the wait fails, or the transport fails permanently.
     fn receive(&mut self, until_ns: u64, answers: &mut Vec<Answer>) -> io::Result<()>;
 
     fn errors(&self) -> TransportErrorCounts;

@@ -7,7 +7,7 @@ use super::connections::{MalformedResponse, Protocol, Reply};
 use crate::paced::{MessageBuffer, Request, Response};
 use crate::workload::RequestParameters;
 
-/// [`crate::paced`] on TCP: each request carries its service time.
+/// Protocol of [`crate::paced`] over TCP, in which each request contains its service time.
 #[derive(Debug, Clone, Copy)]
 pub struct Paced;
 

@@ -17,24 +17,24 @@ use crate::receive::Receiver;
 use crate::request_type::RequestType;
 use crate::workload::RequestParameters;
 
-/// Receive buffer for responses that wait for a late generator (bytes).
+/// Size of the receive buffer for responses that the generator has not read yet (bytes).
 const RECEIVE_BUFFER_BYTES: usize = 4 << 20;
 const RNG_STREAM_KEYS: u64 = 0x6c6f_6101;
 const RNG_STREAM_FLOWS: u64 = 0x6c6f_6102;
 
-/// Keys and values of requests.
+/// Settings of the keys and values in key-value requests.
 #[derive(Debug, Clone, Copy)]
 pub struct Keys {
-    /// Number of keys.
+    /// Number of different keys.
     pub count: u32,
-    /// Length of the values that PUT writes (bytes).
+    /// Length of the values that PUT requests write (bytes).
     pub value_bytes: u16,
 }
 
 #[derive(Debug)]
 pub enum DatagramProtocol {
     KeyValue(Keys),
-    /// One DNS query for each class of work.
+    /// DNS queries, one for each class of the workload.
     Dns(Vec<DnsQuery>),
 }
 
@@ -43,7 +43,7 @@ pub struct Udp {
     sockets: Vec<UdpSocket>,
     epoll: Epoll,
     datagrams: DatagramProtocol,
-    /// Id of the latest request.
+    /// Id of the latest request that was sent.
     last_id: u32,
     value: Vec<u8>,
     key_rng: Xoshiro256PlusPlus,
@@ -55,7 +55,7 @@ pub struct Udp {
 }
 
 impl Udp {
-    /// Opens the sockets, all connected to `target`. Fails when a source cannot be bound.
+    /// Opens one socket per flow and connects it to `target`. Fails when a source cannot be bound.
     pub fn open(target: SocketAddr, sources: &Sources, datagrams: DatagramProtocol, seed: u64) -> anyhow::Result<Self> {
         let epoll = Epoll::new()?;
         let mut sockets = Vec::new();
@@ -109,7 +109,7 @@ impl Udp {
         request.write(&mut self.datagram);
     }
 
-    /// Returns the response in the buffer; `None` for other datagrams.
+    /// Parses the datagram in the receive buffer as a response; `None` for other datagrams.
     fn read(&mut self, length: usize, arrived_ns: u64) -> Option<Answer> {
         let datagram = &self.buffer[..length];
         match &self.datagrams {
@@ -129,7 +129,7 @@ impl Udp {
         }
     }
 
-    /// Counts a send error and returns whether a retry may succeed.
+    /// Counts an error of sending a request, and returns whether a retry may succeed.
     fn count_send_error(&mut self, error: &io::Error) -> bool {
         let refused = error.kind() == io::ErrorKind::ConnectionRefused;
         if refused {

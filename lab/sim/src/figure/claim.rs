@@ -11,14 +11,14 @@ use super::table::{Cell, Curve, FigureTable, PanelTable};
 #[derive(Debug, Clone, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Assertion {
-    /// Statement in the paper's words or close to them.
+    /// Statement of the paper, in its own words or close to them.
     pub statement: Spanned<String>,
     /// Value that the paper states.
     pub published: Option<f64>,
     pub value: Option<Quantity>,
-    /// Ratio to check, instead of a value.
+    /// Ratio to check instead of a value.
     pub ratio: Option<Ratio>,
-    /// Order of series to check, instead of a value.
+    /// Order of series to check instead of a value.
     pub ascending: Option<Ascending>,
     /// Lower bound of the values.
     pub at_least: Option<f64>,
@@ -26,22 +26,21 @@ pub struct Assertion {
     pub at_most: Option<f64>,
 }
 
-/// Quotient of two quantities; for several values point by point.
+/// Quotient of two quantities, computed point by point if they have several values.
 #[derive(Debug, Clone, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Ratio {
-    /// Dividend.
+    /// Quantity to divide.
     pub of: Quantity,
-    /// Divisor: one value, or as many as the dividend has.
+    /// Quantity to divide by: it has one value, or as many as the dividend.
     pub to: Quantity,
-    /// Second ratio: then the check applies to this quotient divided by the second one, for instance to show a growing
-    /// gap.
+    /// Second ratio, by which this one is divided before the check, for instance to show a growing gap.
     pub than: Option<Box<Ratio>>,
-    /// Reduction of several quotients to one.
+    /// How to reduce several quotients to one; all of them are checked if absent.
     pub take: Option<Reduction>,
 }
 
-/// Values of the table: all points of all panels unless restricted.
+/// Values of the figure's table: those of all points of all panels unless restricted.
 #[derive(Debug, Clone, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Quantity {
@@ -51,15 +50,15 @@ pub struct Quantity {
     pub least_of: Vec<Spanned<String>>,
     #[serde(default)]
     pub greatest_of: Vec<Spanned<String>>,
-    /// Restricts to this point of the horizontal axis (as shown).
+    /// Only value of the horizontal axis to use, as shown.
     pub at: Option<Spanned<f64>>,
-    /// Restricts to points from this x on.
+    /// Smallest x of the points to use.
     pub from: Option<f64>,
-    /// Restricts to points up to this x.
+    /// Largest x of the points to use.
     pub to: Option<f64>,
-    /// Uses the x at which the curve first reaches this height (interpolated), instead of the height.
+    /// Height of the curve: the quantity is then the x at which the curve first reaches it (interpolated).
     pub reaches: Option<f64>,
-    /// Reduction of several values to one.
+    /// How to reduce several values to one; all of them are used if absent.
     pub take: Option<Reduction>,
 }
 
@@ -72,41 +71,41 @@ pub enum Reduction {
     Mean,
 }
 
-/// Series in ascending order of their values, at every point or at one.
+/// Claim that the values of series ascend in the given order, at every point or at one.
 #[derive(Debug, Clone, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Ascending {
-    /// Series, the lowest first.
+    /// Labels of the series, the one with the lowest values first.
     pub series: Vec<Spanned<String>>,
     pub panel: Option<Spanned<String>>,
-    /// Restricts to this point.
+    /// Only x at which the series are compared.
     pub at: Option<Spanned<f64>>,
-    /// Restricts to points from this x on.
+    /// Smallest x at which the series are compared.
     pub from: Option<f64>,
-    /// Restricts to points up to this x.
+    /// Largest x at which the series are compared.
     pub to: Option<f64>,
 }
 
-/// Result of a claim.
+/// Result of checking a claim on a figure's table.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Verdict {
     pub statement: String,
     /// Whether the measured values are within the bounds.
     pub holds: bool,
-    /// Minimum and maximum of the checked values (medians over the seeds). Absent without such a value, for instance
-    /// when a curve never reaches the height: the claim then does not hold.
+    /// Minimum and maximum of the checked values (medians over the seeds). Absent if there is no value, for instance
+    /// when a curve never reaches the height; the claim then does not hold.
     pub measured: Option<(f64, f64)>,
-    /// Minimum and maximum of the checked values over all single seeds.
+    /// Minimum and maximum of the checked values when each seed is taken alone.
     pub seeds: Option<(f64, f64)>,
     /// Number of checked values.
     pub points: usize,
-    /// Description of the bound.
+    /// Description of the bounds of the checked values.
     pub bound: String,
     /// Value that the paper states.
     pub published: Option<f64>,
 }
 
-/// Number of a cell to check: the median over the seeds, or the value of one seed.
+/// Which number of a cell is checked: the median over the seeds, or the value of one seed.
 #[derive(Clone, Copy)]
 enum CellValue {
     Median,
@@ -139,7 +138,7 @@ impl Assertion {
         }
     }
 
-    /// Returns the bounds. For an order the minimum quotient of neighbours is checked, which must be at least 1.
+    /// Returns the least and greatest allowed value. For an order, quotients of neighbouring series must be at least 1.
     fn bounds(&self) -> (f64, f64) {
         let at_least = if self.ascending.is_some() { 1.0 } else { f64::NEG_INFINITY };
         (self.at_least.unwrap_or(at_least), self.at_most.unwrap_or(f64::INFINITY))
@@ -192,7 +191,7 @@ impl Ratio {
         Some(reduce(quotients, self.take))
     }
 
-    /// Returns all quantities, including those of the nested ratio.
+    /// Returns all quantities that the ratio uses, including those of the nested ratio.
     pub fn quantities(&self) -> Vec<&Quantity> {
         let nested = self.than.as_deref().map(Ratio::quantities).unwrap_or_default();
         [&self.of, &self.to].into_iter().chain(nested).collect()
@@ -200,7 +199,7 @@ impl Ratio {
 }
 
 impl Ascending {
-    /// Returns the quotient of each series and its predecessor, at each point.
+    /// Returns the values of each series divided by those of the series before it, at every point.
     fn quotients(&self, table: &FigureTable, of: CellValue) -> Option<Vec<f64>> {
         let curves: Option<Vec<Vec<f64>>> =
             self.series.iter().map(|label| self.series_quantity(label).values(table, of)).collect();
@@ -225,7 +224,7 @@ impl Ascending {
 }
 
 impl Quantity {
-    /// Returns all series that the claim names.
+    /// Returns the labels of all series that the quantity names.
     pub fn named_series(&self) -> impl Iterator<Item = &Spanned<String>> {
         self.series.iter().chain(&self.least_of).chain(&self.greatest_of)
     }
@@ -283,13 +282,13 @@ fn reduce(values: Vec<f64>, take: Option<Reduction>) -> Vec<f64> {
     value.into_iter().collect()
 }
 
-/// Returns minimum and maximum; `None` without values, or with a quotient by zero, which JSON cannot represent.
+/// Returns the minimum and maximum of `values`; `None` if empty, or if JSON cannot represent one (quotient by zero).
 fn min_and_max(values: &[f64]) -> Option<(f64, f64)> {
     let least = values.iter().copied().reduce(f64::min)?;
     values.iter().all(|value| value.is_finite()).then_some((least, values.iter().copied().reduce(f64::max)?))
 }
 
-/// Returns the first x at which a curve crosses `height` from below.
+/// Returns the first x at which a curve crosses `height` from below, interpolated between its points.
 fn crossing(points: &[(f64, f64)], height: f64) -> Option<f64> {
     let (before, after) =
         points.windows(2).map(|pair| (pair[0], pair[1])).find(|(a, b)| a.1 <= height && b.1 > height)?;

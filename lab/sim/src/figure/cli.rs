@@ -44,17 +44,17 @@ pub struct FigureArgs {
     overrides: Overrides,
 }
 
-/// Figure to produce.
+/// Figure that the user asked for, with all that is needed to produce it.
 struct RequestedFigure {
     name: String,
     scenario: Scenario,
     provenance: Provenance,
-    /// Measurement of the figure; `None`: simulated.
+    /// Measurement that produces the figure; `None` if the figure is simulated.
     live: Option<LiveFigure>,
 }
 
-/// Produces the figures, or lists them. `live`: figures that this command can measure. Fails when a figure or file does
-/// not exist, a scenario is invalid (file, line and column), a directory cannot be written, or a measurement fails.
+/// Produces or lists figures; `live_figures` are those that can be measured. Fails when a figure or file does not
+/// exist, a scenario is invalid (file, line and column), a directory cannot be written, or a measurement fails.
 pub fn run(args: FigureArgs, live: &[LiveFigure]) -> anyhow::Result<()> {
     if args.list {
         return list(args.format, live);
@@ -82,7 +82,7 @@ pub fn run(args: FigureArgs, live: &[LiveFigure]) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Returns the requested figures with their settings, all read before the first simulation.
+/// Returns the requested figures with their settings. All scenarios are read before the first simulation.
 fn requested_figures(args: &FigureArgs, live: &[LiveFigure]) -> anyhow::Result<Vec<RequestedFigure>> {
     let mut requested = Vec::new();
     let figures = library::with_live_figures(live);
@@ -170,7 +170,7 @@ fn render(result: &FigureResult, scenario: &Scenario, format: Format) -> String 
     }
 }
 
-/// Prints; a closed pipe (`| head`) is not an error.
+/// Prints `text` on standard output. A closed pipe (`| head`) ends the process without an error.
 fn print(text: &str) -> anyhow::Result<()> {
     let mut out = std::io::stdout().lock();
     match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {

@@ -5,16 +5,16 @@ use coreward_config::Diagnostic;
 use super::result::Provenance;
 use super::scenario::Scenario;
 
-/// Embedded scenario.
+/// Scenario whose text is embedded in the executable.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct EmbeddedScenario {
-    /// File name without `.toml`.
+    /// Name of the scenario's file without `.toml`.
     pub name: &'static str,
     pub toml_text: &'static str,
 }
 
 impl EmbeddedScenario {
-    /// Returns the parsed scenario. An error names the invalid value and its position.
+    /// Parses the scenario. An error names the invalid value and its position.
     pub fn scenario(&self) -> Result<Scenario, Diagnostic> {
         Scenario::parse(&format!("lab/scenarios/{}.toml", self.name), self.toml_text)
     }

@@ -7,30 +7,30 @@ use super::job::{Job, ValueQuery};
 use super::parameters::ParameterError;
 use super::scenario::{Panel, Scenario, Series};
 
-/// Runs, and the positions of their values.
+/// Runs of a scenario, and the positions of their values in the figure.
 #[derive(Debug)]
 pub struct RunPlan {
-    /// Distinct runs.
+    /// Distinct runs: equal ones are simulated only once.
     pub jobs: Vec<Job>,
-    /// Positions of all values: by panel, then series, then x, then seed.
+    /// Positions of all values in the figure, ordered by panel, then series, then x, then seed.
     pub plot_points: Vec<PlotPoint>,
 }
 
-/// Position of a value, and its source.
+/// Position of a value in the figure, and the run that gives it.
 #[derive(Debug)]
 pub struct PlotPoint {
     /// Index of the panel in the scenario.
     pub panel: usize,
     /// Index of the series in the scenario.
     pub series: usize,
-    /// x as shown; 0 without a horizontal axis.
+    /// x as shown on the horizontal axis; 0 without such an axis.
     pub x: f64,
     /// Seed of the random numbers: 1, 2, ...
     pub seed: u64,
-    /// Index of the run.
+    /// Index of the run in [`RunPlan::jobs`].
     pub job: usize,
     pub query: ValueQuery,
-    /// Whether the run gives a value for each time instead of one value.
+    /// Whether the run gives a curve over time instead of one value.
     pub is_time_series: bool,
 }
 
@@ -44,7 +44,7 @@ pub struct ExpandError {
 }
 
 impl Scenario {
-    /// Returns the runs of the scenario. Fails at the first panel and series with invalid parameters.
+    /// Expands the scenario into its runs. Fails at the first panel and series with invalid parameters.
     pub fn expand(&self) -> Result<RunPlan, ExpandError> {
         let mut plan = RunPlan { jobs: Vec::new(), plot_points: Vec::new() };
         // Configurations contain floating-point numbers, which cannot be hashed; their text is the key instead.
@@ -105,7 +105,7 @@ impl Scenario {
         Ok(None)
     }
 
-    /// Returns the policies of all series: one run replays the traffic for all of them.
+    /// Returns the policies of all series, because one run replays the traffic for all of them.
     fn lb_policies(&self) -> Vec<String> {
         let mut policies: Vec<String> = Vec::new();
         for policy in self.series.iter().filter_map(|series| series.lb.as_ref()?.policy.clone()) {
@@ -117,7 +117,7 @@ impl Scenario {
     }
 }
 
-/// Returns the points of the horizontal axis, with the swept parameter.
+/// Returns the points of the horizontal axis: x as shown, and the swept parameter with its value.
 fn sweep_points(panel: &Panel) -> Vec<(f64, Option<(SweepAxis, f64)>)> {
     match &panel.x {
         None => vec![(0.0, None)],

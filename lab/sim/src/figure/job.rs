@@ -4,54 +4,54 @@ use super::axes::Metric;
 use super::parameters::throughput;
 use crate::{lb, path, pcc, rpc};
 
-/// Run; equal jobs have equal outcomes.
+/// Independent run of a simulation; equal jobs have equal outcomes.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Job {
-    /// Requests at cores.
+    /// Simulation of requests at the cores of a server.
     Rpc(rpc::Config),
-    /// Highest load of requests at cores within a bound.
+    /// Search for the highest load at which a server keeps its SLO.
     Peak(rpc::PeakConfig),
-    /// Packets of a trace.
+    /// Replay of a trace's packets at servers and cores.
     Lb(lb::Config),
-    /// Connections while the pool changes.
+    /// Simulation of connections while the server pool changes.
     Pcc(pcc::Config),
-    /// Connections and their requests, through load balancer and servers.
+    /// Simulation of connections and their requests, through load balancer and servers.
     Path(path::Config),
 }
 
-/// Selection of a value in a run's result.
+/// Selection of one value from the outcome of a run.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ValueQuery {
     pub measure: Metric,
-    /// Limit of the throughput outside of the simulated cores.
+    /// Maximum throughput of a dispatcher in front of the simulated cores (requests per short service time).
     pub throughput_limit: Option<f64>,
-    /// Policy, for runs of several.
+    /// Policy to select, if the run has several.
     pub policy: Option<String>,
-    /// Seed, for runs of several.
+    /// Seed to select, if the run has several.
     pub seed: u64,
 }
 
 impl ValueQuery {
-    /// Returns the query for a metric of the first seed.
+    /// Returns the query for the value of a metric with the first seed.
     pub fn of(measure: Metric) -> Self {
         Self { measure, throughput_limit: None, policy: None, seed: 1 }
     }
 }
 
-/// Result of a run.
+/// Outcome of a run.
 #[derive(Debug, Clone)]
 pub enum Outcome {
     Rpc(rpc::Outcome),
-    /// Result of [`Job::Peak`], with the cores' mean service rate: requests in a short service time at full load.
+    /// Outcome of [`Job::Peak`], with the cores' throughput at full load (requests per short service time).
     Peak(rpc::PeakLoadEstimate, f64),
-    /// Result of [`Job::Lb`], with the seeds of the run.
+    /// Outcome of [`Job::Lb`], with the seeds of the run.
     Lb(lb::Outcome, Vec<u64>),
     Pcc(pcc::Outcome),
     Path(path::Outcome),
 }
 
 impl Job {
-    /// Runs the simulation. Fails with the error of the simulation.
+    /// Runs the simulation. Fails with the simulation's error.
     pub fn run(&self) -> anyhow::Result<Outcome> {
         Ok(match self {
             Self::Rpc(config) => Outcome::Rpc(rpc::run(config)?),
@@ -64,7 +64,7 @@ impl Job {
 }
 
 impl Outcome {
-    /// Returns the value; `None` when the run has none (a policy without peak, a class without requests).
+    /// Returns the queried value; `None` if the run has none, as for a policy without peak or a class without requests.
     pub fn value(&self, query: &ValueQuery) -> Option<f64> {
         match self {
             Self::Rpc(outcome) => request_metric(outcome, query.measure),
@@ -127,7 +127,7 @@ impl Outcome {
     }
 }
 
-/// Returns the run of a seed; there is one method, and seeds count from 1.
+/// Returns the outcome of a seed (1, 2, ...) in a run of a single method.
 fn find_seed_run(outcome: &pcc::Outcome, seed: u64) -> Option<&pcc::SeedOutcome> {
     outcome.methods.first()?.runs.get(seed as usize - 1)
 }

@@ -6,12 +6,12 @@ use crate::names::UnknownName;
 
 include!(concat!(env!("OUT_DIR"), "/scenarios.rs"));
 
-/// Returns all scenarios by paper, in the order of the papers' figures.
+/// Returns all embedded scenarios by paper, in the order of the papers' figures.
 pub fn all_figures() -> Vec<EmbeddedScenario> {
     with_live_figures(&[])
 }
 
-/// Returns all scenarios and live figures, in the same order.
+/// Returns all embedded scenarios and those of the live figures, in the order of the papers' figures.
 pub fn with_live_figures(live: &[LiveFigure]) -> Vec<EmbeddedScenario> {
     let simulated = SCENARIOS.iter().map(|&(name, toml_text)| EmbeddedScenario { name, toml_text });
     let mut all: Vec<EmbeddedScenario> = simulated.chain(live.iter().map(|live| live.embedded_scenario)).collect();
@@ -19,13 +19,13 @@ pub fn with_live_figures(live: &[LiveFigure]) -> Vec<EmbeddedScenario> {
     all
 }
 
-/// Returns the scenario `name` of `figures`. Fails when it does not exist; the error suggests the most similar name.
+/// Returns the scenario with this name. Fails when it is not in `figures`; the error suggests the most similar names.
 pub fn find_figure(name: &str, figures: &[EmbeddedScenario]) -> Result<EmbeddedScenario, UnknownName> {
     let found = figures.iter().copied().find(|embedded| embedded.name == name);
     found.ok_or_else(|| UnknownName::new("figure", name, figures.iter().map(|embedded| embedded.name)))
 }
 
-/// Returns a sort key that orders numbers by value: 2b before 11.
+/// Returns a key that sorts figures by paper, then by the value of the figure's number: 2b before 11.
 fn figure_sort_key(name: &str) -> (usize, String, u64, String) {
     const PAPERS: [&str; 4] = ["crossrss", "cheetah", "turbo", "ringleader"];
     let (paper, figure) = name.split_once('-').unwrap_or((name, ""));
@@ -40,7 +40,7 @@ fn figure_sort_key(name: &str) -> (usize, String, u64, String) {
 mod tests {
     use super::*;
 
-    /// Figures of `coreward-lab figure --all`.
+    /// Names of the figures that `coreward-lab figure --all` runs.
     const FIGURES: [&str; 31] = [
         "crossrss-2a",
         "crossrss-2b",

@@ -23,33 +23,33 @@ use super::run::{self, SeedValue, build_value_table};
 use super::scenario::{Panel, Scenario};
 use super::table::FigureTable;
 
-/// Progress of a measurement: steps done, and all steps.
+/// Callback for the progress of a measurement, with the numbers of finished and of all steps.
 pub type Progress<'a> = &'a (dyn Fn(usize, usize) + Sync);
 
-/// Figure that can be measured.
+/// Figure that is measured on this machine.
 #[derive(Debug, Clone, Copy)]
 pub struct LiveFigure {
-    /// Name, and scenario with `[live]`.
+    /// Name of the figure, and its scenario, which has a `[live]` section.
     pub embedded_scenario: EmbeddedScenario,
     /// Measures all panels of the scenario, with as many runs as the scenario has seeds. The scenario is passed without
     /// its simulated series.
     pub measure: fn(&Scenario, Progress<'_>) -> anyhow::Result<Vec<Sample>>,
-    /// Called at SIGINT and SIGTERM from another thread: makes `measure` clean up and fail soon. `None`: the process
-    /// ends.
+    /// Called from another thread at SIGINT and SIGTERM, to make `measure` clean up and fail soon. Without this
+    /// function a signal ends the process.
     pub interrupt: Option<fn()>,
 }
 
-/// Value of one run at one point.
+/// Measured value of one run at one point of a curve.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Sample {
     /// Title of the panel.
     pub panel: String,
     pub series: String,
-    /// Swept value or time, in the unit of `x.values`.
+    /// Value of the swept parameter, or time, in the unit of the scenario's `x.values`.
     pub x: f64,
     /// Number of the run: 1, 2, ...
     pub run: u64,
-    /// Value in the metric's unit.
+    /// Measured value, in the unit of the panel's metric.
     pub y: f64,
 }
 
@@ -106,7 +106,7 @@ fn x_scale(panel: &Panel) -> f64 {
     panel.x.as_ref().map_or(1.0, |sweep| sweep.scale)
 }
 
-/// Returns the machine for the page: kernel, processor, number of CPUs.
+/// Describes this machine for the page: kernel, number of CPUs and processor model.
 pub fn describe_machine() -> String {
     let read = |path: &str| std::fs::read_to_string(path).unwrap_or_default();
     let kernel = read("/proc/sys/kernel/osrelease");

@@ -43,7 +43,7 @@ pub fn render_page(figures: &[(FigureResult, Scenario)]) -> String {
     )
 }
 
-/// Returns a sentence on the source of the numbers.
+/// Returns a sentence that explains where the numbers on the page come from.
 fn describe_number_source(some_live: bool) -> String {
     let version = env!("CARGO_PKG_VERSION");
     if some_live {
@@ -110,7 +110,7 @@ fn render_section(result: &FigureResult, scenario: &Scenario) -> String {
     )
 }
 
-/// Returns the text of the number of seeds, or of runs of a live figure.
+/// Describes the seeds of a simulated figure, or the runs of a live figure.
 pub fn describe_seeds(scenario: &Scenario) -> String {
     match (scenario.live.is_some(), scenario.seeds.get_ref()) {
         (false, 1) => "One seed: 1".to_owned(),
@@ -144,7 +144,7 @@ fn collapse_whitespace(text: &str) -> String {
     text.split_whitespace().collect::<Vec<_>>().join(" ")
 }
 
-/// Returns paragraphs, which empty lines separate.
+/// Renders the paragraphs of `text`, which are separated by empty lines, as HTML.
 fn render_paragraphs(text: &str) -> String {
     let paragraphs: Vec<String> =
         text.trim().split("\n\n").map(|part| escape_html(&collapse_whitespace(part))).collect();

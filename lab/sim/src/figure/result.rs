@@ -17,16 +17,16 @@ pub struct FigureResult {
     pub claims: Vec<Verdict>,
 }
 
-/// Information that reproduces a figure.
+/// Information from which a figure can be reproduced.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Provenance {
     /// Command that makes the figure.
     pub command: String,
-    /// Version of coreward.
+    /// Version of coreward that made the figure.
     pub version: String,
-    /// FNV-1a (64 bits) of the scenario's text, which detects changes.
+    /// FNV-1a hash (64 bits) of the scenario's text, by which changes are detected.
     pub scenario: String,
-    /// Measured machine; `None` for a simulation, which is identical on every machine.
+    /// Machine on which the figure was measured; `None` for a simulation, which is identical on every machine.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub measured_on: Option<String>,
 }
@@ -38,18 +38,18 @@ impl Provenance {
         Self { command, version, scenario: format!("{:016x}", fnv1a(text.as_bytes())), measured_on: None }
     }
 
-    /// Returns the provenance with the measured machine.
+    /// Returns the provenance of a figure that was measured on `machine`.
     pub fn with_machine(self, machine: String) -> Self {
         Self { measured_on: Some(machine), ..self }
     }
 
-    /// Returns whether both have the same inputs, on any machine: the figure need not be made again.
+    /// Returns whether both figures have the same inputs, on any machine, so that the figure need not be made again.
     pub fn has_same_inputs(&self, other: &Self) -> bool {
         (&self.command, &self.version, &self.scenario) == (&other.command, &other.version, &other.scenario)
     }
 }
 
-/// Returns Fowler, Noll and Vo's hash (draft-eastlake-fnv), which detects a changed text.
+/// Returns the FNV-1a hash of Fowler, Noll and Vo (draft-eastlake-fnv), by which a changed text is detected.
 fn fnv1a(bytes: &[u8]) -> u64 {
     bytes.iter().fold(0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ u64::from(*byte)).wrapping_mul(0x0100_0000_01b3))
 }
@@ -66,7 +66,7 @@ impl FigureResult {
         self.claims.iter().filter(|claim| claim.holds).count()
     }
 
-    /// Returns one line of text per claim.
+    /// Returns a line of text for each claim: the verdict, the statement and the numbers.
     pub fn claim_lines(&self) -> Vec<String> {
         self.claims
             .iter()
@@ -81,7 +81,7 @@ impl Verdict {
         if self.holds { "holds" } else { "does not hold here" }
     }
 
-    /// Returns the text of the measured value, its bound and the published value.
+    /// Returns a text with the measured value, its bounds and the published value.
     pub fn format_numbers(&self) -> String {
         let measured = match self.measured {
             None => "not reached here".to_owned(),

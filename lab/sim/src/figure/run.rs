@@ -11,7 +11,8 @@ use super::scenario::Scenario;
 use super::table::{Cell, Curve, FigureTable, PanelTable};
 use crate::seed_summary::SeedSummary;
 
-/// Runs all jobs of `scenario`. `done` receives the numbers of finished and of all runs.
+/// Runs all jobs of `scenario` and returns its table. `report_progress` receives the numbers of finished and of all
+/// runs.
 ///
 /// The table does not depend on the number of threads, because runs are independent and ordered. Fails when a
 /// simulation fails.
@@ -44,18 +45,18 @@ fn build_table(scenario: &Scenario, plan: &RunPlan, outcomes: &[Outcome]) -> Fig
     build_value_table(scenario, values)
 }
 
-/// Value of one seed or run at one x.
+/// Value that one seed or run gives at one x of a curve.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct SeedValue {
-    /// x as shown.
+    /// x as shown on the horizontal axis.
     pub x: f64,
-    /// Seed or run: 1, 2, ...
+    /// Number of the seed or run: 1, 2, ...
     pub seed: u64,
-    /// y as measured, before scaling.
+    /// Simulated or measured value, before it is scaled for display.
     pub y: f64,
 }
 
-/// Returns the table of the values by indices of panel and series.
+/// Returns the figure's table of `values`, whose keys are the indices of panel and series.
 pub fn build_value_table(scenario: &Scenario, mut values: HashMap<(usize, usize), Vec<SeedValue>>) -> FigureTable {
     let seeds = *scenario.seeds.get_ref();
     let panels = scenario.panel.iter().enumerate().map(|(panel_index, panel)| {
@@ -80,7 +81,7 @@ fn plot_point_values(place: &PlotPoint, x_scale: f64, outcome: &Outcome) -> Vec<
     outcome.value(&place.query).map(|y| SeedValue { x, seed, y }).into_iter().collect()
 }
 
-/// Groups values by x. Omits points without a value of every seed, whose median would be biased.
+/// Groups values into one cell per x. Omits an x without a value of every seed, whose median would be biased.
 fn group_cells(mut values: Vec<SeedValue>, seeds: u64, y_scale: f64) -> Vec<Cell> {
     values.sort_by(|a, b| a.x.total_cmp(&b.x).then(a.seed.cmp(&b.seed)));
     let groups = values.chunk_by(|a, b| a.x == b.x).filter(|group| group.len() as u64 == seeds);

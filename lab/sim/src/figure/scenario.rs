@@ -16,53 +16,53 @@ use super::claim::Assertion;
 use super::parameters::{LbParameters, PathParameters, PccParameters, RpcParameters};
 use super::table::PublishedCell;
 
-/// Experiment: simulation, drawing, published values and claims.
+/// Experiment of a paper: its simulation, drawing, published values and claims.
 #[derive(Debug, Clone, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Scenario {
-    /// Title in one line.
+    /// Title of the figure in one line.
     pub title: String,
-    /// Authors, name and venue.
+    /// Authors, title and venue of the paper.
     pub paper: String,
-    /// Reference in the paper, as in "Figure 2b".
+    /// Reference to the figure in the paper, such as "Figure 2b".
     pub figure: String,
     /// Quoted sentences of the paper that the claims check.
     pub statement: String,
-    /// Description of the model, and its differences from the paper's experiment.
+    /// Description of the model, and how it differs from the paper's experiment.
     pub modelled: String,
-    /// Seeds 1 to this number; every point is their median.
+    /// Number of seeds, which are 1 to this number; every point is the median over them.
     pub seeds: Spanned<u64>,
-    /// Requests at cores: parameters common to all series.
+    /// Common parameters of a simulation of requests at cores.
     pub rpc: Option<RpcParameters>,
-    /// Packets of a trace at servers and cores.
+    /// Common parameters of a replay of a trace's packets at servers and cores.
     pub lb: Option<LbParameters>,
-    /// Connections while the pool changes.
+    /// Common parameters of a simulation of connections while the server pool changes.
     pub pcc: Option<PccParameters>,
-    /// Connections placed by a load balancer, with requests queued at cores.
+    /// Common parameters of a simulation of connections and of their requests at cores.
     pub path: Option<PathParameters>,
-    /// Live figure ([`super::live`]): every series is measured, except those marked as simulated.
+    /// Parameters of a live figure ([`super::live`]): every series is measured, except those marked as simulated.
     pub live: Option<LiveParameters>,
-    /// Compared curves.
+    /// Series that the figure compares.
     pub series: Vec<Series>,
     /// Panels, drawn side by side.
     pub panel: Vec<Panel>,
-    /// Values of the paper's figure.
+    /// Values that the paper gives, drawn for comparison.
     #[serde(default)]
     pub published: Vec<PublishedValues>,
-    /// Claims of the paper.
+    /// Claims of the paper, which are checked on the figure's table.
     #[serde(default)]
     pub claim: Vec<Assertion>,
 }
 
-/// Figure whose numbers are measured on this machine; its `seeds` are runs.
+/// Parameters of a figure that is measured on this machine; the scenario's `seeds` are then runs.
 #[derive(Debug, Clone, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct LiveParameters {
-    /// Approximate duration for `coreward-lab figure --list` (minutes).
+    /// Approximate duration of the measurement (minutes), shown by `coreward-lab figure --list`.
     pub minutes: f64,
-    /// Measured time of each point in each run (s), where the figure leaves it open.
+    /// Measured time of each point in each run (s), if the measurement does not fix it.
     pub seconds: Option<f64>,
-    /// Length of the simulated unit of time in the measurement (us), if the scenario has one.
+    /// Duration of the simulated unit of time in the measurement (us), if the scenario has such a unit.
     pub unit_us: Option<f64>,
     /// Mix of requests to a key-value store over RocksDB, as for `coreward-lab load --mix`; its classes are those of
     /// `rpc.service`. Without a mix, requests only take time.
@@ -75,11 +75,11 @@ impl fmt::Display for LiveParameters {
     }
 }
 
-/// Curve, or bars of one colour.
+/// Series of values, drawn as a curve or as bars of one colour.
 #[derive(Debug, Clone, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Series {
-    /// Name in the paper.
+    /// Name of the series in the paper.
     pub label: Spanned<String>,
     /// Whether a series of a live figure is simulated for comparison. It is drawn like the preceding measured series,
     /// but open and dashed.
@@ -95,20 +95,20 @@ pub struct Series {
     pub path: Option<PathParameters>,
 }
 
-/// Panel with its axes.
+/// Panel of a figure, with its axes.
 #[derive(Debug, Clone, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Panel {
     /// Title, by which claims and published values refer to the panel.
     pub title: Spanned<String>,
     pub measure: Spanned<Metric>,
-    /// Style of drawing.
+    /// Whether values are drawn as lines or as bars.
     #[serde(default)]
     pub draw: PlotType,
-    /// Parameter on the x axis; without one each series has one value.
+    /// Parameter swept along the x axis; without it, each series has a single value.
     pub x: Option<Sweep>,
     pub y: Axis,
-    /// Shown series; all when omitted.
+    /// Labels of the series to draw; all series if empty.
     #[serde(default)]
     pub series: Vec<Spanned<String>>,
     /// Horizontal lines with labels, such as service level objectives.
@@ -127,7 +127,7 @@ pub struct Panel {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum PlotType {
-    /// Points joined by lines, whiskers from the lowest to the highest seed.
+    /// Points joined by lines, with whiskers from the lowest to the highest value of all seeds.
     #[default]
     Lines,
     Bars,
@@ -144,7 +144,7 @@ pub struct Sweep {
     pub values: Vec<f64>,
     /// Label of the axis, with its unit.
     pub label: String,
-    /// Factor of shown values, which claims and published points use too.
+    /// Factor by which values are multiplied for display. Claims and published points use the displayed values.
     #[serde(default = "default_scale")]
     pub scale: f64,
     /// Whether the axis is logarithmic.
@@ -157,21 +157,21 @@ pub struct Sweep {
 pub struct Axis {
     /// Label of the axis, with its unit.
     pub label: String,
-    /// Factor of measured values.
+    /// Factor by which simulated or measured values are multiplied for display.
     #[serde(default = "default_scale")]
     pub scale: f64,
     /// Whether the axis is logarithmic.
     #[serde(default)]
     pub log: bool,
-    /// Drawn range; by default that of the data. Points outside the range stay in the tables.
+    /// Range of the axis to draw; by default that of the data. Points outside of it are still in the tables.
     pub range: Option<[f64; 2]>,
 }
 
-/// Horizontal line.
+/// Horizontal reference line in a panel.
 #[derive(Debug, Clone, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ReferenceLine {
-    /// Height of the line.
+    /// Displayed y value at which the line is drawn.
     pub y: f64,
     pub label: String,
 }
@@ -180,16 +180,16 @@ pub struct ReferenceLine {
 #[derive(Debug, Clone, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct PublishedValues {
-    /// Title of the panel; optional for a single panel.
+    /// Title of the panel; may be omitted if the figure has a single panel.
     pub panel: Option<Spanned<String>>,
     pub series: Spanned<String>,
-    /// Source of the numbers.
+    /// Where the paper or its artifact gives the numbers.
     pub source: String,
-    /// Points in the panel's shown units.
+    /// Points in the displayed units of the panel.
     pub points: Vec<PublishedPoint>,
 }
 
-/// `[x, y]`, or `[x, y, low, high]`.
+/// Published point, written as `[x, y]` or `[x, y, low, high]`.
 #[derive(Debug, Clone, Copy, PartialEq, Deserialize)]
 #[serde(from = "PublishedNumbers")]
 pub struct PublishedPoint {
@@ -226,7 +226,7 @@ impl Scenario {
         self.series.iter().filter(move |series| only.is_empty() || only.contains(&series.label.get_ref().as_str()))
     }
 
-    /// Returns the simulated or the measured part of a live figure: a scenario without published values and claims.
+    /// Returns the simulated or the measured part of a live figure, without published values and claims.
     #[must_use]
     pub fn filter_simulated(&self, simulated: bool) -> Self {
         let series = self.series.iter().filter(|series| series.simulated == simulated);
@@ -260,7 +260,7 @@ impl Scenario {
         cells
     }
 
-    /// Returns the panel with a title, or the only panel.
+    /// Returns the panel with this title; without a title, the figure's only panel.
     pub fn panel_named(&self, title: Option<&str>) -> Option<&Panel> {
         match title {
             Some(title) => self.panel.iter().find(|panel| panel.title.get_ref() == title),

@@ -6,38 +6,38 @@ use super::point::is_same_point;
 use crate::output::csv;
 use crate::seed_summary::SeedSummary;
 
-/// All values of one figure, in shown units.
+/// All values of one figure, in the units that the figure shows.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct FigureTable {
     /// Number of seeds of each point.
     pub seeds: u64,
-    /// In the order of the scenario.
+    /// Tables of the panels, in the order of the scenario.
     pub panels: Vec<PanelTable>,
 }
 
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct PanelTable {
-    /// Title in the scenario.
+    /// Title of the panel in the scenario.
     pub title: String,
-    /// In the order of the scenario.
+    /// Curves of the panel's series, in the order of the scenario.
     pub curves: Vec<Curve>,
 }
 
 /// Values of one series in one panel.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Curve {
-    /// Label in the scenario.
+    /// Label of the series in the scenario.
     pub label: String,
-    /// Points by ascending x.
+    /// Points of the curve, by ascending x.
     pub cells: Vec<Cell>,
-    /// Values of the paper.
+    /// Values that the paper gives for this series.
     pub published: Vec<PublishedCell>,
 }
 
-/// Point of a curve.
+/// Point of a curve, with its values for all seeds.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Cell {
-    /// x on the horizontal axis; 0 without a sweep.
+    /// x on the horizontal axis, as shown; 0 without such an axis.
     pub x: f64,
     pub seeds: Vec<f64>,
     pub spread: SeedSummary,
@@ -45,7 +45,7 @@ pub struct Cell {
 
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct PublishedCell {
-    /// x on the horizontal axis.
+    /// x on the horizontal axis, as shown.
     pub x: f64,
     pub y: f64,
     pub spread: Option<(f64, f64)>,
@@ -57,11 +57,11 @@ impl Curve {
     }
 }
 
-/// Columns of a figure's CSV.
+/// Names of the columns in a figure's CSV file.
 pub const CSV_COLUMNS: [&str; 7] = ["panel", "series", "x", "median", "low", "high", "published"];
 
 impl FigureTable {
-    /// Returns one row per point; a published point without simulation has no median.
+    /// Returns one row per point, with the columns [`CSV_COLUMNS`]; a published point without simulation has no median.
     pub fn rows(&self) -> Vec<Vec<String>> {
         let curves = self.panels.iter().flat_map(|panel| panel.curves.iter().map(move |curve| (panel, curve)));
         curves.flat_map(|(panel, curve)| rows(panel, curve)).collect()

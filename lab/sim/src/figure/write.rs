@@ -5,8 +5,8 @@ use std::path::Path;
 
 use anyhow::Context;
 
-/// Writes `name` in `directory` under a temporary name, then renames it. Fails when the file cannot be written; the
-/// error names it.
+/// Writes the file `name` in `directory` under a temporary name, then renames it. Fails when the file cannot be
+/// written; the error names its path.
 pub fn write_atomically(directory: &Path, name: &str, content: &str) -> anyhow::Result<()> {
     let path = directory.join(name);
     let written = (|| -> std::io::Result<()> {

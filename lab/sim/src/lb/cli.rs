@@ -89,7 +89,7 @@ pub(crate) fn parse_alpha(text: &str) -> Result<Alpha, String> {
 
 const MAX_SEEDS: u64 = 10_000;
 
-/// Seeds as `N` or `FIRST-LAST`.
+/// Seeds, written as `N` for 1 to N, or as `FIRST-LAST`.
 #[derive(Debug, Clone, PartialEq)]
 struct Seeds(Vec<u64>);
 
@@ -109,7 +109,7 @@ impl std::str::FromStr for Seeds {
 }
 
 impl LbArgs {
-    /// Simulates and returns the printable result. An error names the invalid value and its position.
+    /// Runs the simulation and returns its result as text. An error names the invalid value and its position.
     pub fn run(self) -> anyhow::Result<String> {
         let config = Config {
             trace: self.trace,

@@ -1,14 +1,14 @@
 //! Packets at cores: counted on arrival, or queued with a limit.
 
-/// Packets that may wait at a core while one is served (CrossRSS, CoNEXT'20: FastClick's queues of 128).
+/// Maximum number of packets that wait while a core serves one (CrossRSS, CoNEXT'20: FastClick's queues of 128).
 pub const QUEUE_PACKETS: u32 = 128;
 
-/// Rounding error of sums of service times, as a fraction of a packet.
+/// Tolerance for rounding errors in sums of service times, as a fraction of a packet's service time.
 const ROUNDING: f64 = 1e-6;
 
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Capacity {
-    /// No limit; each packet adds `cost_ns` of busy time.
+    /// The core serves every packet at once; each packet adds `cost_ns` of busy time.
     Unlimited {
         /// Busy time per packet (ns).
         cost_ns: f64,
@@ -17,25 +17,25 @@ pub enum Capacity {
     Limited {
         /// Busy time per packet (ns), above 0.
         cost_ns: f64,
-        /// Largest number of waiting packets; `None`: no limit.
+        /// Maximum number of waiting packets; unlimited if `None`.
         queue_limit: Option<u32>,
     },
 }
 
-/// Absolute counters of every core.
+/// All cores, with counters of their packets since the start.
 #[derive(Debug, Clone)]
 pub struct Cores {
     cost_ns: f64,
     is_limited: bool,
-    /// Longest waiting time of an accepted packet (ns).
+    /// Longest time that an accepted packet may have to wait (ns).
     longest_wait_ns: f64,
-    /// Packets that arrived, per core.
+    /// Number of packets that arrived at each core.
     arrived_packets: Vec<u64>,
-    /// Packets that found the queue full, per core.
+    /// Number of packets that each core dropped because its queue was full.
     dropped_packets: Vec<u64>,
-    /// Time at which each core has served all accepted packets (ns).
+    /// Time at which each core will have served all packets accepted so far (ns).
     idle_from_ns: Vec<f64>,
-    /// Bytes of the accepted packets of all cores.
+    /// Number of bytes in the accepted packets of all cores.
     bytes: u64,
 }
 
@@ -58,7 +58,7 @@ impl Cores {
         }
     }
 
-    /// Processes the arrival of a packet at a core; times never decrease.
+    /// Processes the arrival of a packet at a core. Arrival times must not decrease.
     #[inline]
     pub fn enter(&mut self, core: usize, time_ns: u64, bytes: u16) {
         self.arrived_packets[core] += 1;
@@ -68,7 +68,7 @@ impl Cores {
         self.bytes += u64::from(bytes);
     }
 
-    /// Queues the packet. Returns false when the queue is full.
+    /// Queues a packet at a core. Returns `false` if the queue is full.
     fn try_enqueue(&mut self, core: usize, time_ns: u64) -> bool {
         let (now_ns, free_ns) = (time_ns as f64, &mut self.idle_from_ns[core]);
         // All packets take the same time, so the remaining work gives their number; the packet in service does not
@@ -81,27 +81,27 @@ impl Cores {
         true
     }
 
-    /// Returns the packets that arrived so far, per core.
+    /// Returns the number of packets that have arrived at each core.
     pub fn arrived_packets(&self) -> &[u64] {
         &self.arrived_packets
     }
 
-    /// Returns the packets dropped so far at all cores.
+    /// Returns the number of packets that all cores together have dropped.
     pub fn dropped_packets(&self) -> u64 {
         self.dropped_packets.iter().sum()
     }
 
-    /// Returns the bytes of the packets accepted so far.
+    /// Returns the number of bytes in the packets that all cores have accepted.
     pub fn bytes(&self) -> u64 {
         self.bytes
     }
 
-    /// Returns the accepted work that the core has not served yet (ns).
+    /// Returns the service time of the packets that the core has accepted, but not served yet (ns).
     fn backlog_ns(&self, core: usize, time_ns: u64) -> f64 {
         if self.is_limited { (self.idle_from_ns[core] - time_ns as f64).max(0.0) } else { 0.0 }
     }
 
-    /// Returns the packets that each core has served so far.
+    /// Returns the number of packets that each core has served by `time_ns`.
     pub fn served_packets(&self, time_ns: u64) -> impl Iterator<Item = u64> {
         (0..self.arrived_packets.len()).map(move |core| {
             let inside = (self.backlog_ns(core, time_ns) / self.cost_ns - ROUNDING).ceil().max(0.0) as u64;
@@ -109,7 +109,7 @@ impl Cores {
         })
     }
 
-    /// Returns each core's busy time so far (ns).
+    /// Returns how long each core has been busy by `time_ns` (ns).
     pub fn busy_ns(&self, time_ns: u64) -> impl Iterator<Item = u64> {
         (0..self.arrived_packets.len()).map(move |core| {
             let accepted = (self.arrived_packets[core] - self.dropped_packets[core]) as f64;
@@ -126,7 +126,7 @@ mod tests {
 
     use super::*;
 
-    /// Reference model: departure times of a FIFO queue, packet by packet.
+    /// Reference model: a FIFO queue that keeps the departure time of every packet.
     struct Reference {
         departures: VecDeque<u64>,
         last: u64,

@@ -2,20 +2,20 @@
 
 use super::cores::Capacity;
 
-/// Work of every core in the history. Between two events the number of packets is linear in time, so each core has a
-/// slope and an offset.
+/// Work of every core in the trace's history. Between two events a core's number of packets is linear in time, so it is
+/// kept as a slope and an offset.
 #[derive(Debug)]
 pub struct HistoryLoad {
     cost_ns: f64,
     is_limited: bool,
     end_ns: u64,
-    /// Packets per ns, per core.
+    /// Packet rate of each core (packets per ns), the slope.
     packets_per_ns: Vec<f64>,
-    /// Packets at time 0 of the line, per core.
+    /// Number of packets of each core that the linear function gives for time 0, the offset.
     offset: Vec<f64>,
-    /// Packets per ns, per flow.
+    /// Packet rate of each flow (packets per ns).
     rate_of_flow: Vec<f64>,
-    /// Last reading: its time (ns), and packets and busy time per core.
+    /// Last reading: its time (ns), and the packets and busy time of each core until then.
     read_ns: u64,
     packets: Vec<f64>,
     busy_ns: Vec<f64>,
@@ -40,7 +40,7 @@ impl HistoryLoad {
         }
     }
 
-    /// Starts a flow to a core with a rate (packets/s).
+    /// Starts a flow to a core with a rate of `rate_pps` packets per second.
     pub fn begin(&mut self, flow: u32, core: usize, rate: f64, now_ns: u64) {
         let flow = flow as usize;
         if self.rate_of_flow.len() <= flow {
@@ -59,8 +59,8 @@ impl HistoryLoad {
         self.offset[core] -= slope * now_ns as f64;
     }
 
-    /// Returns each core's busy time up to now, or to the history's end (ns). A core of limited capacity is at most
-    /// always busy; the few packets in its queue are ignored.
+    /// Returns each core's busy time up to now, or to the history's end (ns). A core of limited capacity is busy for at
+    /// most the elapsed time; the few packets in its queue are ignored.
     pub fn busy_ns(&mut self, now_ns: u64) -> &[f64] {
         let now_ns = now_ns.min(self.end_ns);
         let elapsed_ns = (now_ns - self.read_ns) as f64;

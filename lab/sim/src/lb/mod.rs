@@ -34,15 +34,15 @@ pub use run::run;
 /// Configuration of a simulation. The default is the paper's pool (CrossRSS, CoNEXT'20, Sect. 3) on `campus`.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Config {
-    /// Traffic.
+    /// Source of the traffic.
     pub trace: TraceSource,
     /// Number of servers, at least 1; all servers together have at most [`MAX_CORES`] cores.
     pub servers: u16,
     /// Number of cores of each server, at least 1.
     pub cores: u16,
-    /// Buckets of the placement table, and entries of the indirection tables.
+    /// Number of buckets of the placement table, and of entries of each indirection table.
     pub buckets: BucketCount,
-    /// Interval of reports and of tables (ms), 1 to 10,000.
+    /// Interval between two reports, and between two placement tables (ms), 1 to 10,000.
     pub report_ms: u32,
     /// Weight of the newest report in a smoothed load.
     pub alpha: Alpha,
@@ -54,20 +54,21 @@ pub struct Config {
     pub read_options: ReadOptions,
     /// Number of simultaneous copies of the trace, shifted in time, each with its own addresses; at least 1.
     pub trace_copies: u32,
-    /// Packets/s that a core serves; a packet that finds 128 waiting packets is dropped. `None`: unlimited.
+    /// Number of packets that a core serves per second, while at most 128 wait and others are dropped. `None`:
+    /// unlimited.
     pub core_capacity: Option<f64>,
-    /// Distribution of cores over the indirection tables.
+    /// How cores are distributed over the servers' indirection tables.
     pub tables: TableDraw,
     /// Duration of the windows in which variance is measured (ms), 1 to 3,600,000; the paper has 1 s.
     pub window_ms: u32,
-    /// Speed of the replay relative to the recording: 1.1 is 10 % faster. Above 0.
+    /// Speed of the replay relative to the recording, above 0: 1.1 is 10 % faster.
     pub replay_speed: f64,
     /// Number of rack controllers, each with an equal share (+-1) of the servers; at most the number of servers.
     /// `None`: agents report to the controller.
     pub racks: Option<u16>,
-    /// Largest number of candidates that a rack sends per bucket, 1 to 8; with 8 nothing is lost.
+    /// Maximum number of candidates that a rack sends per bucket, 1 to 8; with 8, tables are as without racks.
     pub rack_candidates: u8,
-    /// Time from the reports until their table is in force (ms), below `report_ms`.
+    /// Time from the reports until the table computed from them is in force (ms), below `report_ms`.
     pub table_delay_ms: u32,
 }
 
@@ -95,7 +96,7 @@ impl Default for Config {
     }
 }
 
-/// Limit of the cores of all servers: a core's number has 16 bits.
+/// Maximum number of cores of all servers together, because a core's number has 16 bits.
 pub const MAX_CORES: u32 = 65_536;
 
 /// Reason why a configuration cannot be simulated.
@@ -113,7 +114,7 @@ pub enum Error {
     /// The trace has no packets to simulate.
     #[error("the trace has no packets that can be placed{}", format_skipped(.0))]
     NoPackets(crate::trace::SkipCounts),
-    /// The trace is too short for a window.
+    /// The trace is too short for the measurement of a window.
     #[error(
         "the trace lasts {seconds:.3} s: variance is measured in windows of {window_ms} ms after the first, so it must \
          last \
@@ -124,7 +125,7 @@ pub enum Error {
         seconds: f64,
         window_ms: u32,
     },
-    /// The oracle needs the rates in the trace.
+    /// The oracle needs the rates of flows, which the trace does not contain.
     #[error(
         "policy \"oracle\" needs to know each flow's rate when it starts: expected campus or an arrival log as trace"
     )]

@@ -9,10 +9,10 @@ use crate::trace::FirstPacket;
 /// Name of the oracle among the policies.
 pub const ORACLE: &str = "oracle";
 
-/// Unit of rates: sums of integers return to zero exactly (micropackets/s).
+/// Number of rate units in one packet per second: integers are used because their sums return to exactly zero.
 const RATE_UNITS_PER_PACKET: f64 = 1e6;
 
-/// True rates of all flows.
+/// Oracle, which knows the true rates of all flows and thus the load of every core.
 #[derive(Debug, Default)]
 pub struct Oracle {
     core_rates: Vec<u64>,
@@ -24,7 +24,8 @@ impl Oracle {
         Self { core_rates: vec![0; cores], flow_rates: Vec::new() }
     }
 
-    /// Returns the core for a new flow among the reachable ones. `None` when the flow's rate is unknown.
+    /// Assigns a new flow to the least loaded of the reachable cores and returns that core; `None` if its rate is
+    /// unknown.
     pub fn place(&mut self, flow: u32, opening: &FirstPacket, reachable: impl Iterator<Item = usize>) -> Option<usize> {
         let rate = (opening.rate_pps? * RATE_UNITS_PER_PACKET) as u64;
         let core = reachable.min_by_key(|core| self.core_rates[*core])?;

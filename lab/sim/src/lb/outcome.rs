@@ -9,17 +9,17 @@ use crate::trace::SkipCounts;
 /// Results of one policy and seed: means over the measured windows, which are all whole windows except the first.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct SeedResult {
-    /// Variance of the servers' packets (%).
+    /// Variance of the numbers of packets that servers received (%).
     pub server_variance_pct: f64,
-    /// Variance of the packets that cores served (%).
+    /// Variance of the numbers of packets that cores served (%).
     pub core_variance_pct: f64,
-    /// Packets of the busiest core, relative to the cores' mean.
+    /// Number of packets of the busiest core, relative to the mean of all cores.
     pub max_over_mean: f64,
-    /// Share of packets that found a full queue (%).
+    /// Share of packets that were dropped because they found a full queue (%).
     pub dropped_pct: f64,
-    /// Packets served per second, by all cores.
+    /// Number of packets that all cores together served per second.
     pub throughput_pps: f64,
-    /// Served bits per second, in 10^9; 0 when the trace has no sizes.
+    /// Number of bits that all cores together served per second, in 10^9; 0 if the trace has no packet sizes.
     pub throughput_gbps: f64,
 }
 
@@ -44,7 +44,7 @@ pub struct PolicyOutcome {
 }
 
 impl PolicyOutcome {
-    /// Returns the results; `None` without seeds.
+    /// Summarizes the results of all seeds; `None` without seeds.
     pub fn new(policy: &str, seeds: Vec<SeedResult>) -> Option<Self> {
         let spread = |of: fn(&SeedResult) -> f64| SeedSummary::of(&seeds.iter().map(of).collect::<Vec<_>>());
         Some(Self {
@@ -62,17 +62,17 @@ impl PolicyOutcome {
 
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Outcome {
-    /// In the requested order.
+    /// Results of the policies, in the requested order.
     pub policies: Vec<PolicyOutcome>,
-    /// Simulated packets; where each seed has its own traffic, the mean over the seeds.
+    /// Number of simulated packets; if each seed has its own traffic, the mean over the seeds.
     pub packets: u64,
-    /// Flows that began, averaged like `packets`.
+    /// Number of flows that began, averaged like `packets`.
     pub flows: u64,
     /// Duration of the trace (s), averaged like `packets`.
     pub seconds: f64,
-    /// Packets that were skipped, by reason, averaged like `packets`.
+    /// Number of skipped packets by reason, averaged like `packets`.
     pub skipped: SkipCounts,
-    /// Packets with an earlier time stamp than their predecessor: they count as simultaneous.
+    /// Number of packets whose time stamp was earlier than that of the packet before; they count as simultaneous.
     pub reordered: u64,
 }
 

@@ -10,8 +10,8 @@ use super::{Config, Error};
 use crate::par_map_ordered;
 use crate::trace::{Batch, SkipCounts, Trace};
 
-/// Cost of a packet for cores of unlimited speed (ns). Policies compare loads and ignore the unit. With 1 us the load
-/// of a few packets/s is above the resolution, and the load of millions is in range.
+/// Busy time that a packet adds to a core of unlimited capacity (ns). Policies compare loads and ignore the unit. With
+/// 1 us the load of a few packets/s is above the resolution, and the load of millions is in range.
 const PACKET_COST_NS_UNLIMITED: f64 = 1_000.0;
 
 /// Simulates every policy with every seed. Fails when the configuration or the trace is invalid: see [`Error`].
@@ -30,9 +30,9 @@ pub fn run(config: &Config) -> Result<Outcome, Error> {
     Ok(merge_runs(config, runs))
 }
 
-/// Simulation of one pass over a trace.
+/// Results of one pass over a trace for all policies and the given seeds.
 struct Run {
-    /// By policy, then by seed.
+    /// Results by policy, then by seed.
     seed_results: Vec<Vec<SeedResult>>,
     packets: u64,
     flows: u64,
@@ -85,7 +85,7 @@ impl Run {
     }
 }
 
-/// Returns the capacity of the cores. Requests of an arrival log wait without limit; packets are dropped.
+/// Returns the capacity of a core. Requests of an arrival log wait without limit; packets beyond the queue are dropped.
 fn derive_capacity(config: &Config, trace: &dyn Trace) -> Capacity {
     match (config.core_capacity, trace.service()) {
         (Some(packets_per_s), None) => {

@@ -14,20 +14,20 @@ use super::{Config, Error};
 use crate::names::UnknownName;
 use crate::trace::{Batch, Packet};
 
-/// [`seeded_rng`]'s stream for server ids and the fleet's RSS key.
+/// Stream of [`seeded_rng`] that draws the server ids and the fleet's RSS key.
 const RNG_STREAM_SERVERS: u64 = 21;
 
-/// Limit of reports in a pause, after which the remaining ones are skipped: all loads are then 0 (0.5^1000), and
-/// reports have no effect. A capture with a gap of a year would otherwise take a day.
+/// Maximum number of reports in a pause of the trace, after which the remaining ones are skipped: all loads are then 0
+/// (0.5^1000), so reports have no effect. A capture with a gap of a year would otherwise take a day.
 const MAX_REPORTS_PER_GAP: u64 = 1_000;
 
-/// Placement of connections.
+/// How new connections are placed: by a policy or by the oracle.
 enum Placer {
     Policy(Box<dyn Policy>),
     Oracle(Oracle),
 }
 
-/// Results of the windows so far.
+/// Results of the measured windows so far, with one value per window.
 #[derive(Debug, Default)]
 struct Windows {
     server_variance_pct: Vec<f64>,
@@ -44,7 +44,7 @@ struct Counters {
     time_ns: u64,
 }
 
-/// Fleet under one policy.
+/// Simulation of a fleet under one policy and seed.
 pub struct Simulation {
     placer: Placer,
     fleet: SimulatedCluster,
@@ -57,7 +57,7 @@ pub struct Simulation {
     report_interval_ns: u64,
     window_ns: u64,
     next_report_ns: u64,
-    /// Time from reports until their table is in force (ns).
+    /// Time from the reports until the table computed from them is in force (ns).
     table_delay_ns: u64,
     pending_table: Option<(u64, PlacementTable)>,
     next_window_ns: u64,
@@ -199,7 +199,7 @@ impl Simulation {
         self.install_due_table(now_ns);
     }
 
-    /// Puts the due table in force.
+    /// Installs the pending table if it is due.
     fn install_due_table(&mut self, now_ns: u64) {
         if let Some((_, table)) = self.pending_table.take_if(|(in_force_ns, _)| *in_force_ns <= now_ns) {
             self.fleet.install_table(table);
@@ -231,7 +231,7 @@ impl Simulation {
         self.last_counters = counters;
     }
 
-    /// Ends the simulation at the end of the trace. Returns `None` when no window was measured.
+    /// Ends the simulation at the end of the trace and returns its results; `None` if no window was measured.
     pub fn finish(mut self, end_ns: u64) -> Option<SeedResult> {
         self.advance(end_ns);
         // A capture of n seconds ends slightly before the n-th window.

@@ -74,7 +74,7 @@ pub struct PathArgs {
 }
 
 impl PathArgs {
-    /// Simulates and returns the printable result.
+    /// Runs the simulation and returns its result as text.
     pub(crate) fn run(self) -> anyhow::Result<String> {
         let config = Config {
             servers: self.servers,

@@ -38,27 +38,29 @@ pub struct Config {
     pub cores: u16,
     /// Policies of the load balancer, by name ([`coreward_model::policy`]).
     pub policies: Vec<String>,
-    /// Policies inside the servers; each is combined with each of `policies`. [`Policy::Rss`] uses the core that the
-    /// load balancer predicts.
+    /// Policies inside the servers, each of which is combined with each of `policies`. [`Policy::Rss`] uses the core
+    /// that the load balancer predicts.
     pub dispatch_policies: Vec<Policy>,
     pub service: ServiceTimeDistribution,
-    /// Length of the unit of service time (us), 0.001 to 1,000,000,000: it relates requests to reports.
+    /// Duration of the unit of service time (us), 0.001 to 1,000,000,000; it relates requests to the interval of
+    /// reports.
     pub unit_us: f64,
     /// One-way latency between NIC and cores.
     pub latency: f64,
     /// Offered load as a fraction of all cores' capacity, below 1.
     pub load: f64,
-    /// Mean number of requests of a connection (geometric), 1 to 1,000,000,000; 1: every connection has exactly one.
+    /// Mean number of requests of a connection (geometric), 1 to 1,000,000,000; with 1, each connection has exactly
+    /// one.
     pub requests_per_connection: f64,
     /// Mean time between two requests of a connection (exponential).
     pub request_gap: f64,
     /// Sigma of the lognormal distribution of the connections' mean gaps, 0 to 3.
     pub rate_sigma: f64,
-    /// Buckets of the placement table, and entries of the indirection tables.
+    /// Number of buckets of the placement table, and of entries of each indirection table.
     pub buckets: BucketCount,
-    /// Distribution of cores over the indirection tables.
+    /// How cores are distributed over the servers' indirection tables.
     pub tables: TableDraw,
-    /// Interval of reports and of tables (ms), 0.001 to 10,000.
+    /// Interval between two reports, and between two placement tables (ms), 0.001 to 10,000.
     pub report_ms: f64,
     /// Weight of the newest report in a smoothed load.
     pub alpha: Alpha,
@@ -72,7 +74,7 @@ pub struct Config {
     pub seeds: Vec<u64>,
 }
 
-/// Time at which agents read their core loads.
+/// When agents read the loads of their cores.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum, serde::Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum ReportPhase {
@@ -184,7 +186,7 @@ impl Config {
     }
 }
 
-/// Simulates every combination with every seed. An error names the invalid value and its position.
+/// Simulates every combination of policies with every seed. An error names the invalid value and its position.
 pub fn run(config: &Config) -> Result<Outcome, Error> {
     config.check()?;
     let combinations: Vec<(&String, &Policy)> = config

@@ -9,7 +9,8 @@ use crate::seed_summary::SeedSummary;
 /// Results of one combination of policies and one seed.
 #[derive(Debug, Clone, PartialEq)]
 pub struct SeedResult {
-    /// Latency of all requests after the warm-up, from the server's NIC in to the NIC out, in units of service time.
+    /// Latency of all requests after the warm-up, from entering the server's NIC to leaving it, in units of service
+    /// time.
     pub latency: LatencySummary,
     /// Variance of the servers' busy times relative to their mean, averaged over the windows (%).
     pub server_variance_pct: f64,
@@ -22,7 +23,7 @@ pub struct SeedResult {
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Combination {
     pub policy: String,
-    /// Policy inside the servers.
+    /// Policy by which a server assigns requests to its cores.
     pub dispatch: String,
     pub mean: SeedSummary,
     /// Median latency.
@@ -40,7 +41,7 @@ pub struct Combination {
 }
 
 impl Combination {
-    /// Returns the results; `None` without seeds.
+    /// Summarizes the results of all seeds; `None` without seeds.
     pub fn new(policy: &str, dispatch: &str, seeds: &[SeedResult]) -> Option<Self> {
         let spread = |of: fn(&SeedResult) -> f64| SeedSummary::of(&seeds.iter().map(of).collect::<Vec<_>>());
         Some(Self {
@@ -59,11 +60,11 @@ impl Combination {
 
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Outcome {
-    /// Each policy of the load balancer with each policy inside the servers.
+    /// Results of each policy of the load balancer combined with each policy inside the servers.
     pub combinations: Vec<Combination>,
-    /// Requests that arrived, mean over the seeds.
+    /// Number of requests that arrived, as the mean over the seeds.
     pub requests: u64,
-    /// Unit of service time (us).
+    /// Duration of the unit of service time (us).
     pub unit_us: f64,
 }
 

@@ -15,13 +15,13 @@ use crate::rpc::server::{Request, Response, Server, ServerSpec, ServerVisitor, S
 use crate::rpc::ticks::{NEVER, Tick, to_ticks};
 use crate::rpc::{Policy, Sampler};
 
-/// [`seeded_rng`]'s streams.
+/// Streams of [`seeded_rng`] for servers, service times, hashes and the phases of reports.
 const RNG_STREAM_SERVERS: u64 = 0x7061_7411;
 const RNG_STREAM_SERVICES: u64 = 0x7061_7412;
 const RNG_STREAM_HASHES: u64 = 0x7061_7413;
 const RNG_STREAM_REPORT_PHASES: u64 = 0x7061_7414;
 
-/// Fleet with its servers and traffic.
+/// Simulated fleet with its servers and traffic.
 pub struct Simulation<'a> {
     config: &'a Config,
     dispatch: &'a Policy,
@@ -38,7 +38,7 @@ pub struct Simulation<'a> {
     windows: Windows,
 }
 
-/// Last reading of a server's cores by its agent.
+/// Last reading of the busy times of a server's cores by its agent.
 #[derive(Debug, Clone)]
 struct CoreReading {
     next_read: Tick,
@@ -47,13 +47,13 @@ struct CoreReading {
     busy: Vec<Tick>,
 }
 
-/// Responses and open connections.
+/// Tracker of responses and of open connections.
 struct ResponseTracker {
     recorder: Recorder,
     connections: Vec<Connection>,
     /// Ids of closed connections, for reuse.
     free_ids: Vec<ConnectionId>,
-    /// Number of open connections by server.
+    /// Number of open connections of each server.
     open_connections: Vec<u32>,
 }
 
@@ -61,7 +61,7 @@ struct ResponseTracker {
 struct Connection {
     server: u16,
     flow_hash: u32,
-    /// Number of requests that arrived and are unanswered.
+    /// Number of requests that have arrived and are not answered yet.
     unanswered: u32,
     /// Whether the last request has arrived.
     has_last_arrived: bool,
@@ -93,7 +93,7 @@ impl ResponseTracker {
     }
 }
 
-/// Busy times by window.
+/// Cores' busy times at the start of the current window, and the results of all measured windows.
 #[derive(Debug)]
 struct Windows {
     busy_before: Vec<Tick>,
@@ -101,7 +101,7 @@ struct Windows {
     core_variance_pct: Vec<f64>,
 }
 
-/// Constructor that boxes a server.
+/// Visitor that puts a server into a box.
 struct BoxServer;
 
 impl<S: Sink> ServerVisitor<S> for BoxServer {
@@ -113,7 +113,7 @@ impl<S: Sink> ServerVisitor<S> for BoxServer {
 }
 
 impl<'a> Simulation<'a> {
-    /// `policy`: of the load balancer; `dispatch`: inside the servers.
+    /// Creates a simulation of the load balancer's `policy` with `dispatch_policy` inside the servers.
     pub fn new(config: &'a Config, policy: &str, dispatch: &'a Policy, seed: u64) -> Result<Self, Error> {
         let mut rng = seeded_rng(seed, RNG_STREAM_SERVERS);
         let Config { servers, cores, buckets, alpha, tables, .. } = *config;
@@ -243,7 +243,7 @@ impl<'a> Simulation<'a> {
         self.requests += 1;
     }
 
-    /// Returns each core's busy time until now (ticks).
+    /// Returns how long each core has been busy until now (ticks).
     fn busy_times(&mut self, now: Tick) -> Vec<Tick> {
         let mut busy = Vec::with_capacity(self.windows.busy_before.len());
         for server in &mut self.servers {
@@ -259,8 +259,8 @@ impl<'a> Simulation<'a> {
         by_time.expect("at least one server").0
     }
 
-    /// Reads the cores of a server, as its agent does. If each request is placed separately and ignores the predicted
-    /// core, all cores count as equal.
+    /// Reads the busy times of a server's cores, as its agent does. If each request is placed separately and ignores
+    /// the predicted core, all cores get the mean.
     fn read(&mut self, position: usize, now: Tick) {
         let server = &mut self.servers[position];
         server.advance(now, &mut self.answers);
@@ -273,7 +273,7 @@ impl<'a> Simulation<'a> {
         (reading.last_read, reading.busy) = (Some(now), busy);
     }
 
-    /// Makes a table from the agents' readings.
+    /// Computes a placement table from the agents' last readings.
     fn rebuild_table(&mut self, now: Tick) {
         for server in &mut self.servers {
             server.advance(now, &mut self.answers);

@@ -25,7 +25,7 @@ pub enum Event {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct ConnectionId(pub u32);
 
-/// Remaining requests of a connection, and their mean gap (ticks).
+/// Number of remaining requests of a connection, and the mean gap between them (ticks).
 #[derive(Debug, Clone, Copy)]
 struct PendingRequests {
     requests: u64,
@@ -43,7 +43,7 @@ pub struct Traffic {
     rate_sigma: f64,
     next_connection: Tick,
     next_requests: BinaryHeap<Reverse<(Tick, ConnectionId)>>,
-    /// By connection.
+    /// Remaining requests of each connection, by its id.
     pending: Vec<PendingRequests>,
     connection_rng: Xoshiro256PlusPlus,
     request_rng: Xoshiro256PlusPlus,
@@ -52,7 +52,7 @@ pub struct Traffic {
 const RNG_STREAM_CONNECTIONS: u64 = 0x7061_7401;
 const RNG_STREAM_REQUESTS: u64 = 0x7061_7402;
 
-/// Service of all connections.
+/// Address and port of the service that all connections use.
 const VIP: (Ipv4Addr, u16) = (Ipv4Addr::new(10, 200, 0, 1), 80);
 
 impl Traffic {
@@ -94,14 +94,14 @@ impl Traffic {
         Event::Opens(self.draw_tuple())
     }
 
-    /// Returns a random client of 10.0.0.0/8; two connections rarely have the same.
+    /// Draws a 4-tuple with a random client in 10.0.0.0/8; two connections rarely have the same one.
     fn draw_tuple(&mut self) -> FourTuple {
         let client = Ipv4Addr::from(0x0a00_0000 | uniform_below(&mut self.connection_rng, 1 << 24));
         let port = 1_024 + uniform_below(&mut self.connection_rng, 65_536 - 1_024) as u16;
         FourTuple::ipv4((client, port), VIP)
     }
 
-    /// Sets the id of the connection of [`Event::Opens`]; no other open connection may have it.
+    /// Sets the id of the connection of [`TrafficEvent::ConnectionOpened`]; no other open connection may have it.
     pub fn open_connection(&mut self, id: ConnectionId) {
         let at = self.next_connection;
         self.next_connection = at + self.draw_interval();
@@ -119,7 +119,7 @@ impl Traffic {
         self.pending[id.0 as usize].requests > 0
     }
 
-    /// Returns the number of requests after the first: geometric, with the configured mean including the first.
+    /// Draws the number of requests after the first: geometric, with the configured mean, which includes the first.
     fn draw_request_count(&mut self) -> u64 {
         let mean = self.requests_per_connection;
         if mean <= 1.0 {
@@ -130,7 +130,7 @@ impl Traffic {
         (libm::log(u) / libm::log(1.0 - 1.0 / mean)) as u64
     }
 
-    /// Returns a connection's mean gap (ticks); the mean over all connections is as configured.
+    /// Draws a connection's mean gap between requests (ticks); the mean over all connections is as configured.
     fn draw_gap(&mut self) -> f64 {
         let sigma = self.rate_sigma;
         if sigma == 0.0 {
@@ -140,7 +140,7 @@ impl Traffic {
         }
     }
 
-    /// Schedules the connection's next request after the one at `at`, if any.
+    /// Schedules the connection's next request after the one at `last_request_at`, if any.
     fn schedule(&mut self, id: ConnectionId, at: Tick) {
         let rest = self.pending[id.0 as usize];
         if rest.requests > 0 {

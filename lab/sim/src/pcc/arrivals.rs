@@ -10,10 +10,10 @@ use super::clock::{Nanoseconds, from_seconds, to_seconds};
 use super::mix::Mix;
 use crate::random::exponential;
 
-/// [`seeded_rng`]'s stream for arrivals; every method gets the same connections.
+/// Stream of [`seeded_rng`] for arrivals, so that every method gets the same connections.
 const RNG_STREAM_ARRIVALS: u64 = 200;
 
-/// Load that clients offer.
+/// Process by which clients open connections.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Arrivals {
     /// Poisson arrivals, at the rate that keeps a mean number of connections open.
@@ -21,25 +21,25 @@ pub enum Arrivals {
         /// Mean number of open connections.
         connections: f64,
     },
-    /// The generator of Cheetah's Fig. 9 (`includes/httpclient.py` of github.com/cheetahlb/experiments). Every client
+    /// Load generator of Cheetah's Fig. 9 (`includes/httpclient.py` of github.com/cheetahlb/experiments). Every client
     /// has the whole mix as a list of requests, and repeats each request only after its end. Long requests therefore
     /// accumulate, and most new ones are short.
     ClosedLoop { clients: u32, per_second: RateWave },
 }
 
-/// Rate that rises and falls once.
+/// Rate of requests that rises from a base to a peak and falls again, once.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct RateWave {
     /// Rate at the start, at the end, and outside of the wave.
     pub base_per_s: f64,
-    /// Rate in the middle.
+    /// Rate in the middle of the wave.
     pub peak_per_s: f64,
     /// Duration of the wave (s).
     pub duration_s: f64,
 }
 
 impl RateWave {
-    /// Returns the rate at a time: half a sine wave above `low`.
+    /// Returns the rate at a time: half a sine wave that rises from the base to the peak.
     fn rate_at(&self, second: f64) -> f64 {
         if second <= 0.0 || second >= self.duration_s {
             return self.base_per_s;
@@ -52,7 +52,7 @@ impl RateWave {
     }
 }
 
-/// Connections of one simulation, in order.
+/// Source of the connections of one simulation, in the order of their starts.
 #[derive(Debug)]
 pub struct ConnectionSource {
     arrivals: Arrivals,
@@ -60,7 +60,7 @@ pub struct ConnectionSource {
     rng: Xoshiro256PlusPlus,
     next_start: Nanoseconds,
     warm_up: Nanoseconds,
-    /// Kinds of requests that wait to be sent.
+    /// Kinds of the requests that wait to be sent (closed loop).
     waiting: VecDeque<u8>,
 }
 
@@ -86,7 +86,7 @@ impl ConnectionSource {
         self.next_start
     }
 
-    /// Removes the next connection and returns its identity and kind. `None`: no request waits to be sent.
+    /// Removes the next connection and returns its identity and kind; `None` if no request waits to be sent.
     pub fn pop_connection(&mut self) -> Option<(u64, u8)> {
         let kind = match self.arrivals {
             Arrivals::Open { .. } => Some(self.mix.draw(&mut self.rng)),
@@ -115,7 +115,7 @@ impl ConnectionSource {
     }
 }
 
-/// Returns the time until connections of the initially empty system have ended: for open arrivals the longest duration.
+/// Returns the time until connections of the initially empty system have ended: the longest duration in an open loop.
 pub fn settling_time(arrivals: &Arrivals, mix: &Mix) -> Nanoseconds {
     match arrivals {
         Arrivals::Open { .. } => mix.longest_duration(),

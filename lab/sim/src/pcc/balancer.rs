@@ -4,7 +4,7 @@ use super::clock::Nanoseconds;
 use super::cluster::Cluster;
 use super::connections::{Connection, Connections};
 
-/// Placement of a new connection.
+/// Server and core that a new connection gets.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PlacedConnection {
     pub server: u16,
@@ -16,16 +16,16 @@ pub struct PlacedConnection {
 
 /// Load balancers of a cluster. All of them receive a change of the servers at the same time.
 pub trait Balancer {
-    /// Returns the placement of a new connection.
+    /// Assigns a new connection to a server.
     fn place(&mut self, identity: u64, cluster: &Cluster) -> PlacedConnection;
 
-    /// Counts a connection on its server.
+    /// Counts a connection that was opened on its server.
     fn connection_opened(&mut self, _connection: &Connection, _cluster: &Cluster) {}
 
-    /// Removes a connection from the count of its server.
+    /// Removes a closed connection from the count of its server.
     fn connection_closed(&mut self, _connection: &Connection, _cluster: &Cluster) {}
 
-    /// Updates to a changed pool; also called before the first connection.
+    /// Updates the tables to a changed pool; also called before the first connection.
     fn servers_changed(&mut self, cluster: &Cluster);
 
     fn load_balancers_changed(&mut self, _cluster: &Cluster, _connections: &mut Connections) {}
@@ -35,10 +35,10 @@ pub trait Balancer {
         false
     }
 
-    /// Processes reports of all servers and computes new tables.
+    /// Processes the reports of all servers, and computes new tables from them.
     fn process_reports(&mut self, _cluster: &Cluster) {}
 
-    /// Returns the first time at which packets of the connection went to another server than its own; `None`: never.
-    /// Without [`super::Config::by_second`] no history is stored, and the returned time is the current one.
+    /// Returns the first time at which packets of the connection went to another server than its own; `None` if never.
+    /// Without [`super::Config::has_second_counts`] no history is stored, and the returned time is the current one.
     fn first_break_time(&self, connection: &Connection, cluster: &Cluster) -> Option<Nanoseconds>;
 }

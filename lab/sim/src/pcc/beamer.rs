@@ -20,10 +20,10 @@ use super::cluster::Cluster;
 use super::connections::Connection;
 use super::hashed::bucket_count;
 
-/// [`seeded_rng`]'s stream for the selection of moved buckets.
+/// Stream of [`seeded_rng`] that selects the buckets to move.
 const RNG_STREAM_BUCKET_MOVES: u64 = 204;
 
-/// State of a server in the table.
+/// State of a server with regard to the table.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum EntryState {
     /// The server is not in the pool.
@@ -34,12 +34,12 @@ enum EntryState {
     Suspended,
 }
 
-/// Stable hashing with daisy chaining.
+/// Load balancers that use stable hashing with daisy chaining.
 #[derive(Debug)]
 pub struct Beamer {
     table: BucketTable,
     entry_states: Vec<EntryState>,
-    /// Buckets that each server owns. A serving server has them; those of a suspended one are lent to others.
+    /// Buckets that each server owns. A serving server uses them itself; those of a suspended one are lent to others.
     own_buckets: Vec<Vec<u32>>,
     /// Buckets of suspended servers that each server has borrowed.
     borrowed_buckets: Vec<Vec<u32>>,
@@ -49,9 +49,10 @@ pub struct Beamer {
 
 #[derive(Debug, Clone, Copy)]
 pub struct ThresholdControl {
-    /// Allowed imbalance: 0.1 is 10 % above the mean.
+    /// Allowed imbalance: with 0.1, a server's load may be 10 % above the mean.
     pub threshold: f64,
-    /// Start of suspensions: while the system fills, loads of one or two connections are not significant.
+    /// Time from which servers are suspended: while the system fills, loads of one or two connections are not
+    /// significant.
     pub start: Nanoseconds,
 }
 
@@ -76,7 +77,7 @@ impl Beamer {
         (0..self.entry_states.len() as u16).filter(|server| matches(self.entry_states[usize::from(*server)])).collect()
     }
 
-    /// Returns a key that orders servers by a number of buckets, with ties in random order.
+    /// Returns a key that orders servers by their number of buckets, with ties in random order.
     fn sort_key(&mut self, count: usize, server: u16) -> (usize, u32, u16) {
         (count, self.rng.next_u32(), server)
     }
@@ -122,7 +123,7 @@ impl Beamer {
         borrowed.swap_remove(position);
     }
 
-    /// Removes a server from the pool: its own buckets go to the servers that own the fewest.
+    /// Removes a server from the pool. Its own buckets go to the servers that own the fewest buckets.
     fn remove_server(&mut self, server: u16) {
         if self.has_state(server, EntryState::Serving)
             && self.servers_in_state(|other| other == EntryState::Serving).len() == 1
@@ -156,7 +157,7 @@ impl Beamer {
         }
     }
 
-    /// Adds a server, which gets its share from the servers with the most buckets.
+    /// Adds a server to the pool, which gets its share of buckets from the servers that own the most.
     fn add_server(&mut self, server: u16) {
         let others = self.servers_in_state(|state| state != EntryState::Outside);
         self.entry_states[usize::from(server)] = EntryState::Serving;

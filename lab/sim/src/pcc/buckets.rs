@@ -8,7 +8,7 @@ use super::connections::Connection;
 #[derive(Debug, Clone, Copy)]
 struct BucketServer {
     server: u16,
-    /// Number of the change that made it reachable: older connections used another server in between.
+    /// Number of the table change that made the server reachable: older connections used another server in between.
     since_change: u32,
 }
 
@@ -19,7 +19,7 @@ struct Bucket {
     previous: BucketServer,
 }
 
-/// Server that a bucket's packets no longer reach.
+/// Server that a bucket's packets no longer reach, with the table changes between which they did.
 #[derive(Debug, Clone, Copy)]
 struct Eviction {
     server: u16,
@@ -30,18 +30,18 @@ struct Eviction {
 
 const NO_SERVER: BucketServer = BucketServer { server: u16::MAX, since_change: u32::MAX };
 
-/// Returns the bucket of a hash (its lower 32 bits).
+/// Returns the bucket of a hash, of which only the lower 32 bits are used.
 pub fn bucket_of(hash: u64, buckets: usize) -> usize {
     // Multiply and shift (Lemire 2019): any number of buckets, equally likely.
     (((hash & 0xffff_ffff) * buckets as u64) >> 32) as usize
 }
 
-/// Servers of the buckets, equal for all load balancers.
+/// Table with the server of each bucket, which is the same in all load balancers.
 #[derive(Debug)]
 pub struct BucketTable {
     buckets: Vec<Bucket>,
     daisy_chaining: bool,
-    /// Number of changes; a connection's mark is the last change before its first packet.
+    /// Number of table changes so far; a connection stores the number at the time of its first packet.
     change_count: u32,
     now: Nanoseconds,
     evictions: Option<Vec<Vec<Eviction>>>,
@@ -71,18 +71,18 @@ impl BucketTable {
         self.buckets[bucket].current.server
     }
 
-    /// Returns the mark of a connection that begins now.
+    /// Returns the number of the last change, which a connection that begins now stores.
     pub fn last_change_number(&self) -> u64 {
         self.change_count.into()
     }
 
-    /// Starts a change, to which the following assignments belong.
+    /// Starts a table change, to which the following assignments belong.
     pub fn begin_change(&mut self, now: Nanoseconds) {
         self.change_count += 1;
         self.now = now;
     }
 
-    /// Assigns the bucket to `server`.
+    /// Assigns a bucket to a server, as part of the current change.
     pub fn assign(&mut self, bucket: usize, server: u16) {
         let entry = &mut self.buckets[bucket];
         if entry.current.server == server {
@@ -111,7 +111,7 @@ impl BucketTable {
         }
     }
 
-    /// Implements [`super::balancer::Balancer::first_break_time`]; the connection's mark is
+    /// Implements [`super::balancer::Balancer::first_break_time`]; the connection's stored state is
     /// [`BucketTable::last_change_number`] at its first packet.
     pub fn broken_at(&self, connection: &Connection, now: Nanoseconds) -> Option<Nanoseconds> {
         let bucket = self.bucket(connection.identity);

@@ -15,17 +15,17 @@ use super::cluster::{Cluster, LOAD_BALANCERS_MAX, id_of};
 use super::connections::Connection;
 use super::{Config, LoadInfo};
 
-/// [`seeded_rng`]'s streams for the fleet's keys.
+/// Streams of [`seeded_rng`] for the fleet's RSS key and cookie keys.
 const RNG_STREAM_RSS_KEY: u64 = 202;
 const RNG_STREAM_COOKIE_KEYS: u64 = 203;
 
-/// Entries of each server's indirection table.
+/// Number of entries of each server's indirection table.
 const INDIRECTION_ENTRY_COUNT: usize = 128;
 
-/// Mean load of all cores for policies, which only use ratios.
+/// Mean load of all cores that is passed to policies, which only use ratios of loads.
 const MEAN_LOAD: f64 = 0.5;
 
-/// Load balancers with one policy.
+/// Load balancers that place connections by one policy and put the server into a cookie.
 pub struct Cheetah {
     policy: Box<dyn Policy>,
     load_info: LoadInfo,
@@ -38,7 +38,7 @@ pub struct Cheetah {
     time_key: CookieKey,
     rss: Vec<RssConfig>,
     cores: u16,
-    /// Open connections by server and core.
+    /// Number of open connections of each core, by server and then by core.
     open_connections: Vec<u32>,
     /// Position of each server in the table's members, or among its core slots.
     position: Vec<usize>,
@@ -78,7 +78,7 @@ impl Cheetah {
         }
     }
 
-    /// Returns the pool for the policy.
+    /// Returns the pool from which the policy computes a table.
     fn pool(&self, cluster: &Cluster) -> Pool {
         let total: u64 = self.open_connections.iter().map(|count| u64::from(*count)).sum();
         let mean = (total as f64 / self.open_connections.len() as f64).max(f64::MIN_POSITIVE);
@@ -101,7 +101,7 @@ impl Cheetah {
         self.load_info == LoadInfo::Current && self.policy.name() == LEAST_POLICY
     }
 
-    /// Makes a new table for all load balancers. Round-robin positions continue.
+    /// Computes a new table for all load balancers, which keep their round-robin positions.
     fn replace_table(&mut self, cluster: &Cluster) {
         self.generation += 1;
         self.table = self.policy.compute_table(&self.pool(cluster), self.buckets, self.generation);
@@ -134,7 +134,7 @@ impl Cheetah {
         }
     }
 
-    /// Updates a server's count, unless [`PlacementTable::choose`] has already done so.
+    /// Updates a server's connection count in the table, unless [`PlacementTable::choose`] has already done so.
     fn update_count(&mut self, server: u16, cluster: &Cluster) {
         let position = self.position[usize::from(server)];
         if position == usize::MAX {
@@ -146,12 +146,12 @@ impl Cheetah {
         }
     }
 
-    /// Returns the cookie that a load balancer decodes from a later packet.
+    /// Returns the cookie that a load balancer decodes from a later packet of the connection.
     pub fn cookie_of(&self, connection: &Connection) -> Cookie {
         decode_cookie(&self.keys, &identity_to_tuple(connection.identity), connection.stored_state as u32)
     }
 
-    /// Returns the servers that rule `PowerOfTwo` compares.
+    /// Returns the two servers that the rule `PowerOfTwo` compares for a connection.
     #[cfg(test)]
     pub fn drawn_servers(&self, identity: u64) -> [coreward_model::ServerId; 2] {
         use coreward_model::placement::{mix_hash, two_draws};
@@ -173,7 +173,7 @@ impl Cheetah {
     }
 }
 
-/// The only policy with a different implementation for current counts.
+/// Name of the only policy that is implemented differently for current counts.
 const LEAST_POLICY: &str = "least";
 
 fn one_bucket() -> BucketCount {
@@ -221,7 +221,7 @@ impl Balancer for Cheetah {
         self.replace_table(cluster);
     }
 
-    /// Reads the cookie once, because every load balancer decodes the same server.
+    /// Decodes the cookie only once, because every load balancer decodes the same server.
     fn first_break_time(&self, connection: &Connection, cluster: &Cluster) -> Option<Nanoseconds> {
         (self.cookie_of(connection) != Cookie::Server(id_of(connection.server))).then_some(cluster.now)
     }

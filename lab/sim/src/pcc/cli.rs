@@ -59,7 +59,7 @@ fn default_methods() -> Vec<Method> {
 }
 
 impl PccArgs {
-    /// Simulates and returns the printable result.
+    /// Runs the simulation and returns its result as text.
     pub(crate) fn run(self) -> anyhow::Result<String> {
         let outcome = run(&Config {
             servers: self.servers,

@@ -3,7 +3,7 @@
 /// Time or duration (ns).
 pub type Nanoseconds = u64;
 
-/// Converts seconds, rounded to the nearest nanosecond; negative ones become 0.
+/// Converts seconds to nanoseconds, rounded to the nearest one; negative values become 0.
 pub fn from_seconds(seconds: f64) -> Nanoseconds {
     (seconds * 1e9).round() as Nanoseconds
 }

@@ -10,7 +10,7 @@ use super::imbalance::Imbalance;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ClusterChange {
-    /// The server that left the pool first joins again.
+    /// The server that has been outside of the pool for the longest time joins it.
     AddServer,
     /// A random server leaves the pool. It is drained: it gets no new connections and keeps its open ones.
     RemoveServer,
@@ -20,13 +20,13 @@ pub enum ClusterChange {
     RemoveLoadBalancer,
 }
 
-/// Limit of load balancers, which are bits of a 64-bit set.
+/// Maximum number of load balancers, because sets of them are masks of 64 bits.
 pub const LOAD_BALANCERS_MAX: usize = 64;
 
-/// State of servers and load balancers.
+/// Servers and load balancers of a simulation, with their current states.
 #[derive(Debug)]
 pub struct Cluster {
-    /// Current time.
+    /// Current simulated time.
     pub now: Nanoseconds,
     /// Servers of the pool, by number.
     members: Vec<u16>,
@@ -36,13 +36,13 @@ pub struct Cluster {
     pool_connections: u64,
     load_balancers: Vec<u8>,
     idle_load_balancers: VecDeque<u8>,
-    /// Imbalance of the servers of the pool.
+    /// Tracker of the imbalance between the servers of the pool.
     pub imbalance: Imbalance,
 }
 
 impl Cluster {
-    /// Creates a cluster with `servers` in the pool and `spare` outside, and `load_balancers` running. Imbalance counts
-    /// from `start`.
+    /// Creates a cluster of `servers` in the pool, `spare_servers` outside of it and `load_balancers`. Imbalance is
+    /// measured from `start` on.
     pub fn new(servers: usize, spare: usize, load_balancers: usize, start: Nanoseconds) -> Self {
         let mut imbalance = Imbalance::from(start);
         (0..servers).for_each(|_| imbalance.add_server(0));
@@ -59,7 +59,7 @@ impl Cluster {
         }
     }
 
-    /// Returns the servers of the pool, by number.
+    /// Returns the numbers of the pool's servers in ascending order.
     pub fn members(&self) -> &[u16] {
         &self.members
     }
@@ -72,12 +72,12 @@ impl Cluster {
         self.open_connections.len()
     }
 
-    /// Returns the number of connections of a server.
+    /// Returns the number of open connections of a server.
     pub fn open_connections(&self, server: u16) -> u32 {
         self.open_connections[usize::from(server)]
     }
 
-    /// Returns the mean number of connections of the pool's servers.
+    /// Returns the mean number of open connections of the pool's servers.
     pub fn mean_open_connections(&self) -> f64 {
         self.pool_connections as f64 / self.members.len() as f64
     }
@@ -92,13 +92,13 @@ impl Cluster {
         self.load_balancers[(identity >> 32) as usize % self.load_balancers.len()]
     }
 
-    /// Advances the time.
+    /// Advances the simulated time to `now`.
     pub fn advance(&mut self, now: Nanoseconds) {
         self.now = now;
         self.imbalance.advance(now);
     }
 
-    /// Adds a connection to a server.
+    /// Counts a new connection on a server.
     pub fn connection_opened(&mut self, server: u16) {
         let count = &mut self.open_connections[usize::from(server)];
         if self.is_member[usize::from(server)] {
@@ -108,7 +108,7 @@ impl Cluster {
         *count += 1;
     }
 
-    /// Removes a connection from a server.
+    /// Removes a closed connection from the count of a server.
     pub fn connection_closed(&mut self, server: u16) {
         let count = &mut self.open_connections[usize::from(server)];
         if self.is_member[usize::from(server)] {
@@ -164,7 +164,7 @@ impl Cluster {
     }
 }
 
-/// Returns the id of a server for policies and cookies.
+/// Returns the id by which policies and cookies refer to a server.
 pub fn id_of(server: u16) -> ServerId {
     ServerId::try_from(u64::from(server)).expect("a configuration has fewer servers than there are ids")
 }

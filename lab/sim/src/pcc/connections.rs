@@ -7,17 +7,17 @@ use super::mix::Mix;
 
 #[derive(Debug, Clone, PartialEq)]
 pub struct Connection {
-    /// Identity: 64 random bits instead of a 4-tuple.
+    /// 64 random bits that identify the connection, instead of a 4-tuple.
     pub identity: u64,
     /// State that the method stores for the connection, in load balancers or packets.
     pub stored_state: u64,
     pub start: Nanoseconds,
     /// First time at which a change of the load balancers sent a packet of the connection to another server.
     pub rerouted_at: Option<Nanoseconds>,
-    /// Server that received the first packet.
+    /// Server that received the connection's first packet.
     pub server: u16,
     pub core: u16,
-    /// Index of its [`super::mix::ConnectionKind`].
+    /// Index of the connection's [`super::mix::ConnectionKind`].
     pub kind: u8,
 }
 
@@ -27,10 +27,10 @@ pub struct Connection {
 pub struct Connections {
     slots: Vec<Option<Connection>>,
     free_slots: Vec<u32>,
-    /// Ends of connections with their slots, in order, by kind.
+    /// For each kind, the ends of its connections in ascending order, with the connections' slots.
     queues: Vec<VecDeque<(Nanoseconds, u32)>>,
     durations: Vec<Nanoseconds>,
-    /// End of the first connection by kind; [`NEVER`] without one.
+    /// For each kind, the end of its connection that ends first; [`NEVER`] without one.
     ends: Vec<Nanoseconds>,
     next_kind: usize,
     open_count: usize,
@@ -53,17 +53,17 @@ impl Connections {
         }
     }
 
-    /// Number of open connections.
+    /// Returns the number of open connections.
     pub fn len(&self) -> usize {
         self.open_count
     }
 
-    /// Returns the connections in arbitrary order.
+    /// Returns all open connections in arbitrary order.
     pub fn iter_mut(&mut self) -> impl Iterator<Item = &mut Connection> {
         self.slots.iter_mut().flatten()
     }
 
-    /// Adds a connection; times never decrease.
+    /// Adds an open connection. Its start must not be earlier than that of any connection added before.
     pub fn open(&mut self, connection: Connection) {
         let kind = usize::from(connection.kind);
         let end = connection.start + self.durations[kind];
@@ -91,7 +91,7 @@ impl Connections {
         (self.open_count > 0).then(|| self.ends[self.next_kind])
     }
 
-    /// Removes the connection that ends next.
+    /// Removes and returns the connection that ends next.
     pub fn close_next(&mut self) -> Option<Connection> {
         let kind = self.next_kind;
         let (_, slot) = self.queues[kind].pop_front()?;
@@ -103,7 +103,7 @@ impl Connections {
     }
 }
 
-/// Returns the position of the smallest value, the first of equal ones.
+/// Returns the index of the smallest value, the first of equal ones.
 fn position_of_minimum(values: &[Nanoseconds]) -> usize {
     let least = values.iter().copied().fold(NEVER, Nanoseconds::min);
     values.iter().position(|value| *value == least).unwrap_or(0)

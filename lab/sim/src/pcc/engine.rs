@@ -10,7 +10,7 @@ use super::outcome::{SecondCounts, SeedOutcome};
 use super::schedule::{ChangeSchedule, max_deviation};
 use super::{Config, Updates};
 
-/// Returns the number of servers outside the pool at the start.
+/// Returns the number of servers that are outside of the pool at the start.
 fn spare_servers(config: &Config) -> usize {
     match &config.updates {
         Updates::PerMinute { .. } => max_deviation(config.servers),
@@ -18,7 +18,7 @@ fn spare_servers(config: &Config) -> usize {
     }
 }
 
-/// Returns the number of all servers of a simulation, in the pool or not.
+/// Returns the number of all servers in a simulation, whether in the pool or not.
 pub fn server_count(config: &Config) -> usize {
     config.servers + spare_servers(config)
 }

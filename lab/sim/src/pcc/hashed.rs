@@ -11,19 +11,19 @@ use super::cluster::{Cluster, id_of};
 use super::connections::{Connection, Connections};
 use super::method::HashLayout;
 
-/// Returns a power of two that gives every server at least `per_server` buckets.
+/// Returns the smallest power of two that gives every server at least `buckets_per_server` buckets.
 pub fn bucket_count(servers: usize, per_server: u32) -> usize {
     (servers * per_server as usize).next_power_of_two()
 }
 
-/// Minimum of buckets per server by Maglev's paper (NSDI'16, Sect. 5.3).
+/// Minimum number of buckets per server according to Maglev's paper (NSDI'16, Sect. 5.3).
 const MAGLEV_BUCKETS_PER_SERVER: usize = 100;
 
-/// Maglev's larger table size (NSDI'16, Sect. 5.3), for pools that need more buckets than the default size.
+/// Larger table size in Maglev's paper (NSDI'16, Sect. 5.3), for pools that need more buckets than the default size.
 const MAGLEV_LARGE_SIZE: usize = 655_373;
 
 impl HashLayout {
-    /// Returns the number of buckets of a table.
+    /// Returns the number of buckets of a table with this layout.
     pub fn size(self, servers: usize, per_server: u32) -> usize {
         match self {
             HashLayout::Striped | HashLayout::Ring => bucket_count(servers, per_server),
@@ -32,7 +32,7 @@ impl HashLayout {
         }
     }
 
-    /// Returns the position in `servers` of each bucket's server.
+    /// Returns for each bucket the index of its server in `servers`.
     pub fn positions(self, servers: &[ServerId], size: usize) -> Vec<usize> {
         match self {
             HashLayout::Striped => modulo_table(servers.len(), size),
@@ -80,8 +80,8 @@ impl Balancer for StatelessHashing {
 }
 
 /// Stateful hashing: each load balancer stores the server of every connection that it has processed, and hashes others
-/// (Ananta, Maglev, Katran: Cheetah, NSDI'20, Sect. 2.2). A connection's mark has a bit for every load balancer that
-/// stores it.
+/// (Ananta, Maglev, Katran: Cheetah, NSDI'20, Sect. 2.2). A connection's stored state has a bit for every load balancer
+/// that stores the connection.
 #[derive(Debug)]
 pub struct StatefulHashing {
     hashed: StatelessHashing,

@@ -3,22 +3,22 @@
 
 use super::clock::Nanoseconds;
 
-/// Tracker of the imbalance of the pool; every change is O(1).
+/// Tracker of the imbalance of the pool, which processes every change in constant time.
 #[derive(Debug)]
 pub struct Imbalance {
-    /// Number of servers by their number of connections.
+    /// Number of servers for each number of connections.
     server_histogram: Vec<u32>,
     servers: u64,
     connections: u64,
     max_connections: usize,
     updated_at: Nanoseconds,
-    /// Integral of max/mean over time, and the integrated time with connections.
+    /// Integral of the imbalance (max/mean) over the time with connections, and that time.
     weighted_time: f64,
     measured_time: f64,
 }
 
 impl Imbalance {
-    /// Returns a tracker without servers, which counts from `start`.
+    /// Returns a tracker without servers, which measures from `start` on.
     pub fn from(start: Nanoseconds) -> Self {
         Self {
             server_histogram: vec![0],
@@ -31,7 +31,7 @@ impl Imbalance {
         }
     }
 
-    /// Adds the time until `now` with the present counts.
+    /// Adds the time until `now`, during which the connection counts were the current ones.
     pub fn advance(&mut self, now: Nanoseconds) {
         if now <= self.updated_at {
             return;
@@ -44,12 +44,12 @@ impl Imbalance {
         self.updated_at = now;
     }
 
-    /// Returns the current max/mean; needs connections.
+    /// Returns the current imbalance (max/mean); there must be connections.
     fn current(&self) -> f64 {
         (self.max_connections as u64 * self.servers) as f64 / self.connections as f64
     }
 
-    /// Returns max/mean, averaged over the time with connections; 1.0 without any.
+    /// Returns the imbalance (max/mean) as an average over the time with connections; 1.0 without any connection.
     pub fn average(&self) -> f64 {
         if self.measured_time > 0.0 { self.weighted_time / self.measured_time } else { 1.0 }
     }
@@ -60,7 +60,7 @@ impl Imbalance {
         self.insert(connections as usize);
     }
 
-    /// Removes a server with a number of connections.
+    /// Removes a server that has `connections` connections.
     pub fn remove_server(&mut self, connections: u32) {
         self.servers -= 1;
         self.connections -= u64::from(connections);

@@ -10,19 +10,19 @@ use crate::names::UnknownName;
 /// Method by which load balancers find the server of a packet.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Method {
-    /// Table of buckets that depends only on the pool.
+    /// `hash`, `consistent-hash`, `maglev`: a table of buckets that depends only on the pool.
     Hashed(HashLayout),
     /// `beamer[:THRESHOLD]`: stable hashing with daisy chaining; a server whose load is above (1 + threshold) x the
     /// mean gets no new connections until it is below the mean.
     Beamer {
-        /// Allowed imbalance.
+        /// Allowed imbalance: with 0.1, a server's load may be 10 % above the mean. `None`: unlimited.
         threshold: Option<f64>,
     },
     /// `stateful-hash[:LAYOUT]`: a connection table in each load balancer, in front of a table of buckets.
     Stateful(HashLayout),
     /// `history-tag[-kept]:BITS[:LAYOUT]`: the cookie names the recent configuration by which its connection is hashed.
     HistoryTag {
-        /// Bits of the tag, 0 to [`TAG_BITS_MAX`].
+        /// Number of bits of the tag, 0 to [`MAX_TAG_BITS`].
         bits: u8,
         /// Whether open connections get newer tags.
         renews_tags: bool,
@@ -32,23 +32,23 @@ pub enum Method {
     /// `hash-index:BITS[+TAG_BITS][:LAYOUT]`: the cookie names the hash function of its server, the least loaded of all
     /// candidates.
     HashIndex {
-        /// Bits of the index, 0 to [`INDEX_BITS_MAX`].
+        /// Number of bits of the index, 0 to [`MAX_INDEX_BITS`].
         bits: u8,
-        /// Bits of an additional history tag, 0 to [`TAG_BITS_MAX`].
+        /// Number of bits of an additional history tag, 0 to [`MAX_TAG_BITS`].
         tag_bits: u8,
         /// Layout of the table of buckets.
         layout: HashLayout,
     },
     /// `cheetah:POLICY`: the cookie names the server, which a policy of the load balancer chose.
     Cheetah {
-        /// One of [`policy::names`].
+        /// Name of the policy, one of [`policy::names`].
         policy: &'static str,
     },
 }
 
-/// Limit of tag bits: together with an index they fit the 16 bits of a cookie.
+/// Maximum number of tag bits, which fit into the 16 bits of a cookie together with an index.
 pub const TAG_BITS_MAX: u8 = 12;
-/// Limit of index bits: 16 hash functions.
+/// Maximum number of index bits, for 16 hash functions.
 pub const INDEX_BITS_MAX: u8 = 4;
 
 /// Layout of a table of buckets.
@@ -56,9 +56,9 @@ pub const INDEX_BITS_MAX: u8 = 4;
 pub enum HashLayout {
     /// `hash`: bucket i belongs to server i modulo the number of servers.
     Striped,
-    /// `consistent-hash`: the server of the next point on a ring.
+    /// `consistent-hash`: a bucket belongs to the server of the next point on a ring.
     Ring,
-    /// `maglev`: the server that claimed the bucket first, in Maglev's turns.
+    /// `maglev`: a bucket belongs to the server that claimed it first, in Maglev's turns.
     Maglev,
 }
 
@@ -81,7 +81,7 @@ impl HashLayout {
         Self::from_name(name).ok_or_else(|| UnknownName::new("layout", name, LAYOUTS.map(HashLayout::name)))
     }
 
-    /// Returns the last parameter of a method, empty for the default `hash`.
+    /// Returns the layout as the last parameter in a method's name; empty for the default, `hash`.
     fn suffix(self) -> String {
         if self == HashLayout::Striped { String::new() } else { format!(":{}", self.name()) }
     }
@@ -111,7 +111,7 @@ pub enum MethodError {
     Parameter(String),
 }
 
-/// All methods with their parameters.
+/// Syntax of all methods, with their parameters.
 const SYNTAX: [&str; 11] = [
     "hash",
     "consistent-hash",
@@ -130,7 +130,7 @@ const HISTORY_TAG: &str = "history-tag";
 const HISTORY_TAG_KEPT: &str = "history-tag-kept";
 const HASH_INDEX: &str = "hash-index";
 
-/// Splits `BITS[:LAYOUT]`; the bits stay text.
+/// Splits `BITS[:LAYOUT]` into the text of the bits and the layout.
 fn parse_bits_and_layout(parameter: &str) -> Result<(&str, HashLayout), MethodError> {
     match parameter.split_once(':') {
         None => Ok((parameter, HashLayout::Striped)),

@@ -8,7 +8,8 @@ use super::clock::Nanoseconds;
 pub struct ConnectionKind {
     /// Time from the first packet to the last.
     pub duration: Nanoseconds,
-    /// Packets from the server, at equal intervals over the duration; at least 1. The client acknowledges each.
+    /// Number of packets from the server, at equal intervals over the duration; at least 1. The client acknowledges
+    /// each.
     pub packets: u32,
 }
 
@@ -51,13 +52,13 @@ const WEB_SERVER: [(u64, f64, u16); 33] = [
     (150_403_355, 54_783.396, 28),
 ];
 
-/// Bytes per write of the experiment's server (`includes/httpserver.py`).
+/// Number of bytes that the experiment's server sends per write (`includes/httpserver.py`).
 const BYTES_PER_PACKET: f64 = 125.0;
 
 #[derive(Debug, Clone)]
 pub struct Mix {
     kinds: Vec<ConnectionKind>,
-    /// Numbers of kinds, repeated by weight.
+    /// Indices of the kinds, each repeated by its weight.
     weighted_kinds: Vec<u8>,
     mean_duration: f64,
 }
@@ -74,7 +75,7 @@ impl Mix {
         Self::new(WEB_SERVER.iter().map(kind).collect(), drawn_from)
     }
 
-    /// Returns a mix of connections that all have the duration `seconds`.
+    /// Returns a mix in which all connections have a duration of `seconds`.
     #[cfg(test)]
     pub fn constant(seconds: f64) -> Self {
         Self::new(vec![ConnectionKind { duration: super::clock::from_seconds(seconds), packets: 1 }], vec![0])
@@ -86,22 +87,22 @@ impl Mix {
         Self { kinds, weighted_kinds, mean_duration }
     }
 
-    /// Returns the kinds; a kind's number is its position.
+    /// Returns the kinds of connections, in the order of their indices.
     pub fn kinds(&self) -> &[ConnectionKind] {
         &self.kinds
     }
 
-    /// Returns the numbers of kinds, each repeated by its weight.
+    /// Returns the indices of the kinds, each repeated by its weight.
     pub fn weighted_kinds(&self) -> &[u8] {
         &self.weighted_kinds
     }
 
-    /// Returns the number of a random kind.
+    /// Draws a random kind and returns its index.
     pub fn draw(&self, rng: &mut impl rand::Rng) -> u8 {
         self.weighted_kinds[uniform_below(rng, self.weighted_kinds.len() as u32) as usize]
     }
 
-    /// Returns the mean duration (ns).
+    /// Returns the mean duration of a connection (ns).
     pub fn mean_duration(&self) -> f64 {
         self.mean_duration
     }

@@ -44,12 +44,12 @@ pub enum LoadInfo {
     Reported,
 }
 
-/// Cluster, its load, and the compared methods.
+/// Configuration of a simulation: the cluster, its load, and the methods to compare.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Config {
     /// Nominal number of servers in the pool, 1 to 7000.
     pub servers: usize,
-    /// Arrivals of connections.
+    /// Process by which connections arrive.
     pub arrivals: Arrivals,
     /// Changes of servers and load balancers; random ones also happen during the warm-up.
     pub updates: Updates,
@@ -57,21 +57,22 @@ pub struct Config {
     pub minutes: f64,
     /// Nominal number of load balancers, 1 to 32.
     pub load_balancers: usize,
-    /// Compared methods, each with the same connections and changes.
+    /// Methods to compare, each with the same connections and changes.
     pub methods: Vec<Method>,
     /// Number of seeds, from 1.
     pub seeds: u64,
-    /// Load information of the policies.
+    /// Age of the load information that policies have.
     pub load_info: LoadInfo,
-    /// Interval of reports and of the tables computed from them (ms), 10 to 60000.
+    /// Interval between two reports, and between the tables computed from them (ms), 10 to 60000.
     pub report_ms: u64,
-    /// Minimum of buckets per server for hash, consistent-hash and beamer, 1 to 1000. (maglev has its published sizes.)
+    /// Minimum number of buckets per server for hash, consistent-hash and beamer, 1 to 1000. (maglev has published
+    /// sizes.)
     pub buckets_per_server: u32,
-    /// Buckets of placement tables.
+    /// Number of buckets of placement tables.
     pub buckets: BucketCount,
-    /// Cores of each server, for crossrss: 1 to 128.
+    /// Number of cores of each server, 1 to 128; they matter for crossrss.
     pub cores: u16,
-    /// Whether results by second are kept; the memory grows with the number of changes.
+    /// Whether the results of each second are counted; the memory grows with the number of changes.
     pub by_second: bool,
 }
 
@@ -128,7 +129,7 @@ impl Config {
     }
 }
 
-/// Compared methods by default.
+/// Methods that are compared by default.
 pub const DEFAULT_METHODS: [&str; 8] =
     ["hash", "consistent-hash", "maglev", "beamer", "stateful-hash", "cheetah:rr", "cheetah:pow2", "cheetah:least"];
 
@@ -150,7 +151,7 @@ pub enum Error {
     /// Invalid rate of updates.
     #[error("{0} updates per minute: expected a number from 0 to {UPDATES_MAX}")]
     UpdateRate(f64),
-    /// Time of a change outside the run.
+    /// Time of a scheduled change that is outside the run, or before that of the preceding change.
     #[error("a change at second {0}: expected a number from 0 on, none before the one that it follows")]
     ChangeAt(f64),
     /// Invalid duration.

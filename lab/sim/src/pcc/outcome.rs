@@ -9,39 +9,39 @@ use crate::seed_summary::SeedSummary;
 /// Results of one method with one seed.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct SeedOutcome {
-    /// Connections that ended after the warm-up.
+    /// Number of connections that ended after the warm-up.
     pub ended: u64,
-    /// Number of broken connections.
+    /// Number of connections that ended after the warm-up and were broken.
     pub broken: u64,
-    /// Max/mean of the servers' connections, averaged over time.
+    /// Imbalance (max/mean) of the servers' connections, averaged over time.
     pub imbalance: f64,
-    /// Changes of servers and load balancers after the warm-up.
+    /// Number of changes of servers and load balancers after the warm-up.
     pub updates: u64,
     pub open_at_end: usize,
-    /// Results of each second after the warm-up, if [`super::Config::by_second`] is set.
+    /// Results of each second after the warm-up, if [`super::Config::has_second_counts`] is set.
     pub second_counts: Vec<SecondCounts>,
 }
 
 /// Results of one second of one method with one seed.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct SecondCounts {
-    /// Connections that ended unbroken.
+    /// Number of connections that ended unbroken in this second.
     pub completed: u64,
-    /// Connections whose client noticed the break.
+    /// Number of connections whose client noticed in this second that they were broken.
     pub broken: u64,
-    /// Servers in the pool at the end of the second.
+    /// Number of servers in the pool at the end of the second.
     pub servers: usize,
 }
 
 impl SeedOutcome {
-    /// Returns the broken connections in percent of the ended ones.
+    /// Returns the share of broken connections among those that ended (%).
     pub fn broken_pct(&self) -> f64 {
         if self.ended == 0 { 0.0 } else { 100.0 * self.broken as f64 / self.ended as f64 }
     }
 }
 
 impl SecondCounts {
-    /// Returns the broken connections in percent of the completed ones (Cheetah, NSDI'20, Fig. 9).
+    /// Returns the number of broken connections relative to the completed ones (%; Cheetah, NSDI'20, Fig. 9).
     pub fn broken_pct(&self) -> f64 {
         100.0 * self.broken as f64 / self.completed.max(1) as f64
     }
@@ -51,21 +51,21 @@ impl SecondCounts {
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct MethodOutcome {
     pub method: Method,
-    /// Connections that were mapped to at least two servers between their start and end, in percent of all.
+    /// Share of connections that were mapped to at least two servers between their start and end (%).
     pub broken_pct: SeedSummary,
-    /// Max/mean of the servers' connections, averaged over time; 1 is perfect.
+    /// Imbalance (max/mean) of the servers' connections, averaged over time; 1 is perfect.
     pub imbalance: SeedSummary,
-    /// Connections that ended after the warm-up, of all seeds.
+    /// Number of connections that ended after the warm-up, over all seeds.
     pub connections: u64,
-    /// Changes of servers and load balancers after the warm-up, of all seeds.
+    /// Number of changes of servers and load balancers after the warm-up, over all seeds.
     pub updates: u64,
-    /// Results of each seed, in order.
+    /// Results of each seed, in the order of the seeds.
     #[serde(skip)]
     pub runs: Vec<SeedOutcome>,
 }
 
 impl MethodOutcome {
-    /// Returns the results of at least one run.
+    /// Summarizes the results of the runs, of which there must be at least one.
     pub(super) fn of(method: Method, runs: Vec<SeedOutcome>) -> Self {
         let spread = |value: fn(&SeedOutcome) -> f64| {
             SeedSummary::of(&runs.iter().map(value).collect::<Vec<_>>()).expect("at least one seed")
@@ -84,7 +84,7 @@ impl MethodOutcome {
 /// Results of a configuration.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Outcome {
-    /// In the order of [`super::Config::methods`].
+    /// Results of the methods, in the order of [`super::Config::methods`].
     pub methods: Vec<MethodOutcome>,
 }
 

@@ -18,9 +18,9 @@ use super::mix::Mix;
 use super::small_cookies::{CookieFields, SmallCookies};
 use super::{Arrivals, Config, HashLayout, SeedOutcome, Updates};
 
-/// Reference model of the destination of a connection's packets.
+/// Reference model of the network, which decides the server that a connection's packets reach.
 trait Network<B> {
-    /// Updates to changed tables and to the end of `stopped` load balancers.
+    /// Updates the model after tables changed or load balancers stopped.
     fn observe(&mut self, balancer: &B, cluster: &Cluster);
 
     /// Records the placement of a connection's first packet.
@@ -30,11 +30,11 @@ trait Network<B> {
     fn send(&mut self, connection: &Connection, balancer: &B, cluster: &Cluster) -> u16;
 }
 
-/// Balancer that follows every connection in the reference model too.
+/// Balancer that also sends the packets of every open connection in the reference model, and compares the results.
 struct FollowedConnections<B, N> {
     balancer: B,
     network: N,
-    /// Connections by identity, with the first time at which another server was reached.
+    /// Open connections by identity, each with the first time at which its packets reached another server.
     open: BTreeMap<u64, (Connection, Option<Nanoseconds>)>,
 }
 
@@ -170,7 +170,7 @@ impl Network<StatefulHashing> for ConnectionTables {
 #[derive(Default)]
 struct TablesByTag {
     configurations: BTreeMap<u32, u32>,
-    /// Tag of the last packet, by identity.
+    /// Tag in the last packet of each connection, by identity.
     tags: BTreeMap<u64, u32>,
 }
 
@@ -195,7 +195,7 @@ impl Network<SmallCookies> for TablesByTag {
     }
 }
 
-/// Model in which the packet names its server.
+/// Model in which every packet contains the id of its server.
 struct ByCookie;
 
 impl Network<Cheetah> for ByCookie {
@@ -211,7 +211,7 @@ impl Network<Cheetah> for ByCookie {
     }
 }
 
-/// Returns a small cluster with continuous changes.
+/// Returns the configuration of a small cluster whose servers and load balancers change all the time.
 fn churning_cluster(servers: usize, load_balancers: usize) -> Config {
     Config {
         servers,

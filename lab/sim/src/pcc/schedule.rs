@@ -7,42 +7,42 @@ use super::clock::{Nanoseconds, from_seconds};
 use super::cluster::{Cluster, ClusterChange};
 use crate::random::{exponential, uniform_unit};
 
-/// [`seeded_rng`]'s stream for changes.
+/// Stream of [`seeded_rng`] for the changes of servers and load balancers.
 const RNG_STREAM_CHANGES: u64 = 201;
 
-/// Changes of the pool.
+/// How servers and load balancers are added and removed during a run.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Updates {
     /// Random changes (Poisson). Additions and removals have the same probability; a change that would leave the
     /// nominal size +- 10 % is replaced by its opposite.
     PerMinute {
-        /// Rate of added or removed servers (per minute).
+        /// Mean number of servers added or removed per minute.
         servers: f64,
         load_balancers: f64,
     },
-    /// Changes at times after the warm-up (s), in this order.
+    /// Given changes with their times after the warm-up (s), in ascending order.
     Scheduled(Vec<(f64, ClusterChange)>),
 }
 
-/// Returns the largest deviation of the number of servers or load balancers from the nominal one.
+/// Returns the maximum deviation of the number of servers or load balancers from the nominal one.
 pub fn max_deviation(nominal: usize) -> usize {
     (nominal / 10).max(1)
 }
 
-/// Changes of one simulation.
+/// Schedule of the changes in one simulation.
 #[derive(Debug)]
 pub struct ChangeSchedule {
     updates: Updates,
     rng: Xoshiro256PlusPlus,
     next_change: Option<Nanoseconds>,
-    /// Next position in [`Updates::Scheduled`].
+    /// Index of the next change in [`ClusterUpdates::Scheduled`].
     position: usize,
     nominal_counts: (usize, usize),
     warm_up: Nanoseconds,
 }
 
 impl ChangeSchedule {
-    /// Creates the schedule for a cluster of nominal size.
+    /// Creates the schedule for a cluster that has its nominal size.
     pub fn new(updates: &Updates, cluster: &Cluster, warm_up: Nanoseconds, seed: u64) -> Self {
         let nominal_counts = (cluster.members().len(), cluster.load_balancers().len());
         let rng = seeded_rng(seed, RNG_STREAM_CHANGES);
@@ -57,7 +57,7 @@ impl ChangeSchedule {
         self.next_change
     }
 
-    /// Applies the change that is due. An impossible change (an addition without a spare server) is skipped.
+    /// Applies the next change. An impossible change (an addition without a spare server) is skipped, and gives `None`.
     pub fn apply_next(&mut self, cluster: &mut Cluster) -> Option<ClusterChange> {
         let change = match &self.updates {
             Updates::Scheduled(list) => list[self.position].1,

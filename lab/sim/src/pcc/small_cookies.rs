@@ -20,28 +20,28 @@ use super::connections::Connection;
 use super::method::HashLayout;
 use super::{Config, LoadInfo};
 
-/// Sizes and use of a cookie's fields.
+/// Sizes of the fields of a cookie, and how its tag is used.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct CookieFields {
-    /// Bits of the tag: 2^bits configurations are stored. 0: only the current one.
+    /// Number of bits of the tag, for 2^bits stored configurations; 0: only the current configuration.
     pub tag_bits: u8,
     /// Whether open connections get newer tags.
     pub renews_tags: bool,
-    /// Bits of the index: 2^bits hash functions.
+    /// Number of bits of the index, for 2^bits hash functions.
     pub index_bits: u8,
 }
 
-/// Configuration of the pool between two changes.
+/// Configuration of the pool that is in force between two changes.
 #[derive(Debug)]
 struct Configuration {
-    /// Start of the configuration.
+    /// Time at which the configuration came into force.
     start: Nanoseconds,
-    /// Servers by bucket. The sequence repeats: `hash` is periodic and needs no large table.
+    /// Server of each bucket. The sequence repeats, because `hash` is periodic and needs no large table.
     servers: Vec<u16>,
 }
 
-/// Load balancers with a table of buckets per configuration. A connection's mark is its first configuration, with the
-/// hash index above 32 bits.
+/// Load balancers with a table of buckets per configuration. A connection's stored state is the number of its first
+/// configuration, with the hash index in the upper 32 bits.
 #[derive(Debug)]
 pub struct SmallCookies {
     fields: CookieFields,
@@ -49,10 +49,10 @@ pub struct SmallCookies {
     buckets: usize,
     /// Configurations that an open connection may use, the current one last.
     configurations: VecDeque<Configuration>,
-    /// Number of the first stored configuration.
+    /// Number of the first configuration that is stored.
     first_number: u32,
     longest_duration: Nanoseconds,
-    /// Connections by server in the last report, for policies that only use reports.
+    /// Number of connections of each server in the last report, for policies that only use reports.
     reported_connections: Option<Vec<u32>>,
 }
 
@@ -91,7 +91,7 @@ impl SmallCookies {
         self.first_number + self.configurations.len() as u32 - 1
     }
 
-    /// Returns the server of a connection by hash function `index` in a stored configuration.
+    /// Returns the server that hash function `index` selects for a connection in a stored configuration.
     pub fn server(&self, configuration: u32, identity: u64, index: u32) -> u16 {
         let hash = if index == 0 { identity } else { mix_hash(identity as u32 ^ index.wrapping_mul(0x9e37_79b9)) };
         let servers = &self.configuration(configuration).servers;
@@ -108,8 +108,8 @@ impl SmallCookies {
             .map_or_else(|| cluster.open_connections(server), |reported| reported[usize::from(server)])
     }
 
-    /// Returns the connection's tag in configuration `number`, if a load balancer can still find its server; `tagged`
-    /// is its tag so far.
+    /// Returns the connection's tag in configuration `number`; `None` if load balancers can no longer find its server.
+    /// `previous_tag` is its tag in the configuration before.
     fn surviving_tag(&self, connection: &Connection, tagged: u32, number: u32) -> Option<u32> {
         let index = (connection.stored_state >> 32) as u32;
         let same = self.server(number, connection.identity, index) == connection.server;

@@ -7,7 +7,7 @@ use coreward_model::dispatch::ClassBounds;
 
 use crate::names::UnknownName;
 
-/// Bounds of each class at a core; defaults as of `coreward dispatch --policy jbsrq`.
+/// Options for the bounds of each priority class at a core; defaults as of `coreward dispatch --policy jbsrq`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ClassBoundOptions {
     /// `reserved`: number of first cores that are reserved for the shortest class

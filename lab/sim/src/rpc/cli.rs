@@ -110,7 +110,7 @@ struct RpcResult {
 }
 
 impl RpcResult {
-    /// `seconds`: duration of the simulation.
+    /// Returns the result of a simulation that took `seconds`.
     fn new(outcome: Outcome, seconds: f64) -> Self {
         let Outcome { all, classes, requests, dropped_pct, windows } = outcome;
         Self { all, classes, requests, dropped_pct, windows, events_per_second: requests as f64 / seconds }
@@ -118,7 +118,7 @@ impl RpcResult {
 }
 
 impl RpcArgs {
-    /// Simulates and returns the printable result.
+    /// Runs the simulation and returns its result as text.
     pub(crate) fn run(self) -> anyhow::Result<String> {
         let config = Config {
             load: self.load,
@@ -135,7 +135,7 @@ impl RpcArgs {
 }
 
 impl PeakArgs {
-    /// Searches and returns the printable result.
+    /// Searches for the peak load and returns the estimate as text.
     pub(crate) fn run(self) -> anyhow::Result<String> {
         let found = find_peak_load(&PeakConfig {
             config: self.server.config(),

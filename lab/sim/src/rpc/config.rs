@@ -22,13 +22,13 @@ pub struct Config {
     pub requests: u64,
     /// Seed; equal seeds give equal results.
     pub seed: u64,
-    /// Number of connections of the requests; `None`: every request has its own connection.
+    /// Number of connections over which the requests are distributed; `None`: every request has its own connection.
     pub connections: Option<NonZeroU32>,
     /// Skew of the connections: the i-th most frequent has a share proportional to 1 / i^skew; 0: equal shares.
     pub skew: f64,
-    /// Largest number of requests inside the server; others are dropped. `None`: no limit.
+    /// Maximum number of requests inside the server; others are dropped. `None`: unlimited.
     pub queue_limit: Option<u64>,
-    /// Length of the windows of [`Outcome::windows`](super::Outcome), in units of service time.
+    /// Duration of the windows of [`Outcome::windows`](super::Outcome), in units of service time.
     pub window: Option<f64>,
 }
 
@@ -88,15 +88,15 @@ pub enum Error {
     /// The bounded queue was always full.
     #[error("no request after the warm-up was answered: expected more requests, or a longer queue")]
     NothingMeasured,
-    /// Groups that do not add up to the cores.
+    /// The policy's groups do not have as many cores as the server.
     #[error("policy {policy}: its groups have {grouped} cores, the server has {cores}")]
     Groups { policy: Policy, grouped: u32, cores: u16 },
-    /// Cores divided between a number of services other than two, or fewer than two cores.
+    /// Cores cannot be divided: the number of services is not two, or there are fewer than two cores.
     #[error(
         "policy {policy}: {services} services on {cores} cores: expected two services (bimodal) and at least 2 cores"
     )]
     NotTwoServices { policy: Policy, services: u8, cores: u16 },
-    /// A core for an allocator of cores that never change.
+    /// A core is reserved for an allocator, although cores never change between services.
     #[error("policy {0}: allocator=core: expected assignment=dedicated or hybrid")]
     NothingToAllocate(Policy),
     /// Invalid service level objective.
@@ -105,7 +105,7 @@ pub enum Error {
     /// No seeds.
     #[error("no seeds: expected at least one")]
     NoSeeds,
-    /// Number of bisections beyond the precision of a run.
+    /// Number of bisection steps beyond the precision of a run.
     #[error("{0} steps of bisection: expected 1 to 30")]
     Steps(u32),
 }
@@ -136,7 +136,7 @@ impl Config {
         Ok(())
     }
 
-    /// Checks that all values except the load's height are in range.
+    /// Checks that all values are in range, except that the load may exceed the policy's capacity.
     pub(super) fn check(&self) -> Result<(), Error> {
         let within = |value: f64, low: f64, high: f64| (low..=high).contains(&value);
         if self.cores == 0 {
@@ -175,7 +175,7 @@ impl Config {
         Ok(())
     }
 
-    /// Checks that cores can change between services.
+    /// Checks that the options' assignment of cores to services is possible.
     fn check_assignment(&self, options: &JbsrqOptions) -> Result<(), Error> {
         if options.assignment == CoreAssignment::CompleteShare {
             return match options.allocator {

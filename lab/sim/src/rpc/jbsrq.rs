@@ -37,7 +37,7 @@ pub struct JbsrqOptions {
     pub allocator: Allocator,
 }
 
-/// Place of the load monitor whose hints change the assignment of cores.
+/// Where the load monitor runs whose hints change the assignment of cores.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Allocator {
     /// `nic`: the monitor takes no core (RingLeader)
@@ -47,7 +47,7 @@ pub enum Allocator {
 }
 
 impl JbsrqOptions {
-    /// Returns the number of cores that serve requests, of `cores`.
+    /// Returns how many of `cores` cores serve requests.
     pub fn worker_count(&self, cores: u16) -> u16 {
         match self.allocator {
             Allocator::Nic => cores,
@@ -56,7 +56,7 @@ impl JbsrqOptions {
     }
 }
 
-/// Order of service.
+/// Order in which requests are served.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Priorities {
     /// `classes`: a shorter class has priority over a longer one
@@ -168,11 +168,11 @@ impl FromStr for JbsrqOptions {
     }
 }
 
-/// Ranks of RingLeader, RackSched (OSDI'20) and nanoPU (OSDI'21).
+/// Names of the rank rules of RingLeader, RackSched (OSDI'20) and nanoPU (OSDI'21).
 const RANKS: [(&str, RankRule); 3] =
     [("jbsrq", RankRule::Ranked), ("global", RankRule::Global), ("per-service", RankRule::PerService)];
 
-/// Schedulers of RingLeader and SIGCOMM'16.
+/// Names of the schedulers of RingLeader and PIFO (SIGCOMM'16).
 const SCHEDULERS: [(&str, Selection); 2] = [("feo", Selection::FirstEligible), ("pifo", Selection::Pifo)];
 
 const ALLOCATORS: [(&str, Allocator); 2] = [("nic", Allocator::Nic), ("core", Allocator::Core)];
@@ -185,7 +185,7 @@ fn name_of<T: PartialEq>(names: &[(&'static str, T)], value: T) -> String {
     names.iter().find(|(_, known)| *known == value).map_or("", |(name, _)| *name).to_owned()
 }
 
-/// Shortest time, in units of service time.
+/// Shortest interval that an option can have, in units of service time.
 const MIN_UNITS: f64 = 0.001;
 const EXPECTED_INTERVAL: &str = "a time from 0.001 to 1000000 service times";
 const EXPECTED_COUNT: &str = "a number from 1 to 65535";

@@ -37,7 +37,7 @@ pub struct Outcome {
     pub all: LatencySummary,
     /// Latencies by class, the shortest class first. Classes without a request are omitted.
     pub classes: Vec<ClassLatency>,
-    /// Requests that arrived, including the warm-up.
+    /// Number of requests that arrived, including those of the warm-up.
     pub requests: u64,
     /// Share of the requests that were dropped because the server was full (%).
     pub dropped_pct: f64,
@@ -62,10 +62,10 @@ pub fn run(config: &Config) -> Result<Outcome, Error> {
     })
 }
 
-/// Entries of the indirection table (Turbo, HPCA'23, Sect. VII-E).
+/// Number of entries of the indirection table (Turbo, HPCA'23, Sect. VII-E).
 const BUCKET_COUNT: u32 = 512;
 
-/// Simulates the configuration at `load`, in place of its own. Returns the number of dropped requests.
+/// Simulates the configuration at `load` instead of its own load. Returns the number of dropped requests.
 fn simulate(config: &Config, load: f64, observer: &mut impl Observer) -> u64 {
     let table =
         IndirectionTable::balanced(config.seed, BUCKET_COUNT as usize, config.cores).expect("512 is a power of two");
@@ -79,7 +79,7 @@ fn simulate(config: &Config, load: f64, observer: &mut impl Observer) -> u64 {
     spec.build(Runner { config, load, observer })
 }
 
-/// Generator of a server's requests.
+/// Visitor that sends the requests of a workload to a server.
 struct Runner<'a, O> {
     config: &'a Config,
     load: f64,

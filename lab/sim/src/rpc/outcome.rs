@@ -23,9 +23,9 @@ pub struct LatencySummary {
 
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct ClassLatency {
-    /// Service time of the class in units; for a distribution without classes the mean.
+    /// Service time of the class, in units of service time; the mean for a distribution without classes.
     pub service: f64,
-    /// Latencies of the class.
+    /// Latencies of the requests in this class.
     #[serde(flatten)]
     pub quantiles: LatencySummary,
 }
@@ -36,7 +36,7 @@ pub struct WindowLatency {
     /// Start of the window, in units of service time.
     pub from: f64,
     pub responses: u64,
-    /// Latencies in the window.
+    /// Latencies of the responses in this window.
     #[serde(flatten)]
     pub quantiles: LatencySummary,
 }
@@ -44,7 +44,7 @@ pub struct WindowLatency {
 #[derive(Debug, Clone)]
 pub struct LatencyHistogram {
     histogram: Histogram<u64>,
-    /// Sum of all latencies, exact unlike the buckets of `histogram`.
+    /// Sum of all latencies (ticks), which is exact, unlike the buckets of `histogram`.
     sum: u128,
 }
 
@@ -66,7 +66,7 @@ impl LatencyHistogram {
         self.sum += other.sum;
     }
 
-    /// Returns the quantiles; `None` without latencies.
+    /// Returns the quantiles of the latencies; `None` without latencies.
     fn quantiles(&self) -> Option<LatencySummary> {
         let count = self.histogram.len();
         if count == 0 {
@@ -94,7 +94,7 @@ struct Windows {
 }
 
 impl Recorder {
-    /// Returns empty latencies of `classes` classes, with windows of `window` units of time, if any.
+    /// Creates a recorder for `class_count` classes, with windows of `window_length` units of service time, if given.
     pub fn new(classes: usize, window: Option<f64>) -> Self {
         let windows = window.map(|length| Windows {
             length: to_ticks(length),
@@ -105,14 +105,14 @@ impl Recorder {
         Self { measured_from: NEVER, classes: (0..classes).map(|_| LatencyHistogram::new()).collect(), windows }
     }
 
-    /// Returns the latencies of all classes together; `None` without any.
+    /// Returns the latencies of all classes together; `None` without any response.
     pub fn all(&self) -> Option<LatencySummary> {
         let mut all = LatencyHistogram::new();
         self.classes.iter().for_each(|class| all.add(class));
         all.quantiles()
     }
 
-    /// Returns the latencies of each class; `None`: no request of that class.
+    /// Returns the latencies of each class; `None` for a class without responses.
     pub fn classes(&self) -> impl Iterator<Item = Option<LatencySummary>> {
         self.classes.iter().map(LatencyHistogram::quantiles)
     }
@@ -147,9 +147,9 @@ impl Windows {
     }
 }
 
-/// Observer of a simulation.
+/// Observer of the responses in a simulation.
 pub trait Observer: Sink {
-    /// Ends the warm-up: requests from this time on count.
+    /// Ends the warm-up: requests that arrive from this time on are measured.
     fn measure_from(&mut self, from: Tick);
 
     /// Returns whether further responses cannot change the result.

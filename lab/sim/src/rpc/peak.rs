@@ -10,20 +10,20 @@ use super::ticks::{NEVER, Tick, to_ticks};
 use super::{Config, Error, simulate};
 use crate::par_map_ordered;
 
-/// Search for the peak load.
+/// Configuration of a search for the peak load.
 #[derive(Debug, Clone, PartialEq)]
 pub struct PeakConfig {
-    /// Simulation; its load and seed are ignored.
+    /// Configuration of the simulation; its load and seed are ignored.
     pub config: Config,
-    /// Service level objective: bound on the 99th percentile, in multiples of [`PeakConfig::unit`].
+    /// Service level objective: upper bound of the 99th percentile, in multiples of [`PeakConfig::slo_unit`].
     pub slo: f64,
-    /// Seeds, with one search each.
+    /// Seeds, each of which has its own search.
     pub seeds: RangeInclusive<u64>,
-    /// Number of bisections, 1 to 30: the load is exact to 2^-steps.
+    /// Number of bisection steps, 1 to 30: the load is exact to 2^-steps.
     pub steps: u32,
     /// Requests whose 99th percentile the SLO bounds.
     pub measure: SloMetric,
-    /// Unit of the bound.
+    /// Service time of which the SLO is a multiple.
     pub unit: SloUnit,
 }
 
@@ -63,7 +63,7 @@ impl Default for PeakConfig {
 /// Peak load, as a fraction of the cores' capacity.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct PeakLoadEstimate {
-    /// Mean over the seeds; 0: the SLO is missed at every load.
+    /// Mean of the seeds' peak loads; 0 if the SLO is missed at every load.
     pub peak_load: f64,
     /// Lower end of the mean's 95 % confidence interval (Student's t over the seeds, and half a step of bisection).
     pub low: f64,
@@ -71,8 +71,8 @@ pub struct PeakLoadEstimate {
     pub high: f64,
 }
 
-/// Searches for the peak load by bisection. Each seed has the same requests with scaled gaps. An error names the value
-/// that is out of range, and the range.
+/// Searches for the peak load by bisection. A seed gives the same requests at every load, with scaled gaps. An error
+/// names the value that is out of range, and the range.
 pub fn find_peak_load(search: &PeakConfig) -> Result<PeakLoadEstimate, Error> {
     if !(search.slo > 0.0 && search.slo.is_finite()) {
         return Err(Error::Slo(search.slo));
@@ -128,7 +128,7 @@ fn meets_slo(search: &PeakConfig, config: &Config, load: f64) -> bool {
 struct SloObserver {
     measured_from: Tick,
     latency_bound: Tick,
-    /// Only requests of classes below this one count.
+    /// Only requests of classes below this one are counted.
     class_limit: u8,
     /// Number of late responses above which the SLO is missed: 1 % of all requests that count.
     max_late: u64,
@@ -157,7 +157,7 @@ impl Observer for SloObserver {
     }
 }
 
-/// Returns the mean and its 95 % confidence interval; `step`: precision of each value.
+/// Returns the mean of `values` with its 95 % confidence interval; each value is exact to `step`.
 fn confidence_interval(values: &[f64], step: f64) -> PeakLoadEstimate {
     let count = values.len() as f64;
     let mean = values.iter().sum::<f64>() / count;

@@ -55,7 +55,7 @@ pub enum PolicyError {
     Parameters { given: String, expected: String },
 }
 
-/// All policies with their parameters.
+/// Syntax of all policies, with their parameters.
 pub const SYNTAX: [&str; 13] = [
     "cfcfs",
     "random",
@@ -126,9 +126,9 @@ impl FromStr for Policy {
     }
 }
 
-/// Longest time of a policy, in units.
+/// Longest time that a policy's parameter can have, in units of service time.
 const MAX_UNITS: f64 = 1e6;
-/// Shortest interval between regroupings (units); shorter ones would take hours.
+/// Shortest interval between two regroupings (units of service time); shorter ones would take hours.
 const MIN_INTERVAL: f64 = 0.01;
 
 impl fmt::Display for Policy {
@@ -154,7 +154,7 @@ impl fmt::Display for Policy {
 }
 
 impl Policy {
-    /// Returns whether classes of requests have priorities.
+    /// Returns whether shorter classes of requests have priority.
     pub fn priorities(&self) -> Priorities {
         match self {
             Self::RankedQueue(options) => options.priorities,
@@ -168,10 +168,10 @@ impl Policy {
         matches!(self, Self::Rss | Self::RssRebalanced(_) | Self::WorkStealing(_))
     }
 
-    /// Returns the load below which the queues of this policy are stable, as a fraction of the cores' capacity. `mean`:
-    /// service time; `latency`: one-way latency of the interface. A core whose slot is occupied until its response has
-    /// passed the NIC is idle for two crossings per request, unless it has more slots. Exact for `cfcfs`, an upper
-    /// bound for bounded queues with more than one slot.
+    /// Returns the load below which the queues of this policy are stable, as a fraction of the cores' capacity.
+    /// `latency` is the one-way latency of the interface. A core whose slot is occupied until its response has passed
+    /// the NIC is idle for two crossings per request, unless it has more slots. Exact for `cfcfs`, an upper bound for
+    /// bounded queues with more than one slot.
     pub fn capacity(&self, mean: f64, latency: f64) -> f64 {
         let places = |places: f64| (places * mean / (mean + 2.0 * latency)).min(1.0);
         match self {

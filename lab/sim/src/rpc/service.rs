@@ -27,9 +27,9 @@ pub enum ServiceTimeDistribution {
 /// Class of longer requests.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct LongClass {
-    /// Share of all requests, 0 to 1.
+    /// Share of this class in all requests, 0 to 1.
     pub fraction: f64,
-    /// Service time in units, at least 1.
+    /// Service time of the class in units of the shortest one, at least 1.
     pub factor: f64,
 }
 
@@ -46,7 +46,7 @@ pub enum ServiceTimeError {
         /// Expected parameters of the distribution.
         expected: &'static str,
     },
-    /// Share outside 0 to 1.
+    /// Share of a class that is not from 0 to 1.
     #[error("service {given:?}: fraction {fraction}: expected a number from 0 to 1")]
     Fraction { given: String, fraction: f64 },
     /// Shares whose sum is above 1.
@@ -62,9 +62,9 @@ const EXPONENTIAL: &str = "exp";
 const LOG_NORMAL: &str = "lognormal:SIGMA";
 const BIMODAL: &str = "bimodal:FRACTION:FACTOR";
 const TRIMODAL: &str = "trimodal:FRACTION:FACTOR:FRACTION:FACTOR";
-/// Longest service time of a class, in units: limits a run of any length to 64 bits of ticks.
+/// Maximum service time of a class in units, so that a run of any length fits into 64 bits of ticks.
 const MAX_CLASS_UNITS: f64 = 1e6;
-/// Largest sigma: above it the few longest requests of a run determine its mean.
+/// Maximum sigma: with a larger one, the few longest requests of a run determine its mean.
 const WIDEST_SIGMA: f64 = 4.0;
 
 impl FromStr for ServiceTimeDistribution {
@@ -138,7 +138,7 @@ impl ServiceTimeDistribution {
         }
     }
 
-    /// Returns the service time of each class in units, the shortest first; without classes the mean.
+    /// Returns the service time of each class in units, the shortest first; only the mean without classes.
     pub fn class_times(&self) -> Vec<f64> {
         let long: &[LongClass] = if let Self::Classes(classes) = self { classes } else { &[] };
         std::iter::once(1.0).chain(long.iter().map(|class| class.factor)).collect()
@@ -167,7 +167,7 @@ pub enum Sampler {
 
 const MAX_CLASSES: usize = 3;
 
-/// Selection of a class: a 32-bit draw below `thresholds[i]`, and not below the previous one, selects class i.
+/// Sampler of classes: a random 32-bit number below `thresholds[i]`, and not below the previous one, selects class i.
 #[derive(Debug, Clone)]
 pub struct ClassSampler {
     thresholds: [u64; MAX_CLASSES],
@@ -188,7 +188,7 @@ impl ClassSampler {
 }
 
 impl Sampler {
-    /// Returns the class and the service time of a request.
+    /// Draws a request, and returns its class and service time.
     #[inline]
     pub fn sample(&self, rng: &mut impl Rng) -> (u8, Tick) {
         match self {

@@ -3,13 +3,13 @@
 /// Time or duration in ticks.
 pub type Tick = u64;
 
-/// Ticks per unit of service time. A tick is 6e-8 units; a run may last 1e12 units.
+/// Number of ticks per unit of service time. A tick is 6e-8 units; a run may last 1e12 units.
 pub const TICKS_PER_UNIT: Tick = 1 << 24;
 
 /// Time after all events.
 pub const NEVER: Tick = Tick::MAX;
 
-/// Converts units of service time to ticks, rounded.
+/// Converts units of service time to ticks, rounded to the nearest tick.
 #[inline]
 pub fn to_ticks(units: f64) -> Tick {
     (units * TICKS_PER_UNIT as f64 + 0.5) as Tick

@@ -10,8 +10,8 @@ use super::ticks::{TICKS_PER_UNIT, Tick};
 use super::{Config, Priorities};
 use crate::random::exponential;
 
-/// Poisson arrivals. Each quantity has its own random stream: two policies, or two loads, get the same requests in the
-/// same order (common random numbers), so random differences do not affect comparisons.
+/// Requests with Poisson arrivals. Each quantity has its own random stream: two policies, or two loads, get the same
+/// requests in the same order (common random numbers), so random differences do not affect comparisons.
 #[derive(Debug)]
 pub struct Workload {
     mean_gap: f64,
@@ -30,7 +30,7 @@ const RNG_STREAM_HASHES: u64 = 0x7270_6303;
 const RNG_STREAM_CONNECTIONS: u64 = 0x7270_6304;
 
 impl Workload {
-    /// Returns requests at `load` times the capacity of the cores in `config`.
+    /// Creates requests that offer `load` times the capacity of the cores in `config`.
     pub fn new(config: &Config, load: f64) -> Self {
         let connections = config.connections.map(|count| {
             ConnectionSampler::new(count.get(), config.skew, &mut seeded_rng(config.seed, RNG_STREAM_CONNECTIONS))
@@ -64,7 +64,7 @@ impl Workload {
     }
 }
 
-/// Connections of the requests: the i-th most frequent has a share proportional to 1 / i^skew (Zipf).
+/// Sampler of the requests' connections: the i-th most frequent has a share proportional to 1 / i^skew (Zipf).
 #[derive(Debug)]
 struct ConnectionSampler {
     /// Entries of Walker's alias method (1977): a draw selects an entry, and then its connection or its alias.
@@ -73,7 +73,7 @@ struct ConnectionSampler {
 
 #[derive(Debug, Clone, Copy)]
 struct AliasEntry {
-    /// 32-bit draws below this threshold select the connection, others its alias.
+    /// Random 32-bit numbers below this threshold select the connection, others its alias.
     threshold: u64,
     hash: u32,
     alias_hash: u32,

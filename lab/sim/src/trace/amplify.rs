@@ -13,7 +13,7 @@ use coreward_model::FourTuple;
 
 use super::{Batch, CoreServiceRate, FirstPacket, FlowEvent, Packet, SkipCounts, Trace, TraceError};
 
-/// Packets of a merged batch.
+/// Maximum number of packets in a merged batch.
 const BATCH_PACKETS: usize = 16_384;
 
 /// Part of a trace between two times, as a trace that starts at 0.
@@ -21,21 +21,22 @@ pub struct TraceSlice {
     trace: Box<dyn Trace>,
     from_ns: u64,
     until_ns: u64,
-    /// Flows that began before the part and have not sent in it yet.
+    /// First packets of the flows that began before the part and have not sent in it yet, by flow number.
     unsent_flows: HashMap<u32, FirstPacket>,
-    /// Flows that have sent in the part and have not ended.
+    /// Numbers of the flows that have sent in the part and have not ended.
     open_flows: HashMap<u32, ()>,
     is_ended: bool,
 }
 
 impl TraceSlice {
-    /// Creates the part. Panics when the trace has a history, which would have to be cut too.
+    /// Creates the part from `from_ns` until `until_ns`. Panics when the trace has a history, which would have to be
+    /// cut too.
     pub fn new(trace: Box<dyn Trace>, from_ns: u64, until_ns: u64) -> Self {
         assert_eq!(trace.history_ns(), 0, "a trace with a history is not cut");
         Self { trace, from_ns, until_ns, unsent_flows: HashMap::new(), open_flows: HashMap::new(), is_ended: false }
     }
 
-    /// Copies the packets within the part, with adjusted times.
+    /// Copies those packets of `whole` that are within the part, with adjusted times.
     fn cut(&mut self, whole: &Batch, part: &mut Batch) {
         let mut openings = whole.openings.iter();
         for packet in &whole.packets {
@@ -131,7 +132,7 @@ struct TraceCopy {
 }
 
 impl TraceCopy {
-    /// Returns the part's next packet, in the time of the overlay; `None` at its end.
+    /// Returns the next packet of the copy, with its time in the overlay; `None` at the end of the copy.
     fn peek(&mut self) -> Result<Option<Packet>, TraceError> {
         if self.next_packet == self.batch.packets.len() {
             self.trace.read(&mut self.batch)?;
@@ -142,10 +143,10 @@ impl TraceCopy {
     }
 }
 
-/// Overlay of several traces.
+/// Overlay of several traces, which is a trace itself.
 pub struct TraceOverlay {
     parts: Vec<TraceCopy>,
-    /// Next packet of each part, by time.
+    /// Time of each copy's next packet, with the index of the copy.
     next_packets: BinaryHeap<Reverse<(u64, usize)>>,
     is_started: bool,
 }
@@ -223,8 +224,8 @@ impl Trace for TraceOverlay {
     }
 }
 
-/// Returns the tuple of a copy; copy 0 keeps its own. Addresses are mixed, because Toeplitz is linear: with a constant
-/// difference between copies, flows that share a bucket would share one in every copy.
+/// Returns the 4-tuple that a flow has in a copy, unchanged in copy 0. Addresses are mixed, because Toeplitz is linear:
+/// with a constant difference between copies, flows that share a bucket would share one in every copy.
 fn copy_tuple(tuple: &FourTuple, copy: u32) -> FourTuple {
     let side = |socket: SocketAddr| SocketAddr::new(copy_address(socket.ip(), copy), socket.port());
     FourTuple::new(side(tuple.client()), side(tuple.vip())).expect("families stay as they are")

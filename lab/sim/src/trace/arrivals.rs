@@ -4,10 +4,10 @@ use coreward_model::arrivals::ArrivalLog;
 
 use super::{Batch, CoreServiceRate, FirstPacket, FlowEvent, Packet, Trace, TraceError};
 
-/// Packets of a batch.
+/// Maximum number of packets in a batch.
 const BATCH_PACKETS: usize = 16_384;
 
-/// Trace of an arrival log.
+/// Trace with the requests of an arrival log as packets.
 pub struct ArrivalTrace {
     log: ArrivalLog,
     /// Time of each request (us), its connection, and its number on the connection.
@@ -17,7 +17,7 @@ pub struct ArrivalTrace {
 }
 
 impl ArrivalTrace {
-    /// Creates the trace; errors name `path`. Fails when service times of requests differ.
+    /// Creates the trace of a log. Fails when the requests have different service times; the error names `path`.
     pub fn new(log: ArrivalLog, path: &str) -> Result<Self, TraceError> {
         let first = log.arrivals.first().map_or(1, |arrival| arrival.service_us);
         if let Some(arrival) = log.arrivals.iter().find(|arrival| arrival.service_us != first) {

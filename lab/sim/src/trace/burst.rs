@@ -14,17 +14,17 @@ use super::{Batch, Trace, TraceError};
 const BURST_START_NS: u64 = 500_000_000;
 /// Duration of the burst (ns).
 const BURST_DURATION_NS: u64 = 100_000_000;
-/// Slice of time in which packets are drawn and sorted (ns).
+/// Duration of the time slices in which packets are drawn and sorted (ns).
 const SLICE_NS: u64 = 20_000_000;
 
-/// Parameters of a burst.
+/// Parameters of burst traffic.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Burst {
     /// Seed of the traffic; `None`: each run draws its traffic from its own seed.
     pub seed: Option<u64>,
     /// Number of connections, 1 to 1,000,000.
     pub connections: u32,
-    /// Duration (s), 2 to 3,600.
+    /// Duration of the trace (s), 2 to 3,600.
     pub seconds: u64,
 }
 
@@ -61,7 +61,7 @@ pub struct BurstTrace {
 }
 
 impl BurstTrace {
-    /// Returns the traffic of `burst`, with `seed` if the settings have none.
+    /// Creates burst traffic with these settings, and with `seed` if they have none.
     pub fn new(burst: &Burst, seed: u64) -> Self {
         let mut draw = FlowGenerator::new(burst.seed.unwrap_or(seed));
         let end_ns = burst.seconds * 1_000_000_000;

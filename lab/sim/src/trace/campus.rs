@@ -28,7 +28,7 @@ use rand_xoshiro::Xoshiro256PlusPlus;
 use super::settings::{SettingError, parse_settings};
 use super::{Batch, FirstPacket, FlowEvent, Packet, Trace, TraceError};
 
-/// Component of the mixture of packets per flow: its weight and distribution (SciPy's parameters with `loc` 0).
+/// Component of the mixture that gives the packets per flow: weight and distribution (SciPy's parameters with `loc` 0).
 struct MixtureComponent {
     weight: f64,
     length: LengthDistribution,
@@ -41,7 +41,7 @@ enum LengthDistribution {
     Lognormal { s: f64, scale: f64 },
 }
 
-/// flow-models, agh_2015061019_IPv4_anon, mixtures/all/length (Jurkiewicz 2023).
+/// Mixture of packets per flow: flow-models, agh_2015061019_IPv4_anon, mixtures/all/length (Jurkiewicz 2023).
 const MIXTURE: [MixtureComponent; 10] = [
     MixtureComponent { weight: 0.2667839375411922, length: LengthDistribution::Uniform(1.0) },
     MixtureComponent { weight: 0.2498173937170916, length: LengthDistribution::Uniform(2.0) },
@@ -67,33 +67,33 @@ const MIXTURE: [MixtureComponent; 10] = [
     },
 ];
 
-/// Longest duration of a flow (s).
+/// Maximum duration of a flow (s).
 const MAX_FLOW_SECONDS: f64 = 300.0;
-/// Highest rate of a flow (packets/s).
+/// Maximum rate of a flow (packets/s).
 const MAX_RATE_PPS: f64 = 4_000.0;
 /// Median rate of the flows (packets/s), followed by the standard deviation of its logarithm.
 const MEDIAN_RATE_PPS: f64 = 150.0;
 const RATE_SIGMA: f64 = 1.3;
-/// Largest number of packets that the limits of the rate allow.
+/// Maximum number of packets of a flow, which follows from the limits of duration and rate.
 const MAX_FLOW_PACKETS: f64 = MAX_FLOW_SECONDS * MAX_RATE_PPS;
 /// Mean size of the hour's packets (bytes): 547 GB in 681 million packets.
 const PACKET_BYTES: u16 = 803;
-/// Slice of time in which packets are drawn and sorted (ns).
+/// Duration of the time slices in which packets are drawn and sorted (ns).
 const SLICE_NS: u64 = 20_000_000;
-/// Slice of the history (ns), longer because a flow has only two events there.
+/// Duration of the time slices in the history (ns), longer because a flow has only two events there.
 const HISTORY_SLICE_NS: u64 = 100_000_000;
 
-/// [`seeded_rng`]'s stream for this generator.
+/// Stream of [`seeded_rng`] for this generator.
 const RNG_STREAM_CAMPUS_TRAFFIC: u64 = 20;
 
-/// Parameters of the generator.
+/// Parameters of campus traffic.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Campus {
     /// Seed of the traffic; `None`: each run draws its traffic from its own seed.
     pub seed: Option<u64>,
-    /// Flow arrivals per second, 1 to 1,000,000.
+    /// Number of flows that arrive per second, 1 to 1,000,000.
     pub flows_per_s: f64,
-    /// Duration (s), 1 to 3,600.
+    /// Duration of the trace after its history (s), 1 to 3,600.
     pub seconds: u64,
     /// Time for which the load balancer ran before the first packet (s), 0 to 300.
     pub history_s: u64,
@@ -169,7 +169,7 @@ pub struct CampusTrace {
 pub(super) type KeyedOpening = ((u64, u32), FirstPacket);
 
 impl CampusTrace {
-    /// Returns the traffic of `campus`, with `seed` if the settings have none.
+    /// Creates campus traffic with these settings, and with `seed` if they have none.
     pub fn new(campus: &Campus, seed: u64) -> Self {
         let history_ns = campus.history_s * 1_000_000_000;
         let mut trace = Self {
@@ -187,7 +187,7 @@ impl CampusTrace {
         trace
     }
 
-    /// Draws the flows that arrive before `until_ns` (after the start of the history).
+    /// Draws the flows that arrive before `until_ns`, a time after the start of the history.
     fn add_arrivals_until(&mut self, until_ns: u64) {
         let history_s = self.history_ns as f64 / 1e9;
         let until_s = until_ns as f64 / 1e9 - history_s;
@@ -268,7 +268,7 @@ impl Trace for CampusTrace {
     }
 }
 
-/// Sorts the packets of a batch by time, and the flows' openings with them.
+/// Sorts the packets of a batch by time, and appends the first packets of flows in the same order.
 pub(super) fn sort_batch(batch: &mut Batch, mut openings: Vec<KeyedOpening>) {
     // A flow that begins and ends in the same ns begins first.
     batch.packets.sort_unstable_by_key(|packet| (packet.time_ns, packet.flow, packet.event.closes()));
@@ -276,7 +276,7 @@ pub(super) fn sort_batch(batch: &mut Batch, mut openings: Vec<KeyedOpening>) {
     batch.openings.extend(openings.into_iter().map(|(_, opening)| opening));
 }
 
-/// Appends the events of the flow up to a time of the history.
+/// Appends the begin and the end of a flow, if they are in the history before `until_ns`.
 fn begin_or_expire(flow: &mut ActiveFlow, until_ns: f64, events: &mut Vec<Packet>, openings: &mut Vec<KeyedOpening>) {
     let event = |time_ns, event| Packet { time_ns, flow: flow.number, bytes: 0, event };
     if flow.is_new {
@@ -298,7 +298,7 @@ fn skip_packets_before(flow: &mut ActiveFlow, now_ns: f64) {
     flow.remaining_packets -= sent as u32;
 }
 
-/// Appends the flow's packets up to `until_ns`.
+/// Appends the packets that a flow sends before `until_ns`.
 pub(super) fn emit(flow: &mut ActiveFlow, until_ns: f64, packets: &mut Vec<Packet>, openings: &mut Vec<KeyedOpening>) {
     while flow.remaining_packets > 0 && flow.next_ns < until_ns {
         let time_ns = flow.next_ns as u64;
@@ -322,7 +322,7 @@ pub(super) fn emit(flow: &mut ActiveFlow, until_ns: f64, packets: &mut Vec<Packe
 pub(super) struct FlowGenerator {
     rng: Xoshiro256PlusPlus,
     rate: LogNormal<f64>,
-    /// Components of the mixture: cumulative weight and distribution.
+    /// Components of the mixture, each with its cumulative weight and its distribution.
     parts: Vec<(f64, Sampler)>,
 }
 
@@ -349,7 +349,7 @@ impl FlowGenerator {
         Self { rng: seeded_rng(seed, RNG_STREAM_CAMPUS_TRAFFIC), rate, parts }
     }
 
-    /// Returns the packets of a flow: an integer from 1 to [`MAX_FLOW_PACKETS`].
+    /// Draws the number of packets of a flow: an integer from 1 to [`MAX_FLOW_PACKETS`].
     fn draw_packet_count(&mut self) -> f64 {
         loop {
             let (whole, _) = self.parts[self.parts.len() - 1];
@@ -365,17 +365,17 @@ impl FlowGenerator {
         }
     }
 
-    /// Returns the packets per second of a flow of any length.
+    /// Draws the rate of a flow (packets/s), regardless of its number of packets.
     pub fn draw_rate(&mut self) -> f64 {
         (MEDIAN_RATE_PPS * self.rate.sample(&mut self.rng)).min(MAX_RATE_PPS)
     }
 
-    /// Returns a uniform number below 1.
+    /// Draws a uniform number from 0 to below 1.
     pub fn draw_uniform(&mut self) -> f64 {
         self.rng.random()
     }
 
-    /// Returns a random client's tuple to the only service.
+    /// Draws the 4-tuple of a random client and the only service.
     pub fn draw_tuple(&mut self) -> FourTuple {
         let client = Ipv4Addr::from_bits(self.rng.next_u32());
         let port = 1_024 + uniform_below(&mut self.rng, 64_512) as u16;

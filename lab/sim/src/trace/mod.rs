@@ -25,15 +25,15 @@ use coreward_model::FourTuple;
 pub use settings::SettingError;
 pub use source::{SourceError, TraceSource};
 
-/// Packet, or end of a flow.
+/// Packet of a trace, or the begin or end of a flow without a packet.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Packet {
     /// Time (ns) after the start of the trace, including its history; never less than the previous packet's.
     pub time_ns: u64,
     pub flow: u32,
-    /// Bytes on the wire, including the Ethernet header; 0 when the trace has no sizes.
+    /// Number of bytes on the wire, including the Ethernet header; 0 if the trace has no packet sizes.
     pub bytes: u16,
-    /// Start or end of the flow, or neither.
+    /// Whether the packet starts its flow, ends it, or neither.
     pub event: FlowEvent,
 }
 
@@ -46,13 +46,13 @@ impl FlowEvent {
     pub const NONE: FlowEvent = FlowEvent(0);
     /// First packet of the flow: the batch's next [`FirstPacket`] belongs to it.
     pub const OPENS: FlowEvent = FlowEvent(1);
-    /// Last packet of the flow: its number may be reused.
+    /// Last packet of the flow, whose number may be reused afterwards.
     pub const CLOSES: FlowEvent = FlowEvent(2);
     pub const OPENS_AND_CLOSES: FlowEvent = FlowEvent(3);
-    /// End of the flow without a packet: the flow ended earlier.
+    /// End of a flow without a packet, because the flow has ended before.
     pub const EXPIRES: FlowEvent = FlowEvent(4 | 2);
 
-    /// Start of a flow in a trace's [history](Trace::history_ns), with its rate.
+    /// Start of a flow in a trace's [history](Trace::history_ns), without a packet.
     pub const BEGINS: FlowEvent = FlowEvent(4 | 1);
 
     /// Returns whether the flow begins with this event.
@@ -70,39 +70,39 @@ impl FlowEvent {
     }
 }
 
-/// First packet of a flow.
+/// Flow that starts in a trace, as described with its first packet.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct FirstPacket {
     /// Addresses and ports in the sender's packets.
     pub tuple: FourTuple,
-    /// Packets per second, from the flow's first packet to its last; `None`: unknown in advance.
+    /// Packets per second between the flow's first and last packet; `None` if unknown in advance.
     pub rate_pps: Option<f64>,
 }
 
 /// Consecutive packets of a trace.
 #[derive(Debug, Clone, Default)]
 pub struct Batch {
-    /// In the order of their times.
+    /// Packets in the order of their times.
     pub packets: Vec<Packet>,
-    /// Openings of the packets that open a flow, in the packets' order.
+    /// Flows that packets of this batch open, in the order of these packets.
     pub openings: Vec<FirstPacket>,
 }
 
 impl Batch {
-    /// Clears the batch and keeps its memory.
+    /// Empties the batch, but keeps its memory.
     pub fn clear(&mut self) {
         self.packets.clear();
         self.openings.clear();
     }
 }
 
-/// Number of skipped packets, by reason.
+/// Numbers of skipped packets by reason.
 pub type SkipCounts = BTreeMap<&'static str, u64>;
 
-/// Service rate of a trace's servers.
+/// Service rate of the cores, as defined by a trace.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct CoreServiceRate {
-    /// Packets (requests) per second that a core serves.
+    /// Number of packets (requests) that a core serves per second.
     pub packets_per_s: f64,
 }
 
@@ -112,13 +112,13 @@ pub trait Trace: Send {
     /// its position.
     fn read(&mut self, batch: &mut Batch) -> Result<(), TraceError>;
 
-    /// Returns the packets skipped so far.
+    /// Returns the numbers of packets that have been skipped so far.
     fn skipped(&self) -> SkipCounts {
         SkipCounts::new()
     }
 
-    /// Returns the number of packets with slightly earlier time stamps than their predecessor's, counted as
-    /// simultaneous.
+    /// Returns the number of packets so far whose time stamps were slightly earlier than that of the packet before.
+    /// They count as simultaneous.
     fn reordered(&self) -> u64 {
         0
     }
@@ -129,7 +129,7 @@ pub trait Trace: Send {
         0
     }
 
-    /// Returns the end of the packets (ns after the trace's start), if known in advance.
+    /// Returns the end of the trace (ns after its start), if known in advance.
     fn end_ns(&self) -> Option<u64>;
 
     /// Returns the service rate of the cores, if the trace defines it: requests then wait without limit.
@@ -149,7 +149,7 @@ pub enum TraceError {
     /// The file begins like an arrival log but is invalid.
     #[error("{path}: {error}")]
     ArrivalLog { path: String, error: coreward_model::arrivals::ArrivalLogError },
-    /// Service times of requests in an arrival log differ.
+    /// The requests of an arrival log have different service times.
     #[error(
         "{path}: requests of {first} us and of {other} us: expected the same service time throughout, as packets of a \
          trace cost the same"

@@ -4,33 +4,33 @@ use std::ops::RangeInclusive;
 
 use crate::names::UnknownName;
 
-/// Invalid settings of a generator.
+/// Error for invalid settings of a generator.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 pub enum SettingError {
-    /// Text that is not `name=value`.
+    /// The text is not `name=value`.
     #[error("{generator}: {text:?}: expected name=value")]
     NotAPair { generator: &'static str, text: String },
-    /// Unknown setting.
+    /// The generator does not have this setting.
     #[error("{generator}: {name}")]
     Name {
         generator: &'static str,
-        /// Error with the known names.
+        /// Error that lists the known names.
         name: UnknownName,
     },
-    /// Value out of range.
+    /// The value is not an integer, or out of range.
     #[error("{generator}: {name}={value}: expected a whole number from {low} to {high}")]
     Value {
         generator: &'static str,
         name: String,
         value: String,
-        /// Minimum.
+        /// Minimum allowed value.
         low: u64,
-        /// Maximum.
+        /// Maximum allowed value.
         high: u64,
     },
 }
 
-/// Setting `name=value`.
+/// Setting of a generator, given as `name=value`.
 pub struct Setting<'a> {
     generator: &'static str,
     pub name: &'a str,
@@ -49,7 +49,7 @@ pub fn parse_settings<'a>(
 }
 
 impl Setting<'_> {
-    /// Returns the value as an integer. Fails when it is not one, or out of range.
+    /// Returns the value as an integer. Fails when it is not an integer, or out of range.
     pub fn to_integer_in(&self, range: RangeInclusive<u64>) -> Result<u64, SettingError> {
         self.value.parse().ok().filter(|value| range.contains(value)).ok_or_else(|| SettingError::Value {
             generator: self.generator,

@@ -12,24 +12,24 @@ use super::capture::{CaptureTrace, FileFormat, ReadOptions, input};
 use super::settings::SettingError;
 use super::{Batch, Trace, TraceError};
 
-/// Value of `--trace`.
+/// Source of a trace, as given by `--trace`.
 #[derive(Debug, Clone, PartialEq)]
 pub enum TraceSource {
     /// Generator of campus traffic.
     Campus(Campus),
     /// Generator of a burst of connections.
     Burst(Burst),
-    /// File: a capture or an arrival log.
+    /// File that contains a capture or an arrival log.
     File(PathBuf),
 }
 
-/// Text that is not a trace.
+/// Error for a text that is not a source of a trace.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 pub enum SourceError {
-    /// Invalid settings of a generator.
+    /// A generator's settings are invalid.
     #[error(transparent)]
     Setting(#[from] SettingError),
-    /// Empty name.
+    /// The text is empty.
     #[error("a trace without a name: expected a file, or campus[:seed=1,flows=3000,seconds=10]")]
     Empty,
 }
@@ -102,7 +102,7 @@ impl TraceSource {
         Ok(Box::new(TraceOverlay::new(parts)))
     }
 
-    /// Returns the time just after the last packet (ns).
+    /// Returns the time just after the last packet (ns after the trace's start).
     fn duration_ns(&self, seed: u64, options: ReadOptions) -> Result<u64, TraceError> {
         let mut trace = self.open(seed, options)?;
         if let Some(end_ns) = trace.end_ns() {

@@ -11,7 +11,7 @@ use clap::Parser as _;
 use coreward_sim::figure::embedded::EmbeddedScenario;
 use coreward_sim::figure::live::LiveFigure;
 
-/// Variable with the arguments of the child process below.
+/// Environment variable with the arguments of the child process below.
 const ARGUMENTS: &str = "COREWARD_FIGURE_TEST_ARGUMENTS";
 
 #[derive(clap::Parser)]
@@ -20,7 +20,7 @@ struct Cli {
     figure: coreward_sim::figure::cli::FigureArgs,
 }
 
-/// A measurement that ends only on request.
+/// Live figure whose measurement ends only when it is interrupted.
 const ENDLESS_FIGURE: LiveFigure = LiveFigure {
     embedded_scenario: EmbeddedScenario {
         name: "endless-live",

@@ -83,7 +83,7 @@ fn live_samples_give_table_verdict_and_page() {
 
 const LIVE_AND_SIMULATED: &str = include_str!("beside-live.toml");
 
-/// A figure whose samples are 0, except in run 1, where they are the duration.
+/// Live figure whose samples are 0, except in run 1, where they are the scenario's duration.
 const WITH_SIMULATED: LiveFigure = LiveFigure {
     embedded_scenario: EmbeddedScenario { name: "beside-live", toml_text: LIVE_AND_SIMULATED },
     measure: |scenario, _| {

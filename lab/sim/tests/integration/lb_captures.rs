@@ -23,7 +23,7 @@ impl Files {
     }
 }
 
-/// Contents of a trace.
+/// Contents of a trace that was read to its end.
 #[derive(Debug, Default)]
 struct TraceContents {
     packets: Vec<Packet>,
@@ -60,7 +60,7 @@ fn read(path: PathBuf) -> Result<TraceContents, String> {
     read_with(path, ReadOptions::default())
 }
 
-/// Returns an IPv4 packet with a TCP header; `options` is the number of 32-bit words of IPv4 options.
+/// Returns an IPv4 packet with a TCP header and `option_words` 32-bit words of IPv4 options.
 fn ipv4(port: u16, tcp_flags: u8, options: usize) -> Vec<u8> {
     let mut packet = vec![0; 20 + options * 4];
     packet[0] = 0x45 + options as u8;
@@ -79,7 +79,7 @@ fn tcp(port: u16, flags: u8) -> Vec<u8> {
     segment
 }
 
-/// Returns an IPv6 packet. `headers` are (type, bytes); the last header is `segment` of protocol `last`.
+/// Returns an IPv6 packet with extension headers (type, bytes), followed by `segment` of transport protocol `protocol`.
 fn ipv6(headers: &[(u8, Vec<u8>)], last: u8, segment: &[u8]) -> Vec<u8> {
     let mut packet = vec![0; 40];
     packet[0] = 0x60;
@@ -110,7 +110,7 @@ fn plain_ethernet(packet: &[u8]) -> Vec<u8> {
     ethernet(&[], 0x0800, packet)
 }
 
-/// Returns a classic capture of (time in ns, frame).
+/// Returns a classic capture file with these frames and their times (ns).
 fn pcap(big_endian: bool, nanoseconds: bool, link: u32, frames: &[(u64, Vec<u8>)]) -> Vec<u8> {
     let word = |value: u32| if big_endian { value.to_be_bytes() } else { value.to_le_bytes() };
     let (magic, unit) = if nanoseconds { (0xa1b2_3c4d, 1) } else { (0xa1b2_c3d4, 1_000) };
@@ -131,7 +131,7 @@ fn block(kind: u32, body: &[u8]) -> Vec<u8> {
     [&kind.to_le_bytes()[..], &length, &padded, &length].concat()
 }
 
-/// Returns a pcapng file, with interfaces as (link, if_tsresol) and packets as (interface, ticks, frame).
+/// Returns a pcapng file, with interfaces as (link type, if_tsresol) and packets as (interface, ticks, frame).
 fn pcapng(interfaces: &[(u16, Option<u8>)], packets: &[(u32, u64, Vec<u8>)]) -> Vec<u8> {
     let mut file = block(0x0a0d_0d0a, &[&0x1a2b_3c4du32.to_le_bytes()[..], &[1, 0, 0, 0], &[0xff; 8]].concat());
     for (link, resolution) in interfaces {
@@ -151,7 +151,7 @@ fn pcapng(interfaces: &[(u16, Option<u8>)], packets: &[(u32, u64, Vec<u8>)]) -> 
     file
 }
 
-/// Returns three packets of two flows, with and without IPv4 options.
+/// Returns three frames of two flows, with and without IPv4 options, and their times (ns).
 fn three(link: impl Fn(&[u8]) -> Vec<u8>) -> Vec<(u64, Vec<u8>)> {
     vec![
         (2_003_000_000, link(&ipv4(1_000, 0x02, 0))),

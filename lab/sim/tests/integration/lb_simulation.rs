@@ -25,7 +25,8 @@ fn core(outcome: &Outcome, policy: &str) -> f64 {
     policy_outcome(outcome, policy).core_variance_pct.median
 }
 
-/// CrossRSS, CoNEXT'20, Fig. 2a: 0.26 against 7.2, 9.1 and 7.8; servers 0.11 against rr's 0.31.
+/// Published variances of cores (CrossRSS, CoNEXT'20, Fig. 2a): 0.26 against 7.2, 9.1 and 7.8; of servers 0.11 against
+/// rr's 0.31.
 #[test]
 fn core_awareness_removes_the_variance_between_cores() {
     let outcome = run(&config("campus", &["hash", "rr", "pow2", "crossrss", "crossrss-plus"], 1..=10)).unwrap();
@@ -55,7 +56,7 @@ fn crossrss_plus_spreads_a_burst_no_worse_than_round_robin() {
     assert!(core(&outcome, "crossrss") > 10.0 * core(&outcome, "rr"));
 }
 
-/// Fig. 2b: a balanced server drops less at the same load.
+/// CrossRSS's Fig. 2b: a server with balanced cores drops fewer packets at the same load.
 #[test]
 fn balanced_cores_serve_more_near_saturation() {
     let loaded = Config {

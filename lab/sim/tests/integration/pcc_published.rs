@@ -19,7 +19,7 @@ fn outcomes(config: &Config) -> Vec<MethodOutcome> {
     run(config).unwrap().methods
 }
 
-/// Returns the excess of the fullest server above the mean, in percent.
+/// Returns how far the most loaded server is above the mean (%).
 fn excess(outcome: &MethodOutcome) -> f64 {
     100.0 * (outcome.imbalance.median - 1.0)
 }

@@ -14,7 +14,7 @@ impl Sink for CollectedResponses {
     }
 }
 
-/// Serves the requests. Returns the responses, and the busy time of each core.
+/// Visitor that serves the requests, and returns the responses and the busy time of each core.
 struct ServeRequests<'a>(&'a [Request]);
 
 impl ServerVisitor<CollectedResponses> for ServeRequests<'_> {

@@ -21,7 +21,7 @@ impl Sink for Responses {
     }
 }
 
-/// Returns the departure of each request in the engine.
+/// Simulates the requests in the engine. Returns their departures (time and number), sorted.
 fn simulated(requests: &[Request], dispatcher: impl Dispatcher, cores: impl Cores) -> Vec<(u64, u32)> {
     let mut server = NicServer::new(dispatcher, cores, 2);
     let mut responses = Responses::default();
@@ -38,7 +38,8 @@ fn simulated(requests: &[Request], dispatcher: impl Dispatcher, cores: impl Core
 /// Choice of a core by the reference, from (outstanding requests, work in progress) of each core.
 type CoreChooser = fn(&[(u64, u64)], bound: u64) -> Option<usize>;
 
-/// Returns the departures by the reference: every step is an event in one heap, every choice searches all cores.
+/// Returns the departures in the reference simulator: every step is an event in one heap, every choice searches all
+/// cores.
 fn reference(requests: &[Request], cores: usize, latency: u64, bound: u64, choose: CoreChooser) -> Vec<(u64, u32)> {
     #[derive(PartialEq, Eq, PartialOrd, Ord, Clone, Copy)]
     enum Event {

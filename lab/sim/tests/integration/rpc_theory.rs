@@ -16,7 +16,8 @@ fn outcomes(policy: &str, cores: u16, service: &str, latency: f64, load: f64) ->
     par_map_ordered(&seeds, |seed| run(&Config { seed: *seed, ..config.clone() }).unwrap())
 }
 
-/// Asserts that `theory` lies in the 99.9 % interval of `measure`, whose half-width is below `width` times the theory.
+/// Asserts that `theory` lies in the 99.9 % confidence interval of `measure`, and that the interval's half-width is
+/// below `max_relative_width` times the theory.
 fn assert_agrees(outcomes: &[Outcome], measure: impl Fn(&Outcome) -> f64, theory: f64, width: f64) {
     let values: Vec<f64> = outcomes.iter().map(measure).collect();
     let count = values.len() as f64;

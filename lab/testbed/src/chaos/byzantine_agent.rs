@@ -20,50 +20,50 @@ use tonic::transport::Endpoint;
 
 use crate::namespace::Namespace;
 
-/// [`seeded_rng`]'s stream for false reports.
+/// Random number stream of [`seeded_rng`] for the false reports.
 const RNG_STREAM_FALSE_REPORTS: u64 = 0x6368_6103;
-/// Interval of false reports: a hundredth of an agent's interval.
+/// Interval between false reports: a hundredth of an honest agent's interval.
 const FALSE_REPORT_INTERVAL: Duration = Duration::from_millis(1);
 const HONEST_INTERVAL: Duration = Duration::from_millis(100);
-/// Interval of attempts to register as the server: the controller rejects them until the real agent has been silent.
+/// Interval of attempts to register as the server. The controller rejects them until the real agent has been silent.
 const RETRY_INTERVAL: Duration = Duration::from_millis(100);
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(1);
-/// Limit without a message of the controller, after which the impostor leaves the stream.
+/// Maximum duration of a stream, after which the impostor leaves it and registers again.
 const STREAM_TIMEOUT: Duration = Duration::from_secs(2);
-/// Number of simultaneous silent or malformed connections.
+/// Number of silent or malformed connections that are open at the same time.
 const FLOOD_CONNECTION_COUNT: usize = 64;
 
-/// Counts of false reports.
+/// Counters of what the impostors sent.
 #[derive(Debug, Default)]
 pub struct FalseReportCounters {
     pub reports: AtomicU64,
-    /// Silent or malformed connections.
+    /// Number of silent or malformed connections.
     pub connections: AtomicU64,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum FalseReportKind {
-    /// Sends all kinds of false reports for any server, with a flood of connections.
+    /// All kinds of false reports, for any server, together with a flood of connections.
     FullControl,
-    /// Sends only a false load: idle cores, as often as an agent, so that new connections arrive.
+    /// Only a false load: reports of idle cores at an agent's usual interval, so that new connections arrive.
     Load,
 }
 
-/// Impostor with the certificate of a server's agent.
+/// Impostor that has the certificate of a server's agent.
 #[derive(Debug)]
 pub struct ByzantineAgent {
     pub server: u16,
-    /// The agent's certificate and key.
+    /// Certificate and key of the real agent.
     pub stolen_files: CredentialFiles,
-    /// Addresses of the controllers and of racks.
+    /// Addresses of the controllers and of the rack controllers.
     pub controllers: Vec<SocketAddr>,
     /// Kind of the false reports.
     pub kind: FalseReportKind,
 }
 
 impl ByzantineAgent {
-    /// Sends false reports from the server's machine until `done`; call it in its own thread. Fails when the machine's
-    /// namespace cannot be entered, or a system call fails unexpectedly.
+    /// Sends false reports from the server's namespace until `done`; it blocks, so call it in its own thread. Fails
+    /// when the namespace cannot be entered, or a system call fails unexpectedly.
     pub fn run(
         self,
         machine: &Namespace,
@@ -85,7 +85,7 @@ impl ByzantineAgent {
         })
     }
 
-    /// Runs one stream. After a rejection it registers again: as the same server, another or an unknown one.
+    /// Runs one stream to a controller. Impostors with all kinds of reports also register as other or unknown servers.
     async fn run_stream(
         &self,
         to: SocketAddr,
@@ -115,7 +115,7 @@ impl ByzantineAgent {
     }
 }
 
-/// Opens connections, sends random bytes on some, and closes all once the last one is open.
+/// Opens many connections, sends random bytes on some, and closes all once the last one is open.
 fn flood(address: SocketAddr, rng: &mut Xoshiro256PlusPlus, false_reports: &FalseReportCounters) {
     let mut open = Vec::with_capacity(FLOOD_CONNECTION_COUNT);
     for _ in 0..FLOOD_CONNECTION_COUNT {
@@ -128,7 +128,7 @@ fn flood(address: SocketAddr, rng: &mut Xoshiro256PlusPlus, false_reports: &Fals
     }
 }
 
-/// Sends reports at an interval on one stream, until the controller ends it.
+/// Sends reports at an interval on one stream, until the controller ends it or `done` is set.
 async fn send_reports(
     name: String,
     to: SocketAddr,

@@ -10,24 +10,24 @@ use serde::Serialize;
 use crate::http::Connection;
 use crate::interrupt;
 
-/// Duration of the reports of idle cores (s).
+/// Time for which the impostor reports idle cores (s).
 const IMPOSTOR_SECONDS: usize = 30;
-/// Duration of the first measurement (s): the controller needs connections before it limits a server.
+/// Duration of the first measurement (s). The controller limits a server only after it has counted connections.
 const INITIAL_MEASUREMENT_SECONDS: usize = 5;
-/// Duration of the last measurement (s), when the limit must be in force.
+/// Duration of the last measurement (s), during which the controller's limit must be in force.
 const FINAL_MEASUREMENT_SECONDS: usize = 10;
-/// Delay of the controller's counts (s), by whose connections the share may exceed the limit: the controller counts
-/// four times a second, and load balancers report ten times a second.
+/// Delay of the controller's connection counts (s), in which the share may exceed the limit. The controller counts four
+/// times a second, and load balancers report ten times a second.
 const MAX_LAG_SECONDS: f64 = 0.35;
-/// Interval of connections.
+/// Interval between connections.
 const CONNECTION_INTERVAL: Duration = Duration::from_millis(8);
-/// Standard deviations by which a random share may exceed the limit.
+/// Number of standard deviations by which a random share may exceed the limit.
 const MAX_DEVIATIONS: f64 = 5.0;
 
-/// Connections that the server got.
+/// New connections that reached the server of an impostor.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct ByzantineShare {
-    /// Share of new connections (of 1) that the server would get without false reports.
+    /// Share of all new connections (0 to 1) that the server would get without false reports.
     pub fair_share: f64,
     pub seconds: Vec<[u64; 2]>,
 }
@@ -47,7 +47,7 @@ impl ByzantineShare {
         Ok(Self { fair_share: 1.0 / f64::from(servers), seconds })
     }
 
-    /// Returns the server's share (of 1), and the number of connections.
+    /// Returns the server's share of the connections (0 to 1), and the number of all connections.
     fn share_and_count(seconds: &[[u64; 2]]) -> (f64, u64) {
         let [drawn, all] = seconds.iter().fold([0, 0], |sum, second| [sum[0] + second[0], sum[1] + second[1]]);
         (drawn as f64 / all.max(1) as f64, all.max(1))

@@ -8,23 +8,23 @@ use anyhow::Context as _;
 use crate::fleet::operator_command_for;
 use crate::topology::Testbed;
 
-/// Operator of several controllers.
+/// Runs `coreward` commands as an operator of several controllers.
 #[derive(Debug)]
 pub struct OperatorCli<'a> {
     testbed: &'a Testbed,
     controller_count: u16,
-    /// Controller that answered the last command, counted from 0.
+    /// Index of the controller that answered the last command, counted from 0.
     last_responder: AtomicUsize,
     timeout_s: &'static str,
 }
 
 impl<'a> OperatorCli<'a> {
-    /// `controller_count`: number of controllers; `timeout_s`: timeout of each controller (s).
+    /// Creates an operator for `controller_count` controllers; `timeout_s`: timeout of each controller (s).
     pub fn new(testbed: &'a Testbed, controller_count: u16, timeout_s: &'static str) -> Self {
         Self { testbed, controller_count, last_responder: AtomicUsize::new(0), timeout_s }
     }
 
-    /// Returns the output of `coreward ARGUMENTS`. Fails when no controller executes the command, with the last error.
+    /// Runs `coreward ARGUMENTS` and returns its output. Fails with the last error when no controller executes it.
     pub fn run_coreward(&self, arguments: &[&str]) -> anyhow::Result<String> {
         let (first, count) = (self.last_responder.load(Ordering::Relaxed), usize::from(self.controller_count));
         let mut outcome = None;

@@ -17,55 +17,55 @@ use super::document::DocumentGenerator;
 use super::drains::ExpectedDrains;
 use crate::topology::Testbed;
 
-/// Number of changes per invalid change.
+/// Number of valid changes for each invalid change.
 const CHANGES_PER_INVALID_CHANGE: u64 = 10;
-/// Number of changes per requested rotation of the cookie keys.
+/// Number of changes for each requested rotation of the cookie keys.
 const CHANGES_PER_KEY_ROTATION: u64 = 50;
-/// Number of changes per drain or undrain by command.
+/// Number of changes for each drain or undrain by command.
 const CHANGES_PER_DRAIN: u64 = 4;
-/// Number of changes per comparison of the controller's state with the acknowledgements.
+/// Number of changes for each comparison of the controller's state with the acknowledged changes.
 const CHANGES_PER_STATE_CHECK: u64 = 10;
-/// Pause after a failure.
+/// Pause before a failed change is repeated.
 const RETRY_PAUSE: Duration = Duration::from_millis(100);
-/// Limit for the acknowledgement of the last changes.
+/// Maximum time until the last changes are acknowledged.
 const LAST_CHANGES_TIMEOUT: Duration = Duration::from_secs(20);
-/// Limit of a command (s): longer than the command's own timeout for a silent controller.
+/// Timeout of a command (s): longer than the command's own timeout for a silent controller.
 const COMMAND_TIMEOUT_S: &str = "8";
 
-/// Attempted writes and their outcomes.
+/// Numbers of attempted configuration changes, by outcome.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
 pub struct WriteCounts {
-    /// Changes acknowledged by the controller.
+    /// Number of changes that the controller acknowledged.
     pub acknowledged: u64,
-    /// Changes that failed or have no answer.
+    /// Number of changes that failed or were never answered.
     pub unanswered: u64,
-    /// Unanswered changes that were in force later.
+    /// Number of unanswered changes that turned out to be in force.
     pub unanswered_in_force: u64,
-    /// Invalid documents, all of which must be rejected.
+    /// Number of invalid documents, all of which must be rejected.
     pub invalid_documents: u64,
-    /// Rotations of young keys, all of which must be rejected.
+    /// Number of requests to rotate young keys, all of which must be rejected.
     pub rotations: u64,
-    /// Acknowledged drains and undrains by command.
+    /// Number of acknowledged drains and undrains by command.
     pub drains: u64,
-    /// Drains without an answer, or rejected.
+    /// Number of drains and undrains that were rejected or not answered.
     pub drains_unanswered: u64,
-    /// Queries for the configuration in force.
+    /// Number of queries for the configuration in force.
     pub status_queries: u64,
-    /// Violations, in words.
+    /// Descriptions of the violated invariants.
     pub violations: Vec<String>,
 }
 
-/// Model of the configuration in force.
+/// Configuration that should be in force, according to the acknowledged changes.
 #[derive(Debug, Default)]
 pub struct ConfigModel {
     generation: u64,
     text: String,
-    /// Unanswered documents, which may be in force.
+    /// Documents whose application was not answered; any of them may be in force.
     unanswered_documents: Vec<String>,
     drains: ExpectedDrains,
 }
 
-/// The writer; used by one thread, read by others.
+/// Changes the configuration repeatedly. One thread makes the changes; others may read the counts.
 #[derive(Debug)]
 pub struct ConfigWriter<'a> {
     operator: OperatorCli<'a>,
@@ -74,13 +74,13 @@ pub struct ConfigWriter<'a> {
 }
 
 impl<'a> ConfigWriter<'a> {
-    /// Returns a writer before its first write.
+    /// Creates a writer that has not changed anything yet.
     pub fn new(testbed: &'a Testbed, controllers: u16) -> Self {
         let operator = OperatorCli::new(testbed, controllers, COMMAND_TIMEOUT_S);
         Self { operator, document_path: testbed.directory().join("wanted.toml"), write_counts: Mutex::default() }
     }
 
-    /// Returns the writes so far.
+    /// Returns the numbers of changes made so far.
     pub fn write_counts(&self) -> WriteCounts {
         self.write_counts.lock().expect("no writer panics").clone()
     }
@@ -135,13 +135,13 @@ impl<'a> ConfigWriter<'a> {
         Ok(model)
     }
 
-    /// Compares the configuration in force with the acknowledged one. Fails when the controller does not answer.
+    /// Compares the configuration in force with the expected one. Fails when the controller does not answer.
     pub fn compare_final(&self, model: &mut ConfigModel) -> anyhow::Result<()> {
         ensure!(self.check_state(model), "the controller does not return what is in force");
         Ok(())
     }
 
-    /// Undrains servers until only `left` are drained by command. Fails without the controller's acknowledgement.
+    /// Undrains servers until only `left` are drained by command. Fails when an undrain is not acknowledged in time.
     pub fn undrain_all_but(&self, model: &mut ConfigModel, left: usize) -> anyhow::Result<()> {
         let end = Instant::now() + LAST_CHANGES_TIMEOUT;
         for server in model.drains.possibly_drained().into_iter().skip(left) {
@@ -153,7 +153,7 @@ impl<'a> ConfigWriter<'a> {
         Ok(())
     }
 
-    /// Applies a change. Returns whether the controller acknowledged it.
+    /// Applies the current document of `documents`. Returns whether the controller acknowledged it.
     fn apply_change(&self, model: &mut ConfigModel, documents: &DocumentGenerator) -> anyhow::Result<bool> {
         let (text, present) = (documents.text(), documents.present_servers());
         fs::write(&self.document_path, &text)?;
@@ -184,7 +184,7 @@ impl<'a> ConfigWriter<'a> {
         }
     }
 
-    /// Drains a server, or ends a drain.
+    /// Drains another server if enough others remain; otherwise ends a drain.
     fn drain_or_undrain(&self, model: &mut ConfigModel, documents: &mut DocumentGenerator) {
         let drained = model.drains.possibly_drained();
         let next = documents.next_drain(&drained).map(|server| (server, true));
@@ -193,7 +193,7 @@ impl<'a> ConfigWriter<'a> {
         }
     }
 
-    /// Requests a drain or undrain. Returns whether the controller acknowledged it.
+    /// Requests a drain (`drain`) or an undrain of a server. Returns whether the controller acknowledged it.
     fn request_drain(&self, model: &mut ConfigModel, server: u16, drain: bool) -> bool {
         let command = if drain { "drain" } else { "undrain" };
         let is_acknowledged = self.operator.run_coreward(&[command, &format!("s{server}")]).is_ok();
@@ -204,7 +204,7 @@ impl<'a> ConfigWriter<'a> {
         is_acknowledged
     }
 
-    /// Applies an invalid document, which must be rejected.
+    /// Tries to apply an invalid document, and records a violation if it is accepted.
     fn try_invalid_document(&self, model: &mut ConfigModel, text: &str) -> anyhow::Result<()> {
         fs::write(&self.document_path, text)?;
         self.update_counts(|writes| writes.invalid_documents += 1);
@@ -215,8 +215,8 @@ impl<'a> ConfigWriter<'a> {
         Ok(())
     }
 
-    /// Requests a rotation, which must be rejected: the keys are minutes old, and cookies are valid for a day, whatever
-    /// the clock.
+    /// Requests a key rotation, which must be rejected: the keys are minutes old, and cookies are valid for a day,
+    /// whatever the clock.
     fn try_rotation(&self) {
         self.update_counts(|writes| writes.rotations += 1);
         if let Ok(answer) = self.operator.run_coreward(&["keys", "rotate"]) {
@@ -224,7 +224,7 @@ impl<'a> ConfigWriter<'a> {
         }
     }
 
-    /// Compares the configuration in force with the model. Returns false when the controller does not answer.
+    /// Compares the configuration in force with the expected one. Returns false when the controller does not answer.
     fn check_state(&self, model: &mut ConfigModel) -> bool {
         let Ok((generation, text)) = self.query_document() else { return false };
         let Ok(status) = self.status() else { return false };
@@ -250,7 +250,7 @@ impl<'a> ConfigWriter<'a> {
         true
     }
 
-    /// Returns the generation in force after the change.
+    /// Applies the document in the file. Returns the generation that is in force after the change.
     fn apply(&self) -> anyhow::Result<u64> {
         let file = self.document_path.display().to_string();
         let answer = self.operator.run_coreward(&["apply", "--yes", &file])?;
@@ -261,7 +261,7 @@ impl<'a> ConfigWriter<'a> {
         }
     }
 
-    /// Returns generation and text of the fleet's document in force.
+    /// Returns the generation and the text of the fleet's document that is in force.
     fn query_document(&self) -> anyhow::Result<(u64, String)> {
         let answer: serde_json::Value =
             serde_json::from_str(&self.operator.run_coreward(&["fleet", "show", "--format", "json"])?)?;

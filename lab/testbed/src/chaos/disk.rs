@@ -7,17 +7,17 @@ use std::path::{Path, PathBuf};
 use anyhow::Context as _;
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
 
-/// Size of the disk: many times the store of some servers.
+/// Mount option for the size of the disk: many times the size of a store of a few servers.
 const SIZE_OPTION: &str = "size=8m";
 
-/// File system in memory; unmounted when dropped.
+/// Mounted file system in memory, which emulates a small disk. It is unmounted when dropped.
 #[derive(Debug)]
 pub struct TmpfsDisk {
     path: PathBuf,
 }
 
 impl TmpfsDisk {
-    /// Creates `path` and mounts a disk on it.
+    /// Creates the directory `path` and mounts a small file system on it.
     pub fn mount(path: &Path) -> anyhow::Result<Self> {
         fs::create_dir_all(path)?;
         mount(Some("tmpfs"), path, Some("tmpfs"), MsFlags::empty(), Some(SIZE_OPTION))
@@ -29,7 +29,7 @@ impl TmpfsDisk {
         &self.path
     }
 
-    /// Fills the disk to the last byte. Fails after an error other than a full disk.
+    /// Fills the disk to the last byte. Fails on any error other than a full disk.
     pub fn fill(&self) -> anyhow::Result<()> {
         let mut file = File::create(self.filler_path())?;
         let mut piece = vec![0xff; 64 << 10];
@@ -45,7 +45,7 @@ impl TmpfsDisk {
         Ok(())
     }
 
-    /// Removes the filling file. Fails when the disk was not full.
+    /// Removes the file that fills the disk. Fails when the disk was not full.
     pub fn remove_filler(&self) -> anyhow::Result<()> {
         fs::remove_file(self.filler_path()).with_context(|| format!("nothing fills {}", self.path.display()))
     }

@@ -10,25 +10,25 @@ use rand_xoshiro::Xoshiro256PlusPlus;
 use crate::addresses::{rack_name, server_address};
 use crate::network_options::NetworkOptions;
 
-/// [`seeded_rng`]'s stream for the changes.
+/// Random number stream of [`seeded_rng`] for the configuration changes.
 const RNG_STREAM_CHANGES: u64 = 0x6368_6102;
-/// Minimum number of active servers.
+/// Minimum number of servers that take new connections.
 const MIN_ACTIVE_SERVERS: usize = 2;
 const POLICIES: [&str; 6] = ["crossrss", "crossrss-plus", "rr", "hash", "least", "pow2"];
 
-/// Entry of a server in the document.
+/// State of a server's entry in the fleet's document.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct ServerEntry {
     draining: bool,
     weight: u32,
-    /// Whether its agent must connect to a controller directly.
+    /// Whether the server's agent must connect to a controller directly, not through a rack controller.
     needs_controller: bool,
 }
 
-/// Initial state of an entry.
+/// Initial state of every server's entry.
 const ACTIVE_ENTRY: ServerEntry = ServerEntry { draining: false, weight: 1, needs_controller: false };
 
-/// Generator of documents; holds the newest one.
+/// Generator of random fleet documents; it holds the state of the newest one.
 #[derive(Debug, Clone)]
 pub struct DocumentGenerator {
     rng: Xoshiro256PlusPlus,
@@ -36,15 +36,15 @@ pub struct DocumentGenerator {
     policies: Vec<&'static str>,
     network: NetworkOptions,
     servers: BTreeMap<u16, Option<ServerEntry>>,
-    /// Racks that the agent of a server may use.
+    /// Rack controllers that the agent of each server may use.
     server_racks: BTreeMap<u16, Vec<u16>>,
     report_interval_ms: u32,
     revision: u64,
 }
 
 impl DocumentGenerator {
-    /// Returns documents with all `servers` active. `services`: name, address, and further lines. `server_racks`: racks
-    /// that the agent of each server may use; empty without racks.
+    /// Creates a generator whose document has all `servers` active. `services`: name, address, and further lines of
+    /// each. `server_racks`: rack controllers that the agent of each server may use; empty without racks.
     pub fn new(
         seed: u64,
         network: NetworkOptions,
@@ -64,7 +64,7 @@ impl DocumentGenerator {
         }
     }
 
-    /// Returns the text of the document, with a number that makes it unique.
+    /// Returns the text of the document, with a revision number that makes it unique.
     pub fn text(&self) -> String {
         let mut text = format!("# {}\nreport_interval = \"{}ms\"\n", self.revision, self.report_interval_ms);
         let racks: BTreeSet<u16> = self.server_racks.values().flatten().copied().collect();
@@ -91,7 +91,7 @@ impl DocumentGenerator {
         text
     }
 
-    /// Returns the servers in the document.
+    /// Returns the numbers of the servers in the document.
     pub fn present_servers(&self) -> BTreeSet<u16> {
         self.servers.iter().filter(|(_, entry)| entry.is_some()).map(|(number, _)| *number).collect()
     }
@@ -104,7 +104,7 @@ impl DocumentGenerator {
         self.can_leave(number, drained).then_some(number)
     }
 
-    /// Returns whether enough other servers take new connections.
+    /// Returns whether enough other servers take new connections when server `number` leaves.
     fn can_leave(&self, number: u16, drained: &BTreeSet<u16>) -> bool {
         let takes_new = |(other, entry): &(&u16, &Option<ServerEntry>)| {
             **other != number && entry.is_some_and(|entry| !entry.draining) && !drained.contains(other)
@@ -112,7 +112,7 @@ impl DocumentGenerator {
         self.servers.iter().filter(takes_new).count() >= MIN_ACTIVE_SERVERS
     }
 
-    /// Makes one random change. `drained`: servers that are or may be drained by command.
+    /// Makes one random change to the document. `drained`: servers that are or may be drained by command.
     pub fn apply_random_change(&mut self, drained: &BTreeSet<u16>) {
         self.revision += 1;
         match self.random_below(8) {

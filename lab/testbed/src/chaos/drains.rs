@@ -8,23 +8,22 @@ use std::time::{Duration, Instant};
 
 use serde_json::Value;
 
-/// Time after which an unanswered command cannot be executed any more: a stopped controller may execute it after it
-/// resumes.
+/// Maximum time until an unanswered command is executed: a stopped controller may execute it after it resumes.
 const MAX_EXECUTION_DELAY: Duration = Duration::from_secs(3);
 
-/// Expected drain of each server; absent servers are not drained.
+/// Expected drain state of each server, by number; absent servers are not drained.
 #[derive(Debug, Default)]
 pub struct ExpectedDrains(BTreeMap<u16, DrainState>);
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum DrainState {
     Drained,
-    /// Drained or not: since this time, when a drain, an undrain, or a document without the server had no answer.
+    /// Drained or not, since a drain, an undrain, or a document without the server was not answered at this time.
     Uncertain(Instant),
 }
 
 impl ExpectedDrains {
-    /// Returns the servers that are or may be drained.
+    /// Returns the servers that are drained or may be drained.
     pub fn possibly_drained(&self) -> BTreeSet<u16> {
         self.0.keys().copied().collect()
     }
@@ -33,7 +32,7 @@ impl ExpectedDrains {
         matches!(self.0.get(&server), Some(DrainState::Uncertain(_)))
     }
 
-    /// Records a drain or undrain; `acknowledged`: whether the controller acknowledged it.
+    /// Records a request to drain or undrain a server; `acknowledged`: whether the controller acknowledged it.
     pub fn record_request(&mut self, server: u16, drain: bool, acknowledged: bool) {
         match (acknowledged, drain) {
             (false, _) => drop(self.0.insert(server, DrainState::Uncertain(Instant::now()))),
@@ -42,7 +41,7 @@ impl ExpectedDrains {
         }
     }
 
-    /// Records a document with these servers; `acknowledged`: whether the controller acknowledged it.
+    /// Records that a document with these servers was applied; `acknowledged`: whether the controller acknowledged it.
     pub fn record_document(&mut self, servers: &BTreeSet<u16>, acknowledged: bool) {
         if acknowledged {
             self.0.retain(|server, _| servers.contains(server));
@@ -52,7 +51,7 @@ impl ExpectedDrains {
         }
     }
 
-    /// Returns the differences from the controller's status, and resolves uncertain drains by it.
+    /// Returns the differences from the controller's status in words, and settles uncertain drains by the status.
     pub fn compare_with_status(&mut self, status: &Value) -> Vec<String> {
         let mut wrong = Vec::new();
         for server in status["servers"].as_array().into_iter().flatten() {

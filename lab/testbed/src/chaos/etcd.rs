@@ -13,26 +13,26 @@ use serde_json::Value;
 use crate::process::Process;
 use crate::topology::Testbed;
 
-/// Number of members, of which one may fail.
+/// Number of etcd members, of which one may fail.
 pub const MEMBER_COUNT: u16 = 3;
-/// First port in the controllers' namespace, where no other program listens.
+/// First port of the etcd members in the controllers' namespace, where no other program uses it.
 const FIRST_PORT: u16 = 2379;
 const START_LIMIT: Duration = Duration::from_secs(20);
 const END_LIMIT: Duration = Duration::from_secs(5);
 
-/// Running members, which are killed when dropped.
+/// Running etcd cluster, whose members are killed when it is dropped.
 #[derive(Debug)]
 pub struct Etcd<'a> {
     testbed: &'a Testbed,
     members: Vec<Member>,
-    /// Member K at index K - 1.
+    /// Process of member `number` at index `number - 1`.
     processes: Vec<Process>,
     directory: PathBuf,
 }
 
 impl<'a> Etcd<'a> {
     /// Starts all members and waits for a leader. Fails when etcd (Debian package etcd-server) cannot be started, or
-    /// without a leader in time.
+    /// when no leader is elected in time.
     pub fn start(testbed: &'a Testbed) -> anyhow::Result<Self> {
         let members = Member::cluster(MEMBER_COUNT, IpAddr::V4(Ipv4Addr::LOCALHOST), FIRST_PORT);
         let directory = testbed.directory();
@@ -49,12 +49,12 @@ impl<'a> Etcd<'a> {
         Ok(etcd)
     }
 
-    /// Returns the endpoints for the controllers' files.
+    /// Returns the members' endpoints, as in the controllers' configuration files.
     pub fn endpoints(&self) -> Vec<String> {
         self.members.iter().map(Member::endpoint).collect()
     }
 
-    /// Returns the number of the leading member. Fails without a leader.
+    /// Returns the number of the leading member. Fails when there is no leader.
     pub fn leader(&self) -> anyhow::Result<u16> {
         let mut command = Command::new("etcdctl");
         command.env("ETCDCTL_API", "3").args(["endpoint", "status", "--write-out", "json", "--command-timeout", "2s"]);
@@ -76,7 +76,7 @@ impl<'a> Etcd<'a> {
         self.processes.get(usize::from(number) - 1).context("no such member")?.signal(signal)
     }
 
-    /// Kills a member. Fails when it does not exist.
+    /// Kills the process of a member. Fails when the member does not exist.
     pub fn kill(&mut self, number: u16) -> anyhow::Result<()> {
         self.signal(number, Signal::SIGKILL)?;
         self.processes[usize::from(number) - 1].wait(END_LIMIT).map(drop)

@@ -5,7 +5,7 @@ use std::ops::Range;
 
 use crate::fleet::agent_name;
 
-/// Kind of fault, by its name in `--faults`.
+/// Kind of fault, with its name in `--faults`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, clap::ValueEnum)]
 pub enum FaultKind {
     /// Kill a daemon (SIGKILL) and start it again
@@ -29,7 +29,7 @@ pub enum FaultKind {
 }
 
 impl FaultKind {
-    /// All kinds.
+    /// All kinds of fault.
     pub const ALL: [Self; 9] = [
         Self::Kill,
         Self::Stop,
@@ -42,7 +42,7 @@ impl FaultKind {
         Self::ByzantineAgent,
     ];
 
-    /// Returns the name on the command line.
+    /// Returns the name of the kind on the command line.
     pub fn name(self) -> &'static str {
         match self {
             Self::Kill => "kill",
@@ -58,52 +58,52 @@ impl FaultKind {
     }
 }
 
-/// Fault and its target. Daemons have the names of [`crate::fleet`], machines those of their switch ports.
+/// Fault and its target. Daemons are named as in [`crate::fleet`], machines as their switch ports.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Fault {
-    /// A daemon's process is killed.
+    /// The process of this daemon is killed.
     Kill(String),
-    /// A daemon's process is stopped.
+    /// The process of this daemon is stopped.
     Stop(String),
-    /// A daemon is upgraded.
+    /// This daemon is upgraded.
     Upgrade(String),
-    /// Packets between two machines are dropped.
+    /// Packets from one machine to another are dropped.
     Partition {
         from: String,
-        /// Destination of the dropped packets.
+        /// Port of the machine to which the dropped packets are sent.
         to: String,
-        /// Whether packets in the other direction are dropped too.
+        /// Whether packets in the other direction are dropped as well.
         is_bidirectional: bool,
     },
-    /// A machine's link is down.
+    /// The link of this machine is down.
     Link(String),
-    /// The disk of the controller's store is full.
+    /// The disk with the controller's store is full.
     Disk {
-        /// Whether every write fails; otherwise writes that need no space succeed.
+        /// Whether every write fails; otherwise, writes that need no more space succeed.
         fails_every_write: bool,
     },
-    /// A member of etcd fails.
+    /// A member of the etcd cluster fails.
     Etcd {
-        /// Whether the leading member fails.
+        /// Whether the leading member fails, whatever `number`.
         is_leader: bool,
-        /// Otherwise the number of the failing member, counted from 1.
+        /// Number of the failing member, counted from 1, unless the leader fails.
         member_number: u16,
         /// Whether the member is stopped; otherwise it is killed.
         is_stopped: bool,
     },
-    /// A daemon's clock is wrong.
+    /// The wall clock of a daemon is wrong.
     Clock {
         daemon: String,
-        /// Offset of the clock (s).
+        /// Offset of the daemon's clock from the right time (s).
         offset_s: i64,
     },
-    /// A server's agent sends false reports.
+    /// The agent of the server with this number sends false reports.
     ByzantineAgent(u16),
 }
 
-/// Duration of a fault without effect on clients (ms).
+/// Range of the durations of faults that lose no packets of clients (ms).
 const LOSSLESS_DURATION_MS: Range<u32> = 300..6_000;
-/// Duration of a fault that loses clients' packets (ms): TCP must retransmit them before the client's timeout of 30 s.
+/// Range of durations of faults that lose clients' packets (ms); TCP must retransmit within their timeout of 30 s.
 const LOSS_DURATION_MS: Range<u32> = 200..2_500;
 
 impl Fault {
@@ -121,7 +121,7 @@ impl Fault {
         }
     }
 
-    /// Returns the range of the fault's duration (ms).
+    /// Returns the range from which the fault's duration is drawn (ms).
     pub fn duration_range_ms(&self) -> Range<u32> {
         match self {
             Self::Upgrade(_) => 0..1,
@@ -132,8 +132,8 @@ impl Fault {
         }
     }
 
-    /// Returns whether the faults affect the same daemon, or both the network, so that their effects would be
-    /// indistinguishable. Clock faults never overlap.
+    /// Returns whether two faults must not overlap: they affect the same daemon, or both the network, which would blur
+    /// their effects. A clock fault overlaps only clock faults of the same daemon.
     pub fn overlaps(&self, other: &Self) -> bool {
         let networks = |fault: &Self| matches!(fault, Self::Partition { .. } | Self::Link(_));
         if networks(self) || networks(other) {
@@ -146,7 +146,7 @@ impl Fault {
         }
     }
 
-    /// Returns the daemon whose process is affected.
+    /// Returns the name of the daemon whose process is affected.
     fn affected_daemon(&self) -> Option<String> {
         match self {
             Self::Kill(daemon) | Self::Stop(daemon) | Self::Upgrade(daemon) => Some(daemon.clone()),
@@ -156,7 +156,7 @@ impl Fault {
     }
 }
 
-/// Returns whether the port is a controller's or a rack's, which get no client packets.
+/// Returns whether a port belongs to a controller or rack controller, which get no packets of clients.
 fn is_control_port(port: &str) -> bool {
     port == "controller" || port.starts_with("rack")
 }

@@ -17,34 +17,34 @@ use super::cli_probe::OperatorCli;
 use crate::addresses::{load_balancer_name, rack_name};
 use crate::topology::Testbed;
 
-/// Address of every load balancer's metrics, in its own namespace.
+/// Address of every load balancer's metrics, in the load balancer's own network namespace.
 pub const METRICS_ADDRESS: &str = "127.0.0.1:9440";
-/// Interval of the checks.
+/// Interval between checks of the load balancers' tables.
 const POLL_INTERVAL: Duration = Duration::from_millis(100);
-/// Checks of load balancers per check of the status, which costs a controller more.
+/// Number of checks of the load balancers per check of the status, which costs a controller more time.
 const POLLS_PER_STATUS_CHECK: u32 = 5;
 const SCRAPE_LIMIT: Duration = Duration::from_millis(300);
-/// Timeout of a status (s).
+/// Timeout of `coreward status` (s).
 const STATUS_LIMIT_S: &str = "3";
 
-/// Results of the checks.
+/// Results of the checks during a run.
 #[derive(Debug, Clone, Default, PartialEq, Serialize)]
 pub struct Observations {
-    /// Number of the controller's statuses.
+    /// Number of checks of the controller's status.
     pub statuses: u64,
     /// Number of checks of a load balancer's tables.
     pub scrapes: u64,
-    /// Longest time without a new table at a load balancer (s).
+    /// Longest time without a new table at any load balancer (s).
     pub longest_without_table_s: f64,
-    /// End of the longest time without a new table (second of the run).
+    /// End of the longest time without a new table (seconds since the start of the run).
     pub longest_without_table_at_s: f64,
-    /// Number of servers that a load balancer's health checks newly found down.
+    /// Number of times that a load balancer's health check found a server down which was up before.
     pub found_down: u64,
-    /// Violations, in words.
+    /// Descriptions of the violated invariants.
     pub violations: Vec<String>,
 }
 
-/// Checker of the invariants; used by one thread, read by others.
+/// Checks the invariants repeatedly. One thread runs the checks; others may read the observations.
 #[derive(Debug)]
 pub struct InvariantChecker<'a> {
     testbed: &'a Testbed,
@@ -57,34 +57,34 @@ pub struct InvariantChecker<'a> {
 struct ObservedState {
     observations: Observations,
     configuration_generation: u64,
-    /// Server names by id.
+    /// Names of the servers by id.
     server_names: BTreeMap<u64, String>,
-    /// Counters by (load balancer or server, counter).
+    /// Last values of the counters, by owner (load balancer or server) and name.
     counters: BTreeMap<(String, String), u64>,
-    /// Servers that load balancers find down: load balancer, service, server.
+    /// Servers that load balancers find down: names of load balancer, service and server.
     down_servers: BTreeSet<[String; 3]>,
-    /// Table generations by load balancer, with the time of their last change.
+    /// Sum of the table generations of each load balancer, with the time of its last change.
     table_changes: BTreeMap<u16, (f64, Instant)>,
-    /// Stamping cookie key, its generation, and the progress of a rotation.
+    /// Stamping cookie key, its generation, and the phase of a rotation.
     cookie_keys: Option<[Value; 3]>,
 }
 
-/// Policies that make new tables whenever there is traffic.
+/// Policies that make new tables whenever there is traffic, because they depend on loads.
 const LOAD_AWARE_POLICIES: [&str; 2] = ["crossrss", "crossrss-plus"];
 
 impl<'a> InvariantChecker<'a> {
-    /// Returns a checker without observations.
+    /// Creates a checker without observations.
     pub fn new(testbed: &'a Testbed, controllers: u16) -> Self {
         let operator = OperatorCli::new(testbed, controllers, STATUS_LIMIT_S);
         Self { testbed, operator, start: Instant::now(), state: Mutex::default() }
     }
 
-    /// Returns the observations so far.
+    /// Returns the observations made so far.
     pub fn observations(&self) -> Observations {
         self.lock_state().observations.clone()
     }
 
-    /// Checks repeatedly until `done`.
+    /// Checks all invariants repeatedly until `done` is set.
     pub fn run(&self, done: &AtomicBool) {
         for turn in 0u32.. {
             if done.load(Ordering::Relaxed) {
@@ -105,7 +105,7 @@ impl<'a> InvariantChecker<'a> {
         }
     }
 
-    /// Returns a load balancer without a new table since `since`; `None`: all have one. `status`: of the controller. A
+    /// Returns which load balancer has no new table since `since`; `None`: all have one. `status`: of the controller. A
     /// policy that ignores loads makes no new tables without changes: then the controller's tables must be in force.
     pub fn missing_table_reason(&self, status: &Value, since: Instant) -> Option<String> {
         let services = array_or_empty(&status["services"]);
@@ -122,7 +122,7 @@ impl<'a> InvariantChecker<'a> {
         self.testbed.load_balancer_numbers().into_iter().find_map(lacks)
     }
 
-    /// Returns `coreward status`. Fails when no controller answers in time.
+    /// Runs `coreward status` and returns its JSON. Fails when no controller answers in time.
     pub fn status(&self) -> anyhow::Result<Value> {
         Ok(serde_json::from_str(&self.operator.run_coreward(&["status", "--format", "json"])?)?)
     }
@@ -131,7 +131,7 @@ impl<'a> InvariantChecker<'a> {
         self.state.lock().expect("no watcher panics")
     }
 
-    /// Returns the sum of the generations of the tables in force.
+    /// Returns the sum of the generations of the tables that are in force at load balancer `number`.
     fn sum_table_generations(&self, number: u16) -> anyhow::Result<f64> {
         let page = self.testbed.load_balancer(number)?.within(scrape_metrics)?;
         let generations = page.lines().filter_map(|line| line.strip_prefix("coreward_table_generation{"));
@@ -186,7 +186,7 @@ impl ObservedState {
         }
     }
 
-    /// Checks that an id belongs to one server for the whole run, because cookies may contain it.
+    /// Checks that an id belongs to the same server for the whole run, because cookies may contain it.
     fn inspect_server(&mut self, server: &Value) {
         let (Some(id), Some(name)) = (server["id"].as_u64(), server["name"].as_str()) else { return };
         let other =
@@ -212,7 +212,7 @@ impl ObservedState {
         }
     }
 
-    /// Checks that the keys stay, because no rotation is allowed.
+    /// Checks that the cookie keys do not change, because no rotation is allowed.
     fn inspect_keys(&mut self, keys: &Value) {
         let now = ["current", "generation", "phase"].map(|key| keys[key].clone());
         let before = self.cookie_keys.get_or_insert_with(|| now.clone()).clone();
@@ -221,7 +221,7 @@ impl ObservedState {
         }
     }
 
-    /// Checks that counters of the data plane survive their daemons.
+    /// Checks that no counter of the data plane decreases: counters outlive the daemons.
     fn inspect_counters(&mut self, owner: &str, counters: &Value) {
         for (name, count) in counters.as_object().into_iter().flatten() {
             let count = count.as_u64().unwrap_or(0);
@@ -233,9 +233,9 @@ impl ObservedState {
     }
 }
 
-/// Returns the reason why the fleet has not converged. `None`: every server in the document reports and is healthy,
-/// every rack is connected, and every load balancer has the newest configuration and knows all servers. The load
-/// balancers must have confirmed this after `since`.
+/// Returns why the fleet has not converged. `None`: all servers in the document report and are up, and all rack
+/// controllers are connected; all load balancers know all servers and the newest configuration. The load balancers must
+/// have confirmed this after `since`.
 pub fn unconverged_reason(testbed: &Testbed, status: &Value, since: Instant) -> Option<String> {
     for server in array_or_empty(&status["servers"]) {
         if server["state"] != "gone" && server["reports"] != "fresh" {
@@ -274,7 +274,7 @@ fn array_or_empty(value: &Value) -> &[Value] {
     value.as_array().map_or(&[], Vec::as_slice)
 }
 
-/// Returns the metrics of the namespace's load balancer.
+/// Returns the metrics page of the load balancer in the current network namespace.
 fn scrape_metrics() -> anyhow::Result<String> {
     let address: SocketAddr = METRICS_ADDRESS.parse()?;
     let mut stream = TcpStream::connect_timeout(&address, SCRAPE_LIMIT)?;
@@ -288,12 +288,12 @@ fn scrape_metrics() -> anyhow::Result<String> {
 /// Resource usage of a process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub struct ResourceUsage {
-    /// Private memory in RAM (kB).
+    /// Resident memory (kB).
     pub memory_kb: u64,
     pub files: u64,
 }
 
-/// Returns the current resource usage of a process. Fails when it has ended.
+/// Returns the current resource usage of a process. Fails when the process has ended.
 pub fn resource_usage(pid: u32) -> anyhow::Result<ResourceUsage> {
     let status = fs::read_to_string(format!("/proc/{pid}/status"))?;
     let memory = status.lines().find_map(|line| line.strip_prefix("VmRSS:")?.trim().strip_suffix(" kB"));

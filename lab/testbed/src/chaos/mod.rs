@@ -88,26 +88,26 @@ pub struct ChaosArgs {
 const LOAD_BALANCER_COUNT: u16 = 2;
 const SERVER_COUNT: u16 = 4;
 const CORE_COUNT: u16 = 2;
-/// Server for which an impostor reports idle cores after the last round.
+/// Number of the server for which an impostor reports idle cores after the last round.
 const IMPOSTOR: u16 = 1;
-/// Client addresses; the first one is for clients whose kernel chooses the port.
+/// Number of client addresses; the first one is for clients whose kernel chooses the port.
 const CLIENT_ADDRESS_COUNT: u16 = 4;
-/// Limit for the convergence of the fleet.
+/// Maximum time until the fleet has converged after a round of faults.
 const CONVERGENCE_LIMIT: Duration = Duration::from_secs(30);
-/// Health checks of both services: frequent, with short timeouts, so that faults make servers down.
+/// Configuration of the web service. Frequent health checks with short timeouts, so that faults make servers down.
 const WEB_SERVICE_CONFIG: &str =
     "[service.health]\ncheck = \"http\"\npath = \"/who\"\ninterval = \"200ms\"\ntimeout = \"200ms\"\nfall = 1\n";
 const STREAM_SERVICE_CONFIG: &str =
     "consistency = \"stateful\"\n[service.health]\ninterval = \"200ms\"\ntimeout = \"200ms\"\nfall = 1\n";
 const EVENT_POLL_INTERVAL: Duration = Duration::from_millis(20);
-/// Fraction of the run with configuration changes; the rest has only faults.
+/// Fraction of the run during which the configuration changes; the rest has only faults.
 const CHANGES_FRACTION: f64 = 0.7;
-/// Allowed growth of a daemon's memory (kB): work in progress, and memory that an allocator keeps.
+/// Maximum growth of a daemon's memory (kB), for work in progress and memory that an allocator keeps.
 const MAX_MEMORY_GROWTH_KB: u64 = 32 << 10;
-/// Allowed growth of open files.
+/// Maximum growth of the number of a daemon's open files.
 const MAX_FILE_GROWTH: u64 = 16;
 
-/// Runs the test and prints its results. Fails when the setup fails, or an invariant is violated.
+/// Runs the test and prints its results. Fails when the setup fails or an invariant is violated.
 pub fn main(options: &ChaosArgs) -> anyhow::Result<()> {
     interrupt::catch()?;
     let outcome = run("chaos", options)?;
@@ -116,8 +116,8 @@ pub fn main(options: &ChaosArgs) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Runs the test in a new testbed; `instance` is its name. Fails when the setup fails, or after a signal; violations
-/// are part of the outcome.
+/// Runs the test in a new testbed named `instance`. Fails when the setup fails, or after a signal; violations are part
+/// of the outcome.
 pub fn run(instance: &str, options: &ChaosArgs) -> anyhow::Result<ChaosOutcome> {
     let testbed = Testbed::create(TestbedOptions {
         instance: instance.to_owned(),
@@ -171,7 +171,7 @@ pub fn run(instance: &str, options: &ChaosArgs) -> anyhow::Result<ChaosOutcome> 
     ChaosRun::new(&testbed, env, options)?.run(documents)
 }
 
-/// State of a run.
+/// State of a run of the test.
 struct ChaosRun<'a> {
     testbed: &'a Testbed,
     env: TestEnv<'a>,
@@ -258,7 +258,7 @@ impl<'a> ChaosRun<'a> {
         Ok(outcome)
     }
 
-    /// Runs rounds of faults until the time is over.
+    /// Runs rounds of faults until the time of the run is over.
     fn run_rounds(
         &mut self,
         traffic: &Traffic<'_>,
@@ -311,7 +311,7 @@ impl<'a> ChaosRun<'a> {
         Ok(())
     }
 
-    /// Measures the connections that a server gets while an impostor reports idle cores for it.
+    /// Measures the share of connections that a server gets while an impostor reports idle cores for it.
     fn measure_byzantine_share(
         &mut self,
         writer: &ConfigWriter<'_>,
@@ -337,7 +337,7 @@ impl<'a> ChaosRun<'a> {
         Ok(Some(byzantine_share))
     }
 
-    /// Waits until all daemons report again and new tables are in force.
+    /// Waits until all daemons report again and new tables are in force, and records the recovery time.
     fn wait_until_converged(&mut self, kinds: &[&'static str], watch: &InvariantChecker<'_>) -> anyhow::Result<()> {
         let since = Instant::now();
         let mut waited_for = None;
@@ -370,7 +370,7 @@ impl<'a> ChaosRun<'a> {
         Ok(())
     }
 
-    /// Checks the daemons' pins and resource usage against those before the run.
+    /// Compares pinned objects and resource usage with those before the run, and records violations.
     fn check_growth(&mut self, after: &BTreeMap<String, ResourceUsage>) {
         let pins = count_files(&self.testbed.pin_directory());
         if pins != self.initial_pin_count {
@@ -392,7 +392,7 @@ impl<'a> ChaosRun<'a> {
     }
 }
 
-/// Returns the racks that the agent of a server uses: its own rack, then the next one.
+/// Returns the rack controllers that the agent of a server uses: the server's own one, then the next one.
 fn server_racks(server: u16, racks: u16) -> Vec<u16> {
     let (first, second) = (1 + (server - 1) % racks, 1 + server % racks);
     if first == second { vec![first] } else { vec![first, second] }

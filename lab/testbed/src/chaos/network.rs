@@ -4,21 +4,21 @@ use std::process::Command;
 
 use crate::topology::Testbed;
 
-/// Rules of the switch; removed when dropped.
+/// Packet filter rules of the switch, by which it drops packets; removed when dropped.
 #[derive(Debug)]
 pub struct NetworkFaults<'a> {
     testbed: &'a Testbed,
 }
 
 impl<'a> NetworkFaults<'a> {
-    /// Creates the rules. Fails when nft (Debian package nftables) or the kernel reject them.
+    /// Creates the tables of the rules. Fails when nft (Debian package nftables) or the kernel rejects them.
     pub fn new(testbed: &'a Testbed) -> anyhow::Result<Self> {
         let network = Self { testbed };
         network.nft("add table bridge chaos; add chain bridge chaos lost { type filter hook forward priority 0; }")?;
         Ok(network)
     }
 
-    /// Drops all packets from `from` to `to`; `is_bidirectional`: also in the other direction.
+    /// Drops all packets from port `from` to port `to`; `is_bidirectional`: also those in the other direction.
     pub fn drop_packets(&self, from: &str, to: &str, is_bidirectional: bool) -> anyhow::Result<()> {
         let rule =
             |from: &str, to: &str| format!("add rule bridge chaos lost iifname \"{from}\" oifname \"{to}\" drop;");
@@ -26,12 +26,12 @@ impl<'a> NetworkFaults<'a> {
         self.nft(&format!("{}{back}", rule(from, to)))
     }
 
-    /// Stops dropping packets.
+    /// Removes the rules, so that all packets pass again.
     pub fn restore(&self) -> anyhow::Result<()> {
         self.nft("flush chain bridge chaos lost")
     }
 
-    /// Sets a port up or down. Fails when the port does not exist.
+    /// Sets the link of a port up or down. Fails when the port does not exist.
     pub fn set_link(&self, port: &str, up: bool) -> anyhow::Result<()> {
         let mut command = Command::new("ip");
         command.args(["link", "set", "dev", port, if up { "up" } else { "down" }]);

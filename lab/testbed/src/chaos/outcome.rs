@@ -13,50 +13,50 @@ use super::config_mutator::WriteCounts;
 use super::invariants::{Observations, ResourceUsage};
 use super::traffic::TrafficCounts;
 
-/// Results of a run.
+/// Results of a run of the chaos test.
 #[derive(Debug, Clone, Serialize)]
 pub struct ChaosOutcome {
     /// Duration of the run (s).
     pub seconds: f64,
     pub seed: u64,
     pub faults: BTreeMap<String, u64>,
-    /// Counts of false reports.
+    /// Numbers of false reports and of connections that impostors sent.
     pub false_reports: FalseReportCounts,
-    /// Connections of a server whose agent reported idle cores; `None`: no false reports.
+    /// Share of connections of a server whose agent reported idle cores; `None`: there were no false reports.
     pub byzantine_share: Option<ByzantineShare>,
-    /// Recovery times after each round.
+    /// Time of recovery after each round of faults.
     pub recoveries: Vec<Recovery>,
-    /// Counts of configuration changes.
+    /// Numbers of configuration changes, by outcome.
     pub writes: WriteCounts,
-    /// Observations of values that must grow or stay.
+    /// Results of the invariant checks.
     pub observations: Observations,
-    /// Counts of the clients.
+    /// Numbers of good and broken connections of the clients.
     pub traffic: TrafficCounts,
-    /// Resource usage of the daemons at the start.
+    /// Resource usage of each daemon at the start of the run.
     pub usage_before: BTreeMap<String, ResourceUsage>,
-    /// Resource usage at the end.
+    /// Resource usage of each daemon at the end of the run.
     pub usage_after: BTreeMap<String, ResourceUsage>,
-    /// All violations, in words.
+    /// Descriptions of all violated invariants.
     pub violations: Vec<String>,
 }
 
-/// Time from the end of a round's last fault to the convergence of the fleet.
+/// Recovery of the fleet: time from the end of a round's last fault to convergence.
 #[derive(Debug, Clone, Serialize)]
 pub struct Recovery {
-    /// End of the round's last fault (second of the run).
+    /// End of the round's last fault (seconds since the start of the run).
     pub at: f64,
-    /// Kinds of fault of the round.
+    /// Names of the round's kinds of fault.
     pub faults: Vec<String>,
     pub seconds: f64,
-    /// Condition that held last.
+    /// Description of the condition of convergence that was met last.
     pub waited_for: Option<String>,
 }
 
-/// Counts of false reports.
+/// Numbers of what the impostors sent.
 #[derive(Debug, Clone, Copy, Serialize)]
 pub struct FalseReportCounts {
     pub reports: u64,
-    /// Silent or malformed connections.
+    /// Number of silent or malformed connections.
     pub connections: u64,
 }
 

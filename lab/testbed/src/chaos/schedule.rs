@@ -13,34 +13,34 @@ use super::fault::{Fault, FaultKind};
 use crate::addresses::{load_balancer_name, rack_name};
 use crate::fleet::{CONTROLLER, agent_name, controller_name};
 
-/// [`seeded_rng`]'s stream for the faults.
+/// Random number stream of [`seeded_rng`] for the faults.
 const RNG_STREAM_FAULTS: u64 = 0x6368_6101;
 const MAX_FAULTS_PER_ROUND: u32 = 3;
-/// Range of the start times of a round's faults (ms).
+/// Latest start of a fault within its round (ms).
 const MAX_BEGIN_MS: u32 = 2_000;
 
-/// Fault with its start and end.
+/// Fault with its times of start and end.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PlannedFault {
-    /// Start, counted from the start of the round.
+    /// Start of the fault, counted from the start of the round.
     pub start_offset: Duration,
-    /// End, counted from the start of the round.
+    /// End of the fault, counted from the start of the round.
     pub end_offset: Duration,
     pub fault: Fault,
 }
 
-/// Numbers of the parts that faults can affect.
+/// Numbers of the components that faults can affect.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ComponentCounts {
-    /// Number of controllers; several use etcd.
+    /// Number of controllers; two or more use an etcd cluster.
     pub controllers: u16,
     pub load_balancers: u16,
-    /// Number of racks, or 0.
+    /// Number of rack controllers; 0 if agents connect to controllers directly.
     pub racks: u16,
     pub servers: u16,
 }
 
-/// Generator of rounds. Every kind of fault occurs before one is repeated.
+/// Generator of random rounds of faults. Every kind of fault occurs once before any kind is repeated.
 #[derive(Debug)]
 pub struct FaultSchedule {
     rng: Xoshiro256PlusPlus,
@@ -50,7 +50,7 @@ pub struct FaultSchedule {
 }
 
 impl FaultSchedule {
-    /// `kinds`: at least one that `component_counts` allow.
+    /// Creates a schedule of the faults in `kinds`, of which `component_counts` must allow at least one.
     pub fn new(seed: u64, kinds: &[FaultKind], component_counts: ComponentCounts) -> Self {
         Self {
             rng: seeded_rng(seed, RNG_STREAM_FAULTS),
@@ -60,7 +60,7 @@ impl FaultSchedule {
         }
     }
 
-    /// Returns the faults of the next round, at least one; no two affect the same part.
+    /// Returns the faults of the next round, at least one; no two faults overlap.
     pub fn next_round(&mut self) -> Vec<PlannedFault> {
         let count = 1 + self.random_below(MAX_FAULTS_PER_ROUND);
         let mut round: Vec<PlannedFault> = Vec::new();
@@ -128,7 +128,7 @@ impl FaultSchedule {
         if self.component_counts.racks > 0 { 4 } else { 3 }
     }
 
-    /// Returns a random daemon; each role has the same probability.
+    /// Returns the name of a random daemon; each role has the same probability.
     fn random_daemon(&mut self) -> String {
         match self.random_below(self.role_count()) {
             0 => controller_name(1 + self.random_below(self.component_counts.controllers.into()) as u16),
@@ -147,7 +147,7 @@ impl FaultSchedule {
         }
     }
 
-    /// Returns two ports; packets from the first to the second will be dropped.
+    /// Returns two different ports: packets from the first to the second will be dropped.
     fn random_port_pair(&mut self) -> (String, String) {
         let from = self.random_port();
         loop {
@@ -158,7 +158,7 @@ impl FaultSchedule {
         }
     }
 
-    /// Returns a random clock offset (s): seconds, minutes, hours or days, positive or negative.
+    /// Returns a random clock offset (s) of seconds, minutes, hours or days, positive or negative.
     fn random_clock_offset_s(&mut self) -> i64 {
         let unit = [1, 60, 3_600, 86_400][self.random_below(4) as usize];
         let by = i64::from(1 + self.random_below(59)) * unit;

@@ -25,10 +25,10 @@ use crate::preload::PreloadedFaults;
 use crate::topology::Testbed;
 
 const SECOND_NS: i64 = 1_000_000_000;
-/// Limit for the end of a daemon after SIGTERM.
+/// Maximum time until a daemon ends after SIGTERM.
 const END_LIMIT: Duration = Duration::from_secs(10);
 
-/// Fleet with its present faults.
+/// Fleet of daemons, with the faults that affect it at present.
 #[derive(Debug)]
 pub struct TestEnv<'a> {
     testbed: &'a Testbed,
@@ -38,18 +38,18 @@ pub struct TestEnv<'a> {
     preloaded_faults: PreloadedFaults,
     etcd: Option<Etcd<'a>>,
     stopped_etcd: Option<u16>,
-    /// Executable that upgrades alternate with; `None`: upgrades restart the same executable.
+    /// Executable with which upgrades alternate; `None`: upgrades restart the same executable.
     alternate_command: Option<PathBuf>,
-    /// Daemons that run the other executable.
+    /// Names of the daemons that run the alternate executable.
     alternate_daemons: BTreeSet<String>,
     down_daemons: BTreeSet<String>,
     running_impostors: BTreeMap<u16, RunningImpostor>,
     false_reports: Arc<FalseReportCounters>,
-    /// Violations, in words.
+    /// Descriptions of the violated invariants.
     pub violations: Vec<String>,
 }
 
-/// Running impostor.
+/// Thread of an impostor, with the flag that ends it.
 #[derive(Debug)]
 struct RunningImpostor {
     done: Arc<AtomicBool>,
@@ -57,7 +57,7 @@ struct RunningImpostor {
 }
 
 impl<'a> TestEnv<'a> {
-    /// Returns an environment without faults. Fails when the switch rejects the rules.
+    /// Creates an environment without faults. Fails when the switch rejects the packet filter rules.
     pub fn new(
         testbed: &'a Testbed,
         fleet: Fleet,
@@ -87,7 +87,7 @@ impl<'a> TestEnv<'a> {
         &self.false_reports
     }
 
-    /// Starts a fault. Fails when the fault cannot be injected.
+    /// Injects a fault. Fails when the fault cannot be injected.
     pub fn begin_fault(&mut self, fault: &Fault) -> anyhow::Result<()> {
         match fault {
             Fault::Kill(daemon) => self.kill(daemon),
@@ -106,7 +106,7 @@ impl<'a> TestEnv<'a> {
         .with_context(|| fault.to_string())
     }
 
-    /// Ends a fault. Fails when the fault cannot be removed.
+    /// Removes a fault. Fails when the fault cannot be removed.
     pub fn end_fault(&mut self, fault: &Fault) -> anyhow::Result<()> {
         match fault {
             Fault::Kill(daemon) => {
@@ -126,7 +126,7 @@ impl<'a> TestEnv<'a> {
         .with_context(|| format!("the end of: {fault}"))
     }
 
-    /// Restarts daemons that have ended unexpectedly. Fails when the kernel does not have one of the processes.
+    /// Restarts daemons that have ended unexpectedly. Fails when the kernel does not know one of the processes.
     pub fn restart_ended_daemons(&mut self) -> anyhow::Result<()> {
         for daemon in self.fleet.daemons() {
             if self.down_daemons.contains(&daemon) {
@@ -140,7 +140,7 @@ impl<'a> TestEnv<'a> {
         Ok(())
     }
 
-    /// Kills all controllers at once and restarts them. Fails when one cannot be killed.
+    /// Kills all controllers at once and restarts them. Fails when a controller cannot be killed.
     pub fn restart_controllers(&mut self) -> anyhow::Result<()> {
         let controllers = self.controllers();
         controllers.iter().try_for_each(|controller| self.kill(controller))?;
@@ -148,7 +148,7 @@ impl<'a> TestEnv<'a> {
         Ok(())
     }
 
-    /// Returns the current resource usage of each daemon, by name. Fails when one has ended.
+    /// Returns the current resource usage of each daemon, by name. Fails when a daemon has ended.
     pub fn resource_usage(&mut self) -> anyhow::Result<BTreeMap<String, ResourceUsage>> {
         let daemons = self.fleet.daemons().into_iter();
         daemons.map(|name| Ok((name.clone(), resource_usage(self.fleet.daemon(&name)?.pid())?))).collect()
@@ -166,7 +166,7 @@ impl<'a> TestEnv<'a> {
         self.fleet.kill(daemon)
     }
 
-    /// Starts a daemon. [`TestEnv::restart_ended_daemons`] finds a daemon that ends immediately.
+    /// Starts a daemon. If it ends immediately, [`TestEnv::restart_ended_daemons`] detects that.
     fn start(&mut self, daemon: &str) {
         self.down_daemons.remove(daemon);
         if let Err(error) = self.fleet.restart(self.testbed, daemon) {
@@ -200,7 +200,7 @@ impl<'a> TestEnv<'a> {
         if stop { etcd.signal(number, Signal::SIGCONT) } else { etcd.restart(number) }
     }
 
-    /// Kills the server's agent and starts an impostor in its place. Fails when the agent cannot be killed.
+    /// Kills the server's agent and starts an impostor instead of it. Fails when the agent cannot be killed.
     pub fn start_false_reports(&mut self, server: u16, kind: FalseReportKind) -> anyhow::Result<()> {
         self.kill(&agent_name(server))?;
         let mut controllers = Vec::new();
@@ -220,7 +220,7 @@ impl<'a> TestEnv<'a> {
         Ok(())
     }
 
-    /// Ends the impostor and restarts the server's agent. Fails when the impostor failed.
+    /// Ends the impostor and restarts the server's agent. Fails when the impostor has failed.
     pub fn stop_false_reports(&mut self, server: u16) -> anyhow::Result<()> {
         if let Some(RunningImpostor { done, thread }) = self.running_impostors.remove(&server) {
             done.store(true, Ordering::Relaxed);

@@ -20,49 +20,49 @@ use crate::nginx::WORKER_PATH;
 use crate::stream::client::{StreamClient, StreamWorkload};
 use crate::topology::Testbed;
 
-/// Returns the address of the stream servers; nginx uses [`Testbed::service`].
+/// Returns the address of the stream service; nginx has the address [`Testbed::service`].
 pub fn stream_service(testbed: &Testbed) -> SocketAddr {
     SocketAddr::new(testbed.service().ip(), 9000)
 }
-/// Number of simultaneous downloads, each at [`DOWNLOAD_RATE`].
+/// Number of simultaneous downloads, each limited to [`DOWNLOAD_RATE`].
 const DOWNLOADER_COUNT: u32 = 3;
-/// Download rate (bytes/s): a megabyte takes long enough to overlap with a fault.
+/// Rate of each download (bytes/s): a megabyte takes long enough to overlap with a fault.
 const DOWNLOAD_RATE: &str = "300k";
-/// Number of persistent connections, each with one request per [`PERSISTENT_QUERY_INTERVAL`].
+/// Number of persistent connections, each with a request once per [`PERSISTENT_QUERY_INTERVAL`].
 const PERSISTENT_CONNECTION_COUNT: usize = 16;
 const PERSISTENT_QUERY_INTERVAL: Duration = Duration::from_millis(500);
-/// Interval of short connections.
+/// Interval between connections with one request.
 const SHORT_CONNECTION_INTERVAL: Duration = Duration::from_millis(30);
-/// Duration of a wrk run (s); wrk reports only at its end.
+/// Duration of each run of wrk (s), which reports only at its end.
 const WRK_SECONDS: u64 = 10;
-/// Pause between requests on each of wrk's connections (ms), which limits the CPU time of wrk.
+/// Pause between the requests on each of wrk's connections (ms), which limits the CPU time of wrk.
 const WRK_DELAY_MS: u32 = 20;
-/// New streams per second; each client address has ports for 50,000.
+/// Number of new streams per second; each client address has ports for 50,000 streams.
 const STREAMS_PER_SECOND: f64 = 40.0;
 const MAX_FAILURES: usize = 20;
-/// Limit for open streams after the end of the run.
+/// Maximum time until the open streams end after the end of the run.
 const STREAMS_LIMIT: Duration = Duration::from_secs(60);
 
-/// Counts of the clients.
+/// Numbers of good and broken connections or requests, by kind of client.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
 pub struct TrafficCounts {
-    /// Downloads of a megabyte by curl, each on a new connection.
+    /// Downloads of a megabyte by curl, each on its own connection.
     pub downloads: ClientCounts,
-    /// Requests of wrk on keep-alive connections.
+    /// Requests of wrk, on keep-alive connections.
     pub requests: ClientCounts,
-    /// Connections with one request.
+    /// Short connections, with one request each.
     pub short: ClientCounts,
-    /// Responses on connections that stay open for the whole run, always by the same worker.
+    /// Responses on connections that stay open for the whole run; all must come from the same worker.
     pub kept: ClientCounts,
-    /// Streams: connections of up to minutes whose bytes are checked.
+    /// Streams: connections that last up to minutes, and whose bytes are checked.
     pub streams: ClientCounts,
-    /// Broken streams by kind of error.
+    /// Broken streams, by kind of error.
     pub streams_broken: BrokenConnections,
-    /// The first failures, in words, with the second of the run.
+    /// First failures in words, each with its time (seconds since the start of the run).
     pub failures: Vec<String>,
 }
 
-/// Counts of one kind of client.
+/// Numbers of successes and failures of one kind of client.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
 pub struct ClientCounts {
     pub good: u64,
@@ -70,20 +70,20 @@ pub struct ClientCounts {
 }
 
 impl TrafficCounts {
-    /// Returns the failures of all kinds of client.
+    /// Returns the number of failures of all kinds of client.
     pub fn broken(&self) -> u64 {
         let Self { downloads, requests, short, kept, streams, .. } = self;
         [downloads, requests, short, kept, streams].iter().map(|count| count.broken).sum()
     }
 
-    /// Returns the successes of all kinds of client.
+    /// Returns the number of successes of all kinds of client.
     pub fn good(&self) -> u64 {
         let Self { downloads, requests, short, kept, streams, .. } = self;
         [downloads, requests, short, kept, streams].iter().map(|count| count.good).sum()
     }
 }
 
-/// Clients of a run.
+/// Clients that send requests during a run.
 #[derive(Debug)]
 pub struct Traffic<'a> {
     testbed: &'a Testbed,
@@ -96,7 +96,7 @@ pub struct Traffic<'a> {
 type ClientCountSelector = fn(&mut TrafficCounts) -> &mut ClientCounts;
 
 impl<'a> Traffic<'a> {
-    /// Starts the streams, which open connections for `seconds`. Fails when a process cannot be started.
+    /// Starts the stream client, which opens connections for `seconds`. Fails when its process cannot be started.
     pub fn start(testbed: &'a Testbed, seconds: u32, seed: u64) -> anyhow::Result<Self> {
         let delay_script = testbed.directory().join("delay.lua");
         fs::write(&delay_script, format!("function delay() return {WRK_DELAY_MS} end\n"))?;
@@ -107,12 +107,12 @@ impl<'a> Traffic<'a> {
         Ok(Self { testbed, start: Instant::now(), counts: Mutex::default(), streams: Some(streams), delay_script })
     }
 
-    /// Returns the counts so far; streams are counted by [`Traffic::finish`].
+    /// Returns the counts so far, without streams: [`Traffic::finish`] counts them.
     pub fn counts(&self) -> TrafficCounts {
         self.counts.lock().expect("no client panics").clone()
     }
 
-    /// Starts all clients except those of streams. The started clients end soon after `done` is set.
+    /// Starts all clients except the stream client. They end soon after `done` is set.
     pub fn spawn<'scope>(&'scope self, scope: &'scope Scope<'scope, '_>, done: &'scope AtomicBool) {
         let going = move || !done.load(Ordering::Relaxed);
         for _ in 0..DOWNLOADER_COUNT {
@@ -139,7 +139,7 @@ impl<'a> Traffic<'a> {
         scope.spawn(move || self.query_persistent_connections(going));
     }
 
-    /// Waits for the end of the streams. Fails when their client fails.
+    /// Waits for the end of the streams and returns all counts. Fails when the stream client fails.
     pub fn finish(mut self) -> anyhow::Result<TrafficCounts> {
         let mut seen = self.counts();
         if let Some(streams) = self.streams.take() {
@@ -198,7 +198,7 @@ impl<'a> Traffic<'a> {
         }
     }
 
-    /// Sends requests on the persistent connections, one after the other.
+    /// Sends requests on the persistent connections, one connection after the other, as long as `going` is true.
     fn query_persistent_connections(&self, going: impl Fn() -> bool) {
         let mut kept: Vec<Option<(Connection, RespondingWorker)>> =
             (0..PERSISTENT_CONNECTION_COUNT).map(|_| None).collect();
@@ -218,7 +218,7 @@ impl<'a> Traffic<'a> {
     }
 }
 
-/// Opens the connection if necessary, and checks that the same worker answers as before.
+/// Sends a request on a connection, which it opens if necessary. Fails when another worker answers than before.
 fn check_same_worker(place: &mut Option<(Connection, RespondingWorker)>, service: SocketAddr) -> anyhow::Result<()> {
     match place {
         None => {

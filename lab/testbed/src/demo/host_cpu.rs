@@ -2,7 +2,7 @@
 
 use anyhow::Context as _;
 
-/// Meter of the share of CPU time that was not idle.
+/// Meter of the share of CPU time that the host was not idle, summed over several periods.
 #[derive(Debug, Default)]
 pub struct CpuMeter {
     started: Ticks,
@@ -21,13 +21,13 @@ impl CpuMeter {
         read().map(|started| Self { started, total: Ticks::default() })
     }
 
-    /// Starts a measurement. Fails when /proc/stat has an unexpected format.
+    /// Starts a measured period. Fails when /proc/stat has an unexpected format.
     pub fn start(&mut self) -> anyhow::Result<()> {
         self.started = read()?;
         Ok(())
     }
 
-    /// Ends a measurement. Fails when /proc/stat has an unexpected format.
+    /// Ends the measured period. Fails when /proc/stat has an unexpected format.
     pub fn stop(&mut self) -> anyhow::Result<()> {
         let now = read()?;
         self.total.busy += now.busy - self.started.busy;
@@ -35,7 +35,7 @@ impl CpuMeter {
         Ok(())
     }
 
-    /// Returns the busy share of CPU time in all measured periods (%).
+    /// Returns the busy share of CPU time over all measured periods (%).
     pub fn busy_pct(&self) -> f64 {
         100.0 * self.total.busy as f64 / (self.total.busy + self.total.idle).max(1) as f64
     }
@@ -46,7 +46,7 @@ fn read() -> anyhow::Result<Ticks> {
     parse(&text).context("the first line of /proc/stat is not as in proc(5)")
 }
 
-/// Parses `cpu user nice system idle iowait irq softirq steal ...`: proc(5).
+/// Parses the first line of /proc/stat, `cpu user nice system idle iowait irq softirq steal ...`: proc(5).
 fn parse(text: &str) -> Option<Ticks> {
     let numbers = text.lines().next()?.strip_prefix("cpu ")?;
     let ticks: Vec<u64> = numbers.split_whitespace().map(str::parse).collect::<Result<_, _>>().ok()?;

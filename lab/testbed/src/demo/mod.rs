@@ -43,13 +43,13 @@ use samples::SeedMeasures;
 use simulated::SimulatedVariances;
 use timeline::Timeline;
 
-/// Time from the start of the load generators to time 0 of the log: they first read the log.
+/// Time from the start of the load generators to time 0 of the arrival log, which they must read first.
 const START_DELAY: Duration = Duration::from_millis(700);
-/// Pause between seeds, after which loads of the previous seed have no effect.
+/// Pause between two seeds, after which the load of the previous seed has no effect any more.
 const SEED_PAUSE: Duration = Duration::from_secs(1);
 
 /// Runs the demo and prints its results. Fails without root, when a testbed or a daemon does not start, or when
-/// interrupted; nothing is left behind.
+/// interrupted. It leaves nothing behind.
 pub fn run(options: &DemoOptions) -> anyhow::Result<()> {
     if !options.simulated
         && let Some(missing) = missing_privilege()
@@ -75,7 +75,7 @@ pub fn run(options: &DemoOptions) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Arrival log and its file.
+/// Arrival log, and the path of the file that contains it.
 struct LogFile {
     arrival_log: ArrivalLog,
     path: PathBuf,
@@ -137,7 +137,7 @@ fn simulate_logs(options: &DemoOptions, logs: &[LogFile]) -> Vec<SimulatedVarian
     simulated::simulate(options, &options.policies(), &of_seeds, &Timeline::new(options.seconds))
 }
 
-/// Returns the per-core variance of placement with knowledge of future requests. No balancer can do better, because
+/// Returns the per-core variance of a placement that knows all future requests. No load balancer can do better, because
 /// requests are indivisible.
 fn noise_floor(options: &DemoOptions, log: &ArrivalLog) -> f64 {
     let warm_up_us = timeline::SETTLE_SECONDS * 1_000_000;
@@ -188,7 +188,7 @@ fn run_seed(
     measures
 }
 
-/// Prints the current step: in the progress bar, or as a line without one.
+/// Prints the current step in the progress bar, or as a line if there is no bar.
 fn announce(progress: &ProgressBar, message: String) {
     if progress.is_hidden() {
         eprintln!("{message}");

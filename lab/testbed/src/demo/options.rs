@@ -9,7 +9,7 @@ use coreward_model::policy;
 use super::timeline::SECONDS_MIN;
 use crate::network_options::NetworkOptions;
 
-/// Policies of CrossRSS's Fig. 2a (Barbette et al., CoNEXT'20), and coreward's own policy.
+/// Names of the policies in Fig. 2a of CrossRSS (Barbette et al., CoNEXT'20), and of coreward's own policy.
 const COMPARED_POLICIES: [&str; 5] = ["hash", "rr", "pow2", "crossrss", "crossrss-plus"];
 
 /// Options of `coreward-lab demo`.
@@ -48,7 +48,7 @@ pub struct DemoOptions {
     pub out: PathBuf,
 }
 
-/// Trigger of new tables.
+/// Condition on which the controller makes new tables.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum TableTrigger {
     /// Once per report interval.
@@ -67,7 +67,7 @@ pub enum Format {
 }
 
 impl DemoOptions {
-    /// Returns the policies to run, each once, in the order of the registry.
+    /// Returns the names of the policies to run, each once, in the order of the registry.
     pub fn policies(&self) -> Vec<&'static str> {
         let asked = |name: &&str| self.only.iter().any(|only| only == name);
         policy::names().into_iter().filter(asked).collect()

@@ -11,13 +11,13 @@ use plotters::style::text_anchor::{HPos, Pos, VPos};
 use super::results::{DemoResults, PolicyRuns};
 
 const SIZE: (u32, u32) = (1200, 560);
-/// Width of the panel with the variance by second (pixels).
+/// Width of the panel that shows the variance by second (pixels).
 const TIME_PANEL_WIDTH: u32 = 740;
 const FONT: (&str, u32) = ("sans-serif", 14);
 const SMALL_FONT: (&str, u32) = ("sans-serif", 12);
-/// Height of a label's line, as a fraction of the panel's height.
+/// Height of a line of a label, as a fraction of the panel's height.
 const LABEL_LINE: f64 = 0.032;
-/// Okabe and Ito's colours, distinguishable with colour-blindness.
+/// Colours of the policies, by Okabe and Ito: distinguishable with colour-blindness.
 const COLOURS: [RGBColor; 6] = [
     RGBColor(213, 94, 0),
     RGBColor(230, 159, 0),
@@ -30,7 +30,7 @@ const EXCLUDED_COLOR: RGBColor = RGBColor(235, 235, 235);
 
 type Area<'a> = DrawingArea<SVGBackend<'a>, Shift>;
 
-/// Draws the picture to `path`. Fails when it cannot be written.
+/// Draws the picture of the results into the file `path`. Fails when the file cannot be written.
 pub fn draw(results: &DemoResults, path: &Path) -> anyhow::Result<()> {
     let root = SVGBackend::new(path, SIZE).into_drawing_area();
     let drawn = (|| -> Result<(), DrawingAreaErrorKind<_>> {
@@ -53,7 +53,7 @@ fn colour(index: usize) -> RGBColor {
     COLOURS[index % COLOURS.len()]
 }
 
-/// Returns the common logarithmic scale of both panels; policies differ by orders of magnitude.
+/// Returns the range of the logarithmic variance scale that both panels share. Policies differ by orders of magnitude.
 fn variance_range(results: &DemoResults) -> std::ops::Range<f64> {
     let live = results.runs.iter().map(|runs| runs.core_variance_pct());
     let simulated = results.simulated.iter().map(|simulated| simulated.core_variance_pct);
@@ -61,7 +61,7 @@ fn variance_range(results: &DemoResults) -> std::ops::Range<f64> {
     (results.noise_floor_pct / 2.0).clamp(0.001, 0.5)..highest * 3.0
 }
 
-/// Returns the median over the seeds of each second's per-core variance.
+/// Returns points (second, per-core variance), where the variance is the median over the seeds.
 fn variance_by_second(runs: &PolicyRuns, seconds: u64) -> Vec<(f64, f64)> {
     let of_second = |second: u64| {
         let seeds = runs.seeds.iter().filter_map(|seed| seed.windows.get(second as usize)?.core_variance_pct);
@@ -102,7 +102,7 @@ fn draw_by_second(results: &DemoResults, area: &Area<'_>) -> DrawResult {
     chart.draw_series(std::iter::once(Text::new(text, place, FONT))).map(drop)
 }
 
-/// Draws a bar per policy, with the range over the seeds as a line, and the simulator's range over its draws as a box.
+/// Draws each policy's median as a bar, its range over the seeds as a line, and the simulator's range as a box.
 fn draw_medians(results: &DemoResults, area: &Area<'_>) -> DrawResult {
     let (count, scale) = (results.runs.len(), variance_range(results));
     let mut chart = ChartBuilder::on(area)

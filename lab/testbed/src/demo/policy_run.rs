@@ -18,24 +18,24 @@ use super::options::{DemoOptions, TableTrigger};
 use super::samples::{BusyTimeSample, SeedMeasures};
 use super::timeline::{PoolEvent, Timeline};
 
-/// A testbed with all daemons. The fields are dropped in this order: the testbed last.
+/// Testbed of one policy, with all its daemons. The fields are dropped in this order, the testbed last.
 #[derive(Debug)]
 pub struct PolicyTestbed {
     policy: &'static str,
     load_generator: Option<Process>,
     fleet: Fleet,
     servers: BTreeMap<u16, PacedServer>,
-    /// Number of the server that is not in the pool.
+    /// Number of the server that is not in the pool and will join next.
     waiting_server: u16,
     samples: Vec<BusyTimeSample>,
-    /// Number of client addresses of one log.
+    /// Number of client addresses that one arrival log uses.
     addresses_per_log: u16,
     testbed: Testbed,
 }
 
 impl PolicyTestbed {
-    /// Starts all processes, with one server that waits to join the pool. Fails when a testbed or a daemon does not
-    /// start.
+    /// Starts all processes, with one more server that waits to join the pool. Fails when a testbed or a daemon does
+    /// not start.
     pub fn start(policy: &'static str, options: &DemoOptions, addresses_per_log: u16) -> anyhow::Result<Self> {
         let testbed = Testbed::create(TestbedOptions {
             instance: instance::unique_name(&instance_prefix(policy))?,
@@ -87,7 +87,7 @@ impl PolicyTestbed {
         self.testbed.directory().join("load.json")
     }
 
-    /// Starts the load generator with log number `position` of the demo. Fails when it cannot be started.
+    /// Starts the load generator with the arrival log of index `position`. Fails when it cannot be started.
     pub fn start_load(&mut self, position: usize, log: &Path, start_ns: u64) -> anyhow::Result<()> {
         let first_address = self.testbed.client_address(self.addresses_per_log * position as u16);
         let mut command = Command::new(lab_command()?);
@@ -109,8 +109,8 @@ impl PolicyTestbed {
         Ok(())
     }
 
-    /// Adds the waiting server to the pool, or drains the oldest server of the pool. Fails when the controller has
-    /// ended.
+    /// Adds the waiting server to the pool, or drains the server that has been in the pool longest. Fails when the
+    /// controller has ended.
     pub fn change_pool(&mut self, event: PoolEvent) -> anyhow::Result<()> {
         let mut pool = self.fleet.pool().clone();
         match event {
@@ -120,13 +120,13 @@ impl PolicyTestbed {
         self.fleet.set_pool(&self.testbed, pool)
     }
 
-    /// Returns the oldest server of the pool: servers join in a cyclic order, so it follows the waiting one.
+    /// Returns the longest member of the pool: servers join in a cyclic order, so it follows the waiting server.
     fn oldest_in_pool(&self) -> u16 {
         self.waiting_server % self.servers.len() as u16 + 1
     }
 
-    /// Waits for the load generator, removes the drained server from the pool, and returns the measures. Fails when the
-    /// load generator fails or does not end in time.
+    /// Waits for the load generator, removes the drained server from the pool, and returns the measures of this seed's
+    /// run. Fails when the load generator fails or does not end in time.
     pub fn finish(&mut self, seed: u64, timeline: &Timeline) -> anyhow::Result<SeedMeasures> {
         let mut load = self.load_generator.take().context("no load generator was started")?;
         let status = load.wait(*TIMEOUT)?;
@@ -142,7 +142,7 @@ impl PolicyTestbed {
     }
 }
 
-/// Returns the prefix of an instance's name, which has lower-case letters and digits only.
+/// Returns the prefix of an instance's name for a policy: only its lower-case letters and digits.
 fn instance_prefix(policy: &str) -> String {
     "demo".chars().chain(policy.chars().filter(char::is_ascii_alphanumeric).take(20)).collect()
 }

@@ -10,14 +10,14 @@ use super::seed_summary::SeedSummary;
 use super::simulated::{SIMULATED_RUN_COUNT, SimulatedVariances};
 use super::timeline::{SETTLE_SECONDS, Timeline};
 
-/// Limit of the machine's busy share (%) above which its figures are unreliable.
+/// Busy share of the machine's CPU time (%) above which its results are unreliable.
 const BUSY_LIMIT_PCT: f64 = 50.0;
 
 #[derive(Debug, Clone)]
 pub struct PolicyRuns {
     pub policy: &'static str,
     pub seeds: Vec<SeedMeasures>,
-    /// Number of tables that the controller made during the runs.
+    /// Number of tables that the controller made during all runs.
     pub table_generations: u64,
 }
 
@@ -38,12 +38,12 @@ impl PolicyRuns {
         self.spread(|seed| seed.server_variance_pct)
     }
 
-    /// Returns the median latency (ms), summarized over the seeds.
+    /// Returns the median latency of requests (ms), summarized over the seeds.
     pub fn p50_ms(&self) -> SeedSummary {
         self.spread(|seed| seed.load.latency_us.p50 as f64 / 1_000.0)
     }
 
-    /// Returns the 99th percentile of the latency (ms), summarized over the seeds.
+    /// Returns the 99th percentile of the latency of requests (ms), summarized over the seeds.
     pub fn p99_ms(&self) -> SeedSummary {
         self.spread(|seed| seed.load.latency_us.p99 as f64 / 1_000.0)
     }
@@ -56,7 +56,7 @@ impl PolicyRuns {
         self.seeds.iter().map(|seed| seed.load.broken.total()).sum()
     }
 
-    /// Returns the kinds of broken connections that occurred, in words; empty without any.
+    /// Returns the kinds and numbers of broken connections in words; empty if none broke.
     fn broken_kinds(&self) -> String {
         let kinds = |kind: fn(&crate::connection_errors::BrokenConnections) -> u64| {
             self.seeds.iter().map(|seed| kind(&seed.load.broken)).sum()
@@ -75,20 +75,20 @@ impl PolicyRuns {
     }
 }
 
-/// Results of the demo.
+/// Results of a run of the demo.
 #[derive(Debug, Clone)]
 pub struct DemoResults {
-    /// In the order of the registry of policies.
+    /// Results of each policy, in the order of the registry of policies.
     pub runs: Vec<PolicyRuns>,
-    /// Results of the simulator under the same policies.
+    /// Results of the simulator under the same policies, in the same order.
     pub simulated: Vec<SimulatedVariances>,
-    /// Per-core variance of the best possible placement (%); median over the seeds.
+    /// Per-core variance of the best possible placement (%), as the median over the seeds.
     pub noise_floor_pct: f64,
-    /// Duration of a seed's run (s).
+    /// Duration of the run of each seed (s).
     pub seconds: u64,
     pub servers: u16,
     pub cores: u16,
-    /// Events of the run.
+    /// Changes of the pool during the run of each seed.
     pub timeline: Timeline,
     /// Busy share of the machine's CPU time during the runs (%).
     pub machine_busy_pct: f64,
@@ -140,7 +140,7 @@ struct JsonConnections {
 }
 
 impl DemoResults {
-    /// Returns medians over the seeds, and sums of connections and tables. Fails when a value is not a number.
+    /// Returns JSON with medians over the seeds and sums of connections and tables. Fails when a value is not a number.
     pub fn json(&self) -> anyhow::Result<String> {
         let compared = |live: SeedSummary, simulated: SeedSummary| JsonComparison {
             simulated,
@@ -163,7 +163,7 @@ impl DemoResults {
         Ok(serde_json::to_string_pretty(&Json { policies, noise_floor_pct, seconds, servers, cores })?)
     }
 
-    /// Returns the table with its explanation. `out`: directory of picture and logs.
+    /// Returns the tables of the results with their explanation. `out`: directory of the picture and the logs.
     pub fn text(&self, out: &Path) -> String {
         let mut lines = vec![self.table().to_string(), String::new()];
         let seeds: Vec<String> = self.runs[0].seeds.iter().map(|seed| seed.seed.to_string()).collect();

@@ -8,37 +8,37 @@ use crate::load::LoadReport;
 
 use super::timeline::Timeline;
 
-/// Absolute busy time of every core in the pool at one time (ns), by server.
+/// Busy time of every core since its start (ns), by server of the pool, at one time.
 pub type BusyTimeSample = BTreeMap<u16, Vec<u64>>;
 
-/// One second of a run, for servers that were in the pool for the whole second.
+/// Variances in one second of a run, among servers that were in the pool for the whole second.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct VarianceWindow {
-    /// Start of the window (second of the run).
+    /// Number of the window's second, counted from the start of the run.
     pub second: u64,
-    /// Variance of the servers' served work; `None` when nothing was served.
+    /// Variance of the work served by the servers (%); `None` when nothing was served.
     pub server_variance_pct: Option<f64>,
-    /// Variance of the cores' served work; `None` when nothing was served.
+    /// Variance of the work served by the cores (%); `None` when nothing was served.
     pub core_variance_pct: Option<f64>,
 }
 
-/// Measures of one seed's run under one policy.
+/// Results of the run of one seed under one policy.
 #[derive(Debug, Clone, PartialEq)]
 pub struct SeedMeasures {
     /// Seed of the arrival log.
     pub seed: u64,
-    /// All seconds of the run.
+    /// Variances in each second of the run.
     pub windows: Vec<VarianceWindow>,
-    /// Mean over the counted windows (%).
+    /// Mean variance of the servers' work over the counted windows (%).
     pub server_variance_pct: f64,
-    /// Mean over the counted windows (%).
+    /// Mean variance of the cores' work over the counted windows (%).
     pub core_variance_pct: f64,
-    /// Report of the client.
+    /// Report of the load generator.
     pub load: LoadReport,
 }
 
 impl SeedMeasures {
-    /// Returns the measures by the samples at the start of each second and at the end of the last one.
+    /// Computes the results from samples at the start of each second of the run and at its end.
     pub fn new(seed: u64, samples: &[BusyTimeSample], timeline: &Timeline, load: LoadReport) -> Self {
         let windows = windows(samples);
         let MeanVariances { server_variance_pct, core_variance_pct } = MeanVariances::of(&windows, timeline);
@@ -46,17 +46,17 @@ impl SeedMeasures {
     }
 }
 
-/// Means over the counted windows.
+/// Variances of a run, as means over the counted windows.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct MeanVariances {
-    /// Variance of the servers' served work.
+    /// Mean variance of the work served by the servers (%).
     pub server_variance_pct: f64,
-    /// Variance of the cores' served work.
+    /// Mean variance of the work served by the cores (%).
     pub core_variance_pct: f64,
 }
 
 impl MeanVariances {
-    /// Returns the means of a run's windows.
+    /// Computes the means over the windows of a run that `timeline` counts.
     pub fn of(windows: &[VarianceWindow], timeline: &Timeline) -> Self {
         let of_counted = |value: fn(&VarianceWindow) -> Option<f64>| {
             let counted = windows.iter().filter(|window| timeline.is_counted(window.second));
@@ -69,7 +69,7 @@ impl MeanVariances {
     }
 }
 
-/// Returns the windows between consecutive samples.
+/// Returns the variances in the windows between consecutive samples.
 pub fn windows(samples: &[BusyTimeSample]) -> Vec<VarianceWindow> {
     (0..).zip(samples.windows(2)).map(|(second, pair)| window(second, &pair[0], &pair[1])).collect()
 }

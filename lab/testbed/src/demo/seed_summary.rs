@@ -3,7 +3,7 @@
 use coreward_model::statistics::median;
 use serde::Serialize;
 
-/// Value over the seeds, or over the draws of a simulation.
+/// Median and range of a value, over the seeds or over the draws of a simulation.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct SeedSummary {
     pub median: f64,

@@ -17,18 +17,18 @@ use super::samples::{BusyTimeSample, MeanVariances, windows};
 use super::seed_summary::SeedSummary;
 use super::timeline::{PoolEvent, Timeline};
 
-/// Number of draws. If the simulator is right, a live median is outside their range once in 10 times: each of the 20
-/// values is the lowest or the highest with equal probability.
+/// Number of random draws of the simulation. If the simulator is right, a live median is outside their range once in 10
+/// times. Each of the 20 values is the lowest or the highest with equal probability.
 pub const SIMULATED_RUN_COUNT: usize = 19;
 
 #[derive(Debug, Clone, PartialEq)]
 pub struct SimulatedVariances {
-    /// Medians over the seeds of the per-core variance (%), with their range over the draws.
+    /// Per-core variance (%) as the median over the seeds, summarized over the draws.
     pub core_variance_pct: SeedSummary,
     pub server_variance_pct: SeedSummary,
 }
 
-/// Replays the logs under each policy on all CPUs. Returns the results in the order of `policies`.
+/// Replays the arrival logs under each policy, on all CPUs. Returns the results in the order of `policies`.
 pub fn simulate(
     options: &DemoOptions,
     policies: &[&'static str],
@@ -48,7 +48,7 @@ pub fn simulate(
     medians.chunks(SIMULATED_RUN_COUNT).map(of_policy).collect()
 }
 
-/// Returns the median over the logs, all replayed on the same fleet, as in the live run.
+/// Replays all logs on the same fleet, as in the live run. Returns the medians of the variances over the logs.
 fn simulate_draw(
     options: &DemoOptions,
     policy: &str,
@@ -82,8 +82,8 @@ fn simulate_draw(
     }
 }
 
-/// Returns the changes of the pool during log number `position` of the demo. Servers join in a cyclic order, and the
-/// oldest server of the pool drains.
+/// Returns the changes of the pool during the arrival log of index `position`. Servers join in a cyclic order, and the
+/// server that has been in the pool longest drains.
 fn planned_pool_changes(servers: u16, position: u16, timeline: &Timeline) -> Vec<PoolChange> {
     let waiting = (servers + position) % (servers + 1);
     let mut changes = vec![PoolChange { at_us: 0, server: waiting, eligible: false }];
@@ -97,7 +97,7 @@ fn planned_pool_changes(servers: u16, position: u16, timeline: &Timeline) -> Vec
     changes
 }
 
-/// Returns the sample of this second, before a change at the same time.
+/// Returns the sample at the start of `second`, before any change at that time.
 fn sample(busy_ns: &[u64], cores: u16, changes: &[PoolChange], second: u64) -> BusyTimeSample {
     let made = |change: &&PoolChange| change.at_us == 0 || change.at_us < second * 1_000_000;
     let eligible = |server: u16| {
@@ -107,7 +107,7 @@ fn sample(busy_ns: &[u64], cores: u16, changes: &[PoolChange], second: u64) -> B
     servers.map(|(server, busy_ns)| (server + 1, busy_ns.to_vec())).collect()
 }
 
-/// Runs `run` for every job on one thread per CPU. Returns the results in the order of the jobs.
+/// Calls `run` for every job, on one thread per CPU. Returns the results in the order of the jobs.
 fn par_map<J: Sync, R: Send>(jobs: &[J], run: impl Fn(&J) -> R + Sync) -> Vec<R> {
     let next = AtomicUsize::new(0);
     let worker = || {

@@ -1,21 +1,21 @@
 //! Changes of the pool during a seed's run, and the counted seconds.
 
-/// Seconds excluded from the variances after the start and after every change of the pool.
+/// Number of seconds that the variances exclude after the start and after every change of the pool.
 pub const SETTLE_SECONDS: u64 = 5;
-/// Minimum duration: with a shorter one, no second would count between two changes.
+/// Minimum duration of a run (s): with a shorter one, no second would count between two changes.
 pub const SECONDS_MIN: u64 = 3 * (SETTLE_SECONDS + 1);
 
-/// Change of the pool.
+/// Change of the server pool.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum PoolEvent {
-    /// The waiting server joins.
+    /// The waiting server joins the pool.
     Join,
-    /// The oldest server of the pool drains.
+    /// The server that has been in the pool longest is drained.
     Drain,
 }
 
 impl PoolEvent {
-    /// Returns the server's action in a word.
+    /// Returns the action of the server as a verb.
     pub fn action(self) -> &'static str {
         match self {
             Self::Join => "joins",
@@ -24,14 +24,14 @@ impl PoolEvent {
     }
 }
 
-/// Changes at times of a run, in seconds from 0.
+/// Times of the pool changes in a run, in seconds from its start.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Timeline {
     seconds: u64,
 }
 
 impl Timeline {
-    /// Creates a timeline. Panics with fewer than [`SECONDS_MIN`] seconds.
+    /// Creates the timeline of a run of `seconds`. Panics with fewer than [`SECONDS_MIN`] seconds.
     pub fn new(seconds: u64) -> Self {
         assert!(seconds >= SECONDS_MIN, "{seconds} seconds are too short for a run");
         Self { seconds }
@@ -46,12 +46,12 @@ impl Timeline {
         [(self.seconds / 3, PoolEvent::Join), (self.seconds * 2 / 3, PoolEvent::Drain)]
     }
 
-    /// Returns the change at the start of a second.
+    /// Returns the change of the pool at the start of a second, if any.
     pub fn event(&self, second: u64) -> Option<PoolEvent> {
         self.changes().into_iter().find(|(at, _)| *at == second).map(|(_, event)| event)
     }
 
-    /// Returns whether the second from `second` to `second + 1` counts.
+    /// Returns whether the variance in the second after `second` counts.
     pub fn is_counted(&self, second: u64) -> bool {
         let unsettled = |change: u64| (change..change + SETTLE_SECONDS).contains(&second);
         !unsettled(0) && !self.changes().into_iter().any(|(change, _)| unsettled(change))

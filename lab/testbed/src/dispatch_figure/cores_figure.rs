@@ -24,26 +24,26 @@ use crate::fleet::lab_command;
 use crate::process::TIMEOUT;
 use crate::topology::{Testbed, missing_privilege};
 
-/// Additional load of a burst, as a fraction of the capacity of all cores.
+/// Load that a burst adds, as a fraction of the capacity of all cores.
 const BURST_LOAD: f64 = 0.5;
 const BURST_SECONDS: f64 = 0.1;
-/// Interval of bursts (ns).
+/// Interval between the starts of bursts (ns).
 const BURST_INTERVAL_NS: u64 = 1_000_000_000;
-/// Number of source ports of bursts, which differ from those of the measured requests.
+/// Number of source ports of the bursts; they differ from the ports of the measured requests.
 const BURST_FLOW_COUNT: u16 = 64;
 const BURST_FIRST_PORT: u16 = 40_000;
 const BATCH_SERVICE: usize = 1;
 const POLL_INTERVAL: Duration = Duration::from_millis(5);
 
-/// A measured run.
+/// Results of one measured run.
 struct CoresRun {
     latency: Measurement,
-    /// Share of all cores' time that the batch got (%).
+    /// Share of the time of all cores that the batch got (%).
     batch_pct: f64,
 }
 
-/// Measures every series of `scenario`: requests of the short class at its load, bursts, and a batch of the long class.
-/// Fails without root, when a start fails, when requests are lost, when the machine is too busy, or when interrupted.
+/// Measures every series of `scenario`: requests of the short class, bursts, and a batch of the long class. Fails
+/// without root, when a start fails, when requests are lost, when the machine is too busy, or when interrupted.
 pub fn measure(scenario: &Scenario, progress: Progress<'_>) -> anyhow::Result<Vec<Sample>> {
     if let Some(missing) = missing_privilege() {
         bail!(missing);
@@ -103,7 +103,7 @@ fn measure_run(testbed: &Testbed, config: &Config, unit_us: f64, seconds: f64) -
     Ok(CoresRun { latency, batch_pct })
 }
 
-/// Measures with `send`. Also returns the share of the cores' time that the batch got meanwhile (%).
+/// Runs `send`. Returns its measurement, and the share of the cores' time that the batch got meanwhile (%).
 fn measure_batch(
     orchestrator: &Orchestrator,
     cores: u16,
@@ -116,7 +116,7 @@ fn measure_batch(
     Ok((latency, (after_ns - before_ns) as f64 / all_ns * 100.0))
 }
 
-/// Sends a burst per interval until `stop` is set. Each burst has its own seed.
+/// Sends a burst at every interval until `stop` is set. Each burst has its own seed.
 fn send_bursts(testbed: &Testbed, burst: &RequestLoad, stop: &AtomicBool) -> anyhow::Result<()> {
     let mut due_ns = now_ns() + BURST_INTERVAL_NS;
     for number in 1.. {

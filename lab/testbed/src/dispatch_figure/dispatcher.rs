@@ -17,7 +17,7 @@ use crate::fleet::coreward_command;
 use crate::process::{Process, TIMEOUT};
 use crate::topology::Testbed;
 
-/// Dispatch of one service on one server; detached when dropped.
+/// Running `coreward dispatch` for one service on one server. Dropping it detaches the dispatch.
 #[derive(Debug)]
 pub struct Dispatcher<'a> {
     testbed: &'a Testbed,
@@ -26,8 +26,8 @@ pub struct Dispatcher<'a> {
     daemon: Process,
 }
 
-/// Returns the configuration for the key-value server's requests of class K, whose type is WORKK: the simulator's
-/// policy in the terms of docs/dispatch.md. `unit_us`: unit of service time (us). Fails when `coreward dispatch` has no
+/// Returns the dispatch configuration for a key-value server: the simulator's policy in the terms of docs/dispatch.md.
+/// Requests of class K have the type WORKK. `unit_us`: unit of service time (us). Fails when `coreward dispatch` has no
 /// such policy.
 pub fn key_value_service(policy: &Policy, service: &ServiceTimeDistribution, unit_us: f64) -> anyhow::Result<String> {
     let name = match policy {
@@ -52,9 +52,9 @@ pub fn key_value_service(policy: &Policy, service: &ServiceTimeDistribution, uni
 }
 
 impl<'a> Dispatcher<'a> {
-    /// Starts the dispatch on a server for one service, described by `service` (without the heading), and waits until
-    /// it has found all `workers`. Fails when it does not start, or not all workers are found in time; the error
-    /// contains its log.
+    /// Starts `coreward dispatch` on a server and waits until it has found all `workers`. `service`: configuration of
+    /// the one service, without the heading. Fails when it does not start, or does not find all workers in time; the
+    /// error contains its log.
     pub fn start(testbed: &'a Testbed, server: u16, service: &str, workers: u16) -> anyhow::Result<Self> {
         let pin_directory = testbed.pin_directory().join(format!("dispatch-s{server}"));
         let path = testbed.directory().join(format!("dispatch-s{server}.toml"));
@@ -92,18 +92,18 @@ impl<'a> Dispatcher<'a> {
         status["services"].get(0).cloned().context("a status without a service")
     }
 
-    /// Returns the workers in `coreward dispatch --status`. Fails when it prints nothing.
+    /// Returns the workers listed by `coreward dispatch --status`. Fails when it prints no JSON.
     pub fn workers(&self) -> anyhow::Result<Vec<Value>> {
         self.status()?["workers"].as_array().cloned().context("a status without workers")
     }
 
-    /// Returns the number of dispatched requests. Fails when the status is not available.
+    /// Returns the number of requests dispatched so far. Fails when the status is not available.
     pub fn dispatched_count(&self) -> anyhow::Result<u64> {
         self.workers()?.iter().map(|worker| worker["dispatched"].as_u64().context("dispatched")).sum()
     }
 
-    /// Stops the daemon and detaches the dispatch: the kernel selects workers again. Fails when one of them does not
-    /// end.
+    /// Stops the daemon and detaches the dispatch, so that the kernel selects workers again. Fails when either step
+    /// fails.
     pub fn stop(mut self) -> anyhow::Result<()> {
         let status = self.daemon.terminate(*TIMEOUT)?;
         ensure!(status.success(), "coreward dispatch ended with {status}");

@@ -19,12 +19,12 @@ use std::process::Command;
 
 use crate::interrupt;
 
-/// Interrupts the running measurement.
+/// Interrupts the measurement that is running.
 pub fn interrupt() {
     interrupt::request();
 }
 
-/// Returns a command with real-time priority: it represents another machine, or more CPUs than this one has.
+/// Returns a command that runs with real-time priority: it represents another machine, or CPUs that this one lacks.
 fn real_time_command(program: PathBuf) -> Command {
     let mut command = Command::new("chrt");
     command.args(["--fifo", "1"]).arg(program);

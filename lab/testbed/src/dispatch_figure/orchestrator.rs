@@ -24,7 +24,7 @@ use crate::topology::Testbed;
 /// Length of the values (bytes): 46 of them, with their keys, fit the one datagram that a core can answer with.
 const VALUE_BYTES: u16 = 10;
 
-/// Orchestrator of one service with its server; both are killed when dropped.
+/// Running `coreward orchestrate` of one service, with its server. Both are killed when dropped.
 #[derive(Debug)]
 pub struct Orchestrator {
     server: Process,
@@ -44,8 +44,8 @@ pub enum Workload<'a> {
 }
 
 /// Returns the configuration of `coreward orchestrate` (docs/orchestrate.md) for a simulated server. `latency_us`:
-/// longest time that the daemon sleeps while cores have requests (us). Fails when the service has more classes than the
-/// protocol.
+/// longest time for which the daemon sleeps while cores have requests (us). Fails when the service has more classes
+/// than the protocol.
 pub fn configuration(
     config: &Config,
     options: &JbsrqOptions,
@@ -125,12 +125,12 @@ impl Orchestrator {
         Ok(Self { server, daemon, busy_file })
     }
 
-    /// Returns the time that a service had on all cores (ns). Fails when the file cannot be read.
+    /// Returns the time for which all cores have served a service (ns). Fails when the file cannot be read.
     pub fn busy_ns(&self, service: usize) -> anyhow::Result<u64> {
         read_busy_file(&self.busy_file)?.get(service).copied().context("a core load file without the service")
     }
 
-    /// Stops orchestrator and server. Returns the number of requests that cores completed. Fails when requests were
+    /// Stops orchestrator and server. Returns the number of requests that the cores completed. Fails when requests were
     /// dropped, rejected or lost, when a worker stalled, or when one of the two does not end.
     pub fn stop(mut self) -> anyhow::Result<u64> {
         for (name, process) in
@@ -153,7 +153,7 @@ fn units_to_us(time: f64, unit_us: f64) -> u64 {
     (time * unit_us).round().max(1.0) as u64
 }
 
-/// Returns the options of `coreward-lab testbed orchestrated-server` for a simulated server.
+/// Returns the arguments of `coreward-lab testbed orchestrated-server` for a simulated server.
 fn server_options(config: &Config, options: &JbsrqOptions, unit_us: f64) -> Vec<String> {
     let cores: Vec<String> = (0..options.worker_count(config.cores)).map(|core| core.to_string()).collect();
     vec![

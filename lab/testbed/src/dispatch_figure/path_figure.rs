@@ -18,12 +18,12 @@ use crate::instance;
 use crate::key_value::handle::KeyValueServer;
 use crate::topology::{Testbed, TestbedOptions, missing_privilege};
 
-/// Receive buffer of a worker's socket (bytes).
+/// Size of the receive buffer of each worker's socket (bytes).
 const RECEIVE_BUFFER_BYTES: &str = "16000000";
 
 /// Measures every series of `scenario`, which `coreward-lab sim path` could simulate, with connections of one request:
-/// the load balancer decides by datagram. Fails without root, when the scenario has unsupported metrics, when a start
-/// fails, when requests are lost or bypass the dispatchers, when the machine is too busy, or when interrupted.
+/// the load balancer decides by datagram. Fails without root, with unsupported metrics, or when a start fails. Also
+/// fails when requests are lost or bypass the dispatchers, when the machine is too busy, or when interrupted.
 pub fn measure(scenario: &Scenario, progress: Progress<'_>) -> anyhow::Result<Vec<Sample>> {
     if let Some(missing) = missing_privilege() {
         anyhow::bail!(missing);
@@ -76,7 +76,7 @@ impl TestEnv {
         Ok(Self { _servers: servers, testbed })
     }
 
-    /// Starts controller, load balancer and agents, with placement by datagram under these policies.
+    /// Starts controller, load balancer and agents; the load balancer places each datagram by these policies.
     fn start_fleet(&self, policies: &[String]) -> anyhow::Result<Fleet> {
         let [policy] = policies else { anyhow::bail!("policies of one run: expected one") };
         let more = format!(

@@ -9,13 +9,12 @@ use coreward_sim::figure::live::Sample;
 use coreward_sim::figure::scenario::Scenario;
 use coreward_sim::rpc;
 
-/// Returns the runs that the measured series need, as in the simulator. Fails when the scenario's parameters are
-/// invalid.
+/// Returns the runs that the scenario's series need, as in the simulator. Fails when its parameters are invalid.
 pub fn plan(scenario: &Scenario) -> anyhow::Result<RunPlan> {
     scenario.expand().map_err(|failed| anyhow::anyhow!("{}", failed.cause))
 }
 
-/// Returns the samples of a plan. `value` returns the y value of a position.
+/// Returns the samples of all plot points of a plan. `value` returns the y value of a point.
 pub fn samples(
     scenario: &Scenario,
     plan: &RunPlan,
@@ -32,12 +31,12 @@ pub fn samples(
     plan.plot_points.iter().map(sample).collect()
 }
 
-/// Returns the key of a measurement.
+/// Returns the key by which the measurement of a configuration is stored.
 pub fn key(config: &impl std::fmt::Debug) -> String {
     format!("{config:?}")
 }
 
-/// Returns the measurement of a point. Fails when it is missing.
+/// Returns the measurement of a configuration. Fails when it is missing.
 pub fn find_measurement<'a, T>(
     measured: &'a HashMap<String, T>,
     config: &impl std::fmt::Debug,
@@ -45,7 +44,7 @@ pub fn find_measurement<'a, T>(
     measured.get(&key(config)).with_context(|| format!("not measured: {config:?}"))
 }
 
-/// Returns whether two runs differ only in their load.
+/// Returns whether two configurations differ only in their load.
 pub fn is_same_series(a: &rpc::Config, b: &rpc::Config) -> bool {
     let without = |config: &rpc::Config| rpc::Config { load: 0.0, ..config.clone() };
     without(a) == without(b)

@@ -18,40 +18,40 @@ use crate::fleet::lab_command;
 use crate::process::TIMEOUT;
 use crate::topology::Testbed;
 
-/// Number of source ports: hashes then give 4 workers equal shares within a few percent, as if every request were
-/// hashed.
+/// Number of source ports: enough for hashes to give 4 workers equal shares within a few percent, as if each request
+/// were hashed.
 const FLOW_COUNT: u16 = 8192;
-/// First source port, the same in every run.
+/// First source port of the requests, the same in every run.
 const FIRST_PORT: u16 = 20_000;
 /// Number of the keys of a key-value store.
 pub const KEY_COUNT: u32 = 10_000;
 const WARM_UP_S: f64 = 0.3;
 const TIMEOUT_S: f64 = 2.0;
-/// Limit of the 99th percentile of the generator's lateness (us). Above it the machine was busy, the measurement is
-/// invalid and is repeated. A tenth of the limit is normal.
+/// Maximum 99th percentile of the generator's lateness (us). Above it the machine was busy: the measurement is invalid
+/// and is repeated. A tenth of it is normal.
 const MAX_LATENESS_US: f64 = 500.0;
 /// Environment variable that replaces [`MAX_LATENESS_US`], for tests that count requests on a busy machine.
 const MAX_LATENESS_VARIABLE: &str = "COREWARD_MAX_LATENESS_US";
-/// Limit of attempts, with growing pauses, in total four minutes. A figure that takes many minutes should survive a
-/// busy one.
+/// Maximum number of attempts, with growing pauses, in total four minutes. A figure that takes many minutes should
+/// survive a busy one.
 const MAX_ATTEMPTS: u32 = 12;
 const RETRY_PAUSE: Duration = Duration::from_secs(1);
 const MAX_RETRY_PAUSE: Duration = Duration::from_secs(30);
 
-/// Load of a run.
+/// Load that the client sends in one run.
 #[derive(Debug, Clone)]
 pub struct RequestLoad {
-    /// Service times, in units.
+    /// Distribution of the service times, in units.
     pub service: ServiceTimeDistribution,
     /// Requests to a key-value store with the classes of `service`; `None`: requests only take time.
     pub mix: Option<RequestMix>,
     /// Unit of service time (us).
     pub unit_us: f64,
-    /// Requests per second.
+    /// Mean number of requests per second.
     pub rate_rps: f64,
-    /// Measured time (s).
+    /// Duration of the measurement (s).
     pub seconds: f64,
-    /// Seed of arrivals and demands.
+    /// Seed of the arrival times and the service times.
     pub seed: u64,
 }
 
@@ -61,7 +61,7 @@ pub struct Measurement {
     unit_us: f64,
 }
 
-/// Raises the limit of sockets, because every source port is a socket. Fails when the limit may be too low.
+/// Raises the limit of open files, because every source port needs a socket. Fails when the limit may be too low.
 pub fn raise_socket_limit() -> anyhow::Result<()> {
     let (soft, hard) = getrlimit(Resource::RLIMIT_NOFILE)?;
     let needed = u64::from(FLOW_COUNT) + 100;
@@ -84,8 +84,8 @@ impl RequestLoad {
     }
 }
 
-/// Runs `coreward-lab load TARGET` from the testbed's client at a rate for a duration, with further options; repeats
-/// this while the machine is busy. Fails when the generator fails, or the machine stays busy.
+/// Runs `coreward-lab load TARGET` on the testbed's client at a rate for a duration, with further options. Repeats this
+/// while the machine is busy. Fails when the generator fails, or the machine stays busy.
 pub fn measure_undisturbed(
     testbed: &Testbed,
     target: SocketAddrV4,
@@ -142,7 +142,7 @@ fn run_load_generator(
 }
 
 impl Measurement {
-    /// Returns the value of a metric, times in units of service time. Fails when the generator does not measure the
+    /// Returns the value of a metric; times are in units of service time. Fails when the generator does not measure the
     /// metric, or no request was answered.
     pub fn value(&self, measure: Metric) -> anyhow::Result<f64> {
         let (first, last) = (self.report.classes.first(), self.report.classes.last());
@@ -160,7 +160,7 @@ impl Measurement {
         Ok(p99_us / self.unit_us)
     }
 
-    /// Returns the number of requests due in the measured time, and how many of them were lost.
+    /// Returns the number of requests that were due in the measured time, and the number of them that were lost.
     pub fn requests_and_lost(&self) -> (u64, u64) {
         (self.report.requests, self.report.lost)
     }

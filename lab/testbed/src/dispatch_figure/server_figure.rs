@@ -19,12 +19,12 @@ use crate::instance;
 use crate::key_value::handle::KeyValueServer;
 use crate::topology::{Testbed, missing_privilege};
 
-/// Receive buffer of a worker's socket (bytes), enough for the longest run.
+/// Size of the receive buffer of each worker's socket (bytes), enough for the longest run.
 const RECEIVE_BUFFER_BYTES: &str = "16000000";
 
 /// Measures every series of `scenario`, which the simulator could simulate. Fails without root, when the scenario has
-/// unsupported metrics, when a start fails, when requests are lost or bypass the dispatcher, when the machine is too
-/// busy, or when interrupted.
+/// unsupported metrics, or when a start fails. It also fails when requests are lost or bypass the dispatcher, when the
+/// machine is too busy, or when interrupted.
 pub fn measure(scenario: &Scenario, progress: Progress<'_>) -> anyhow::Result<Vec<Sample>> {
     if let Some(missing) = missing_privilege() {
         anyhow::bail!(missing);
@@ -74,7 +74,7 @@ struct Run {
     mix: Option<RequestMix>,
 }
 
-/// Command of coreward that sends requests to the cores of the server.
+/// Running command of coreward that distributes requests to the cores of the server.
 enum RequestDistributor<'a> {
     Dispatcher(Dispatcher<'a>),
     Orchestrator(Orchestrator),
@@ -91,7 +91,7 @@ impl<'a> RequestDistributor<'a> {
         Ok(Self::Dispatcher(Dispatcher::start(&env.testbed, 1, &service, config.cores)?))
     }
 
-    /// Stops the backend. Returns the number of requests that it has sent to cores.
+    /// Stops the distributor. Returns the number of requests that it has sent to cores.
     fn stop(self) -> anyhow::Result<u64> {
         match self {
             Self::Dispatcher(dispatcher) => {
@@ -104,16 +104,16 @@ impl<'a> RequestDistributor<'a> {
     }
 }
 
-/// Client and server. The fields are dropped in this order.
+/// Client and server of the measurements. The fields are dropped in this order.
 pub(super) struct TestEnv {
     workers: u16,
-    /// Key-value server; `None`: `coreward orchestrate` starts the server.
+    /// Key-value server; `None`: `coreward orchestrate` starts its own server.
     server: Option<KeyValueServer>,
     pub(super) testbed: Testbed,
 }
 
 impl TestEnv {
-    /// Returns the present environment, or a new one for another number of workers or another server.
+    /// Returns the present environment if it has the right server and number of workers, otherwise a new one.
     pub(super) fn reuse_or_start<'a>(present: &'a mut Option<Self>, config: &rpc::Config) -> anyhow::Result<&'a Self> {
         let (workers, has_server) = (config.cores, !matches!(config.policy, Policy::RankedQueue(_)));
         let is_suited = |env: &Self| env.workers == workers && env.server.is_some() == has_server;
@@ -133,7 +133,7 @@ impl TestEnv {
         Ok(Self { workers, server, testbed })
     }
 
-    /// Measures the loads of one series. Fails when requests bypass the backend, too.
+    /// Measures all loads of one series. Fails when requests bypass the distributor.
     fn measure_all(
         &self,
         series: &[&rpc::Config],

@@ -12,19 +12,19 @@ use super::fault_injector::FaultCounts;
 use super::test_env::{TestEnv, WORKER_COUNT, count_eligible_workers};
 use crate::counters::{self, KernelCounters};
 
-/// All counters at one time.
+/// Values of all counters at one time.
 #[derive(Debug)]
 pub struct CounterReading {
     dispatch_status: Value,
     client: KernelCounters,
     server: KernelCounters,
     purged: u64,
-    /// Datagrams that workers read and did not answer.
+    /// Number of datagrams that workers read and did not answer.
     refused: u64,
 }
 
 impl CounterReading {
-    /// Reads all counters. Fails when one cannot be read.
+    /// Reads all counters. Fails when a counter cannot be read.
     pub fn take(env: &TestEnv) -> anyhow::Result<Self> {
         Ok(Self {
             dispatch_status: env.query_dispatch_status()?,
@@ -35,7 +35,7 @@ impl CounterReading {
         })
     }
 
-    /// Returns signs that requests are still pending, or that a worker gets none.
+    /// Returns, in words, signs that requests are still pending or that a worker gets no requests.
     pub fn describe_unfinished(&self) -> Vec<String> {
         let mut found = Vec::new();
         let (outstanding, queued) = (self.sum("outstanding"), self.sum("queued"));
@@ -55,7 +55,7 @@ impl CounterReading {
         found
     }
 
-    /// Returns the sum of a count over all workers.
+    /// Returns the sum of the counter named `count` over all workers of the dispatch.
     fn sum(&self, count: &str) -> u64 {
         let workers = self.dispatch_status["workers"].as_array().into_iter().flatten();
         workers.filter_map(|worker| worker[count].as_u64()).sum()
@@ -74,54 +74,54 @@ impl CounterReading {
     }
 }
 
-/// Results of a segment, as differences of the counters before and after.
+/// Results of a segment of the soak test, from the growth of the counters during it.
 #[derive(Debug, Serialize)]
 pub struct SoakSegment {
-    /// Number of the segment, from 0.
+    /// Number of the segment, counted from 0.
     pub number: u32,
-    /// Injected faults.
+    /// Numbers of injected faults.
     pub faults: FaultCounts,
-    /// Datagrams that the client sent to the service.
+    /// Number of datagrams that the client sent to the service.
     pub sent: u64,
-    /// Requests that workers read.
+    /// Number of requests that workers read.
     pub read: u64,
-    /// Requests dropped at full receive buffers.
+    /// Number of requests dropped because a receive buffer was full.
     pub dropped: u64,
-    /// Requests received without a listener.
+    /// Number of requests that arrived when no socket listened.
     pub without_listener: u64,
-    /// Requests queued at killed workers.
+    /// Number of requests that were queued at workers when these were killed.
     pub purged: u64,
-    /// Requests that killed workers had read and not answered.
+    /// Number of requests that workers had read and not answered when they were killed.
     pub killed_in_service: i64,
-    /// Responses that workers sent.
+    /// Number of responses that workers sent.
     pub responses: u64,
-    /// Ledger of the dispatch; `None` when it restarted.
+    /// Counters of the dispatch; `None` when the dispatch restarted and counted anew.
     pub ledger: Option<RequestLedger>,
     pub load_requests: u64,
-    /// Requests of the load without a response.
+    /// Number of requests of the load that got no response.
     pub load_lost: u64,
-    /// Violations.
+    /// Descriptions of the violated invariants.
     pub violations: Vec<String>,
 }
 
-/// Ledger of a segment.
+/// Counters of the dispatch, by which every request of a segment is accounted for.
 #[derive(Debug, Serialize)]
 pub struct RequestLedger {
-    /// Requests sent to workers.
+    /// Number of requests sent to workers.
     pub dispatched: u64,
-    /// Requests with a response.
+    /// Number of requests with a response.
     pub completed: u64,
-    /// Requests that the dispatch gave up.
+    /// Number of requests for whose response the dispatch no longer waits.
     pub abandoned: u64,
-    /// Datagrams from the service's port without a matching request.
+    /// Number of datagrams from the service's port that match no request.
     pub unmatched: u64,
-    /// Responses to abandoned requests.
+    /// Number of responses to abandoned requests.
     pub late: i64,
 }
 
 impl SoakSegment {
-    /// `before` and `after` are readings a second after the last request, when none is pending. `at_once`: reading
-    /// after the last request, but earlier than `after`.
+    /// Creates the results of a segment. `before` and `after`: readings a second after the last request, when none is
+    /// pending. `at_once`: reading after the last request, but earlier than `after`.
     pub fn new(
         number: u32,
         before: &CounterReading,
@@ -155,7 +155,7 @@ impl SoakSegment {
         segment
     }
 
-    /// Returns the results in one line.
+    /// Returns the results of the segment in one line.
     pub fn summary(&self) -> String {
         let Self { sent, read, dropped, without_listener, purged, killed_in_service, load_lost, .. } = self;
         format!(

@@ -13,41 +13,41 @@ use super::spoof::{FIRST_UNANSWERED_ID, Spoofer, UnansweredClient};
 use super::test_env::{FIRST_PORT, FLOW_COUNT, TestEnv, WORKER_COUNT};
 use crate::interrupt;
 
-/// Pause between two events (ms).
+/// Range of the pauses between two faults (ms).
 const PAUSE_MS: std::ops::Range<u32> = 100..600;
-/// Time for which a worker is stopped (ms).
+/// Range of the times for which a worker is stopped (ms).
 const STOP_DURATION_MS: std::ops::Range<u32> = 1_000..3_000;
-/// Datagrams of a flood: several times the capacity of the workers' receive buffers.
+/// Number of datagrams in a flood: several times the capacity of the workers' receive buffers.
 const FLOOD_DATAGRAM_COUNT: u32 = 3_000;
-/// Datagrams of a flood that are sent without a pause: a CPU's backlog holds 1,000 (net.core.netdev_max_backlog).
+/// Number of a flood's datagrams sent without a pause: a CPU's backlog holds 1,000 (net.core.netdev_max_backlog).
 const FLOOD_BURST: u32 = 100;
-/// Time after which a request has arrived at its worker.
+/// Time after which a sent request has certainly arrived at its worker.
 const DELIVERY_TIME: Duration = Duration::from_millis(20);
 
-/// Counts of faults.
+/// Numbers of injected faults.
 #[derive(Debug, Default, Clone, PartialEq, Eq, Serialize)]
 pub struct FaultCounts {
-    /// Killed workers; the server replaces each.
+    /// Number of killed workers; the server replaces each of them.
     pub kills: u64,
-    /// Workers stopped for one to three seconds.
+    /// Number of workers that were stopped for one to three seconds.
     pub stops: u64,
-    /// Kills of all workers at once.
+    /// Number of times that all workers were killed at once.
     pub restarts: u64,
-    /// Detachments of the dispatch, each followed by an attachment.
+    /// Number of detachments of the dispatch, each followed by an attachment.
     pub detachments: u64,
-    /// Restarts of the killed daemon.
+    /// Number of times that the daemon was killed and started again.
     pub upgrades: u64,
     pub floods: u64,
-    /// Requests without a response, including floods.
+    /// Number of requests that no worker answers, including floods.
     pub without_response: u64,
-    /// Requests that another process answered.
+    /// Number of requests that another process answered instead of a worker.
     pub answered_by_others: u64,
-    /// Unrequested responses.
+    /// Number of spoofed responses, which match no request.
     pub spoofed: u64,
 }
 
 impl FaultCounts {
-    /// Adds the counts of another segment.
+    /// Adds the numbers of another segment.
     pub fn add(&mut self, other: &Self) {
         let Self { kills, stops, restarts, detachments, upgrades, .. } = other;
         self.kills += kills;
@@ -62,23 +62,23 @@ impl FaultCounts {
     }
 }
 
-/// Faults of one segment.
+/// Injects the faults of one segment.
 #[derive(Debug)]
 pub struct FaultInjector<'a> {
     env: &'a mut TestEnv,
     rng: &'a mut Xoshiro256PlusPlus,
-    /// Whether the ledger may restart.
+    /// Whether faults may restart the dispatch and thereby its counters.
     may_restart: bool,
     unanswered_client: UnansweredClient,
     spoofer: Spoofer,
-    /// Stopped workers and the times of their SIGCONT.
+    /// Pids of stopped workers, and the times at which SIGCONT is due.
     stopped_workers: Vec<(u32, Instant)>,
     counts: FaultCounts,
 }
 
 impl<'a> FaultInjector<'a> {
-    /// `may_restart`: the dispatch may be detached, and the whole server restarted. Fails when sockets cannot be
-    /// opened.
+    /// Creates an injector. `may_restart`: the dispatch may be detached, and all workers killed. Fails when sockets
+    /// cannot be opened.
     pub fn new(env: &'a mut TestEnv, rng: &'a mut Xoshiro256PlusPlus, may_restart: bool) -> anyhow::Result<Self> {
         let unanswered_client = UnansweredClient::open(env.testbed().client())?;
         let spoofer = Spoofer::open(env.testbed().server(1)?)?;
@@ -97,7 +97,7 @@ impl<'a> FaultInjector<'a> {
         self.env
     }
 
-    /// Injects faults until `end`. Fails when a fault cannot be injected, or after a signal.
+    /// Injects random faults until `end`. Fails when a fault cannot be injected, or after a signal.
     pub fn inject_until(&mut self, end: Instant) -> anyhow::Result<()> {
         loop {
             let pause = self.random_duration(PAUSE_MS).min(end.saturating_duration_since(Instant::now()));
@@ -115,7 +115,7 @@ impl<'a> FaultInjector<'a> {
         }
     }
 
-    /// Resumes all workers. Returns the counts of faults.
+    /// Resumes all stopped workers. Returns the numbers of injected faults.
     pub fn finish(mut self) -> anyhow::Result<FaultCounts> {
         std::mem::take(&mut self.stopped_workers).into_iter().for_each(|(pid, _)| self.signal(pid, Signal::SIGCONT));
         Ok(self.counts)
@@ -159,7 +159,7 @@ impl<'a> FaultInjector<'a> {
         self.env.server().worker_pid(number).ok()
     }
 
-    /// Sends a signal, unless the worker has ended.
+    /// Sends a signal to a process, unless it has ended.
     fn signal(&self, pid: u32, signal: Signal) {
         if self.env.server().worker_pids().contains(&pid) {
             let _ = kill(Pid::from_raw(pid as i32), signal);
@@ -183,7 +183,7 @@ impl<'a> FaultInjector<'a> {
         }
     }
 
-    /// Sends requests that get no response; another process answers every second one.
+    /// Sends requests that no worker answers; another process answers every second one.
     fn send_unanswered_requests(&mut self) {
         let count = 1 + uniform_below(self.rng, 20);
         let ids: Vec<u32> = (0..count).filter_map(|_| self.unanswered_client.send()).collect();

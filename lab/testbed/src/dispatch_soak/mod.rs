@@ -23,12 +23,12 @@ use counter_audit::{CounterReading, SoakSegment};
 use fault_injector::{FaultCounts, FaultInjector};
 use test_env::TestEnv;
 
-/// [`seeded_rng`]'s stream for the faults.
+/// Random number stream of [`seeded_rng`] for the faults.
 const RNG_STREAM_FAULTS: u64 = 0x6469_7301;
 const SEGMENT_DURATION: Duration = Duration::from_secs(50);
-/// Minimum time until counters are compared: late responses of stopped workers have arrived then.
+/// Minimum time after the last request until counters are compared, so that late responses have arrived.
 const MIN_SETTLE: Duration = Duration::from_secs(1);
-/// Minimum duration of a segment, so that faults can occur.
+/// Minimum duration of a segment, so that some faults occur in it.
 const MIN_SEGMENT: Duration = Duration::from_secs(4);
 
 /// Options of `coreward-lab testbed dispatch-soak`.
@@ -45,24 +45,24 @@ pub struct DispatchSoakArgs {
     pub settle_ms: u32,
 }
 
-/// Results of a run.
+/// Results of a run of the soak test.
 #[derive(Debug, Serialize)]
 pub struct DispatchSoakOutcome {
-    /// Results of each segment.
+    /// Results of each segment of the run.
     pub segments: Vec<SoakSegment>,
-    /// Faults of all segments.
+    /// Numbers of injected faults in all segments.
     pub faults: FaultCounts,
-    /// Requests and other datagrams that were sent to the service.
+    /// Number of requests and other datagrams that were sent to the service.
     pub sent: u64,
-    /// Requests of the load.
+    /// Number of requests of the load.
     pub load_requests: u64,
-    /// Requests of the load without a response.
+    /// Number of requests of the load that got no response.
     pub load_lost: u64,
-    /// Violations, in words.
+    /// Descriptions of the violated invariants.
     pub violations: Vec<String>,
 }
 
-/// Runs the test and prints its results. Fails when the setup fails, or an invariant is violated.
+/// Runs the soak test and prints its results. Fails when the setup fails or an invariant is violated.
 pub fn main(options: DispatchSoakArgs) -> anyhow::Result<()> {
     interrupt::catch()?;
     let outcome = run(&instance::unique_name("dispatchsoak")?, options)?;
@@ -71,8 +71,8 @@ pub fn main(options: DispatchSoakArgs) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Runs the test in a new testbed; `instance` is its name. Fails when the setup fails, or after a signal; violations
-/// are part of the outcome.
+/// Runs the test in a new testbed named `instance`. Fails when the setup fails, or after a signal; violations are part
+/// of the outcome.
 pub fn run(instance: &str, options: DispatchSoakArgs) -> anyhow::Result<DispatchSoakOutcome> {
     let mut env = TestEnv::start(instance)?;
     let mut rng = seeded_rng(options.seed, RNG_STREAM_FAULTS);

@@ -8,10 +8,10 @@ use socket2::{Domain, Protocol, Socket, Type};
 use crate::addresses::SERVICE_ADDRESS;
 use crate::namespace::Namespace;
 
-/// First id of datagrams that are not part of the load; ids of the load count from 0.
+/// First id of datagrams that are not part of the load, whose ids count from 0.
 pub const FIRST_UNANSWERED_ID: u32 = 1 << 31;
 
-/// Client whose requests the key-value server never answers, each with a different id.
+/// Client whose requests the key-value server never answers; each request has a different id.
 #[derive(Debug)]
 pub struct UnansweredClient {
     socket: UdpSocket,
@@ -19,7 +19,7 @@ pub struct UnansweredClient {
 }
 
 impl UnansweredClient {
-    /// Opens the socket on the client's host. Fails when the socket cannot be opened.
+    /// Opens the client's socket in the namespace of the client's host. Fails when the socket cannot be opened.
     pub fn open(client: &Namespace) -> anyhow::Result<Self> {
         let socket = client.within(|| {
             let socket = UdpSocket::bind((Ipv4Addr::UNSPECIFIED, 0))?;
@@ -49,14 +49,14 @@ impl UnansweredClient {
     }
 }
 
-/// Sender of spoofed responses, apparently of the service, from a raw socket on the server's host.
+/// Sends forged responses of the service, from a raw socket on the server's host.
 #[derive(Debug)]
 pub struct Spoofer {
     socket: Socket,
 }
 
 impl Spoofer {
-    /// Opens the socket on the server's host. Fails without root.
+    /// Opens the raw socket in the namespace of the server's host. Fails without root.
     pub fn open(server: &Namespace) -> anyhow::Result<Self> {
         let open = || {
             let socket = Socket::new(Domain::IPV4, Type::RAW, Some(Protocol::UDP)).context("a raw socket")?;
@@ -66,7 +66,7 @@ impl Spoofer {
         Ok(Self { socket: server.within(open)? })
     }
 
-    /// Sends a response with an id to a client. Fails when the kernel does not send it.
+    /// Sends a forged response to the request `id` of a client. Fails when the kernel does not send it.
     pub fn respond(&self, client: SocketAddrV4, id: u32) -> anyhow::Result<()> {
         const IP_BYTES: usize = 20;
         const UDP_BYTES: usize = 8;

@@ -27,16 +27,16 @@ mod skeleton {
 }
 
 pub const WORKER_COUNT: u64 = 4;
-/// First port of the load, to which spoofed responses are sent.
+/// First source port of the load, to which spoofed responses are sent.
 pub const FIRST_PORT: u16 = 20_000;
 pub const FLOW_COUNT: u16 = 64;
-/// Requests per second: a third of the capacity of all workers with [`SERVICE_TIME_OPTION`] each. Without one worker
-/// queues stay short.
+/// Requests per second of the load: a third of the capacity of all workers, with [`SERVICE_TIME_OPTION`] each. Even
+/// without one worker, queues stay short.
 const RATE_RPS: &str = "1200";
 const SERVICE_TIME_OPTION: &str = "GET=1000";
-/// Receive buffer (bytes): small enough to be flooded, large enough for the requests of a stopped worker.
+/// Size of each receive buffer (bytes): small enough to be flooded, large enough for the requests of a stopped worker.
 const RECEIVE_BUFFER_BYTES: &str = "65536";
-/// Timeout of the load (s): longer than a worker is stopped, so that unanswered requests are lost.
+/// Timeout of the load's requests (s): longer than a worker is stopped, so that only unanswered requests are lost.
 const LOAD_TIMEOUT_S: &str = "6";
 
 #[derive(Debug)]
@@ -50,7 +50,7 @@ pub struct TestEnv {
 }
 
 impl TestEnv {
-    /// Starts all processes. Fails when one cannot be started.
+    /// Starts the server and its drop counter. Fails when a process cannot be started.
     pub fn start(instance: &str) -> anyhow::Result<Self> {
         let testbed = Testbed::create_direct(instance)?;
         let workers = WORKER_COUNT.to_string();
@@ -105,14 +105,14 @@ impl TestEnv {
         }
     }
 
-    /// Kills `coreward dispatch`; requests are still dispatched. Fails when it does not run.
+    /// Kills `coreward dispatch`; the kernel continues to dispatch requests. Fails when it does not run.
     pub fn kill_daemon(&mut self) -> anyhow::Result<()> {
         let mut daemon = self.daemon.take().context("no daemon")?;
         daemon.signal(Signal::SIGKILL)?;
         daemon.wait(*TIMEOUT).map(drop)
     }
 
-    /// Detaches the dispatch: the kernel selects workers. Fails when the command fails.
+    /// Detaches the dispatch, so that the kernel selects workers. Fails when the command fails.
     pub fn detach(&mut self) -> anyhow::Result<()> {
         let status = self.daemon.take().context("no daemon")?.terminate(*TIMEOUT)?;
         ensure!(status.success(), "coreward dispatch: {status}");
@@ -121,7 +121,7 @@ impl TestEnv {
         self.testbed.run(self.testbed.server(1)?, command).map(drop)
     }
 
-    /// Returns the service in `coreward dispatch --status`. Fails when nothing is dispatched.
+    /// Returns the service's entry in `coreward dispatch --status`. Fails when nothing is dispatched.
     pub fn query_dispatch_status(&self) -> anyhow::Result<Value> {
         let mut command = self.dispatch_command()?;
         command.args(["--status", "--format", "json"]);
@@ -130,14 +130,14 @@ impl TestEnv {
         Ok(status["services"][0].take())
     }
 
-    /// Returns the number of datagrams that were queued at closed sockets. Fails when the program's counter cannot be
-    /// read.
+    /// Returns the number of datagrams that were queued at sockets when these were closed. Fails when the program's
+    /// counter cannot be read.
     pub fn read_purged_count(&self) -> anyhow::Result<u64> {
         let value = self.purged_counter.lookup(&0u32.to_ne_bytes(), MapFlags::ANY)?.context("no counter")?;
         Ok(u64::from_ne_bytes(value[..8].try_into()?))
     }
 
-    /// Starts the load for a duration. Fails when it cannot be started.
+    /// Starts the load generator for a duration. Fails when it cannot be started.
     pub fn start_load(&self, length: Duration, seed: u64) -> anyhow::Result<Process> {
         let mut command = Command::new(lab_command()?);
         command.args(["load", &SERVICE_ADDRESS.to_string(), "--format", "json", "--warm-up", "0", "--rate", RATE_RPS]);
@@ -148,7 +148,7 @@ impl TestEnv {
     }
 }
 
-/// Returns the number of workers that get requests.
+/// Returns the number of workers that get requests, according to the status of the dispatch.
 pub fn count_eligible_workers(ledger: &Value) -> Option<u64> {
     let workers = ledger["workers"].as_array()?;
     Some(workers.iter().filter(|worker| worker["eligible"] == true).count() as u64)
@@ -166,7 +166,7 @@ fn attach_drop_counter(testbed: &Testbed) -> anyhow::Result<(MapHandle, Link)> {
     Ok(((&loaded.maps.bss).try_into()?, link))
 }
 
-/// Returns the cookie of this thread's network namespace, for BPF programs.
+/// Returns the cookie of this thread's network namespace, by which BPF programs identify it.
 fn namespace_cookie() -> anyhow::Result<u64> {
     let socket = UdpSocket::bind((Ipv4Addr::LOCALHOST, 0))?;
     let mut cookie = 0u64;

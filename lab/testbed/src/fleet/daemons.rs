@@ -15,7 +15,7 @@ use crate::namespace::Namespace;
 use crate::process::Process;
 use crate::topology::Testbed;
 
-/// Returns the path of the command `coreward`, which is in the directory of this program. Fails when it does not exist.
+/// Returns the path of `coreward` in this program's directory or the one above. Fails when it does not exist.
 pub fn coreward_command() -> anyhow::Result<PathBuf> {
     command_named("coreward")
 }
@@ -32,13 +32,13 @@ fn command_named(name: &str) -> anyhow::Result<PathBuf> {
     found.with_context(|| format!("no {name} in the directory of {}: `make build` makes it", own.display()))
 }
 
-/// Returns the command `coreward ARGUMENTS` with the operator's token, on the machine of the only controller. Fails
+/// Returns the command `coreward ARGUMENTS` with the operator's token, for the machine of the only controller. Fails
 /// when `coreward` does not exist.
 pub fn operator_command(testbed: &Testbed, arguments: &[&str]) -> anyhow::Result<Command> {
     operator_command_for(testbed, [1], arguments)
 }
 
-/// Returns a command that queries the leader of these controllers. Fails when `coreward` does not exist.
+/// Returns a command for the leader of these controllers. Fails when `coreward` does not exist.
 pub fn operator_command_for(
     testbed: &Testbed,
     controllers: impl IntoIterator<Item = u16>,
@@ -51,7 +51,7 @@ pub fn operator_command_for(
     Ok(command)
 }
 
-/// Returns the last lines of every daemon's log.
+/// Returns the last lines of the log of every daemon.
 pub(crate) fn read_log_tails(testbed: &Testbed) -> String {
     let mut all = String::new();
     let files = fs::read_dir(testbed.directory()).into_iter().flatten().flatten().map(|entry| entry.path());
@@ -64,8 +64,8 @@ pub(crate) fn read_log_tails(testbed: &Testbed) -> String {
     all
 }
 
-/// Returns the capabilities that the daemon's systemd unit grants, as in `CAP_BPF CAP_NET_ADMIN`. Fails when the daemon
-/// does not exist.
+/// Returns the capabilities that the daemon's systemd unit grants, such as `CAP_BPF`. Fails when the daemon has no
+/// unit.
 pub fn unit_capabilities(daemon: &str) -> anyhow::Result<Vec<&'static str>> {
     let unit = match daemon {
         "controller" => include_str!("../../../../packaging/systemd/coreward-controller.service"),
@@ -79,7 +79,7 @@ pub fn unit_capabilities(daemon: &str) -> anyhow::Result<Vec<&'static str>> {
     Ok(line.context("a unit without CapabilityBoundingSet")?.split_whitespace().collect())
 }
 
-/// Returns a command with the unit's bounding set, which setpriv(1) sets as systemd does.
+/// Returns a command with the capability bounding set of the daemon's unit; setpriv(1) sets it as systemd does.
 fn confined_command(daemon: &str, coreward: &Path) -> anyhow::Result<Command> {
     let mut bounding_set = "-all".to_owned();
     for capability in unit_capabilities(daemon)? {
@@ -91,7 +91,7 @@ fn confined_command(daemon: &str, coreward: &Path) -> anyhow::Result<Command> {
     Ok(command)
 }
 
-/// Starts a daemon. `daemon`: sub-command of coreward; `name`: of the daemon's files.
+/// Starts a daemon. `daemon`: sub-command of coreward; `name`: base name of the daemon's files.
 pub(super) fn start_daemon(
     testbed: &Testbed,
     namespace: &Namespace,

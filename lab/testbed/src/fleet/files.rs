@@ -21,7 +21,7 @@ use crate::addresses::{
 };
 use crate::topology::Testbed;
 
-/// Returns the path of the file in which a paced server publishes the busy time of its workers.
+/// Returns the path of the core load file, in which a paced server publishes the busy times of its workers.
 pub fn busy_file(testbed: &Testbed, number: u16) -> PathBuf {
     testbed.directory().join(format!("busy-s{number}"))
 }
@@ -121,7 +121,7 @@ pub(super) fn write_rack_file(testbed: &Testbed, options: &FleetOptions, number:
     write(&config_path(testbed, &name), &(text + &tls_table_if(options.tls, testbed, Role::Rack, &name)))
 }
 
-/// Returns the line of agents' files with the load balancers whose packets are decapsulated; empty without
+/// Returns the line of agents' files that lists the load balancers whose packets are decapsulated; empty without
 /// encapsulation.
 fn decapsulation(testbed: &Testbed, options: &FleetOptions) -> String {
     if !options.forwarding.encapsulates() {
@@ -162,13 +162,13 @@ pub fn certificate_directory(testbed: &Testbed) -> PathBuf {
     testbed.directory().join("certs")
 }
 
-/// Returns the directory of a daemon's certificate and key.
+/// Returns the directory of a daemon's certificate and private key.
 pub fn credential_directory(testbed: &Testbed, role: Role, name: &str) -> PathBuf {
     certificate_directory(testbed).join(format!("{role}-{name}"))
 }
 
-/// Writes a daemon's ca.crt, own.crt and own.key, signed by the testbed's authority. Returns the directory. Fails when
-/// there is no authority, or files cannot be written.
+/// Issues ca.crt, own.crt and own.key of a daemon, signed by the testbed's authority. Returns their directory. Fails
+/// when there is no authority, or files cannot be written.
 pub fn issue(testbed: &Testbed, role: Role, name: &str, fleet: &Name, validity: Validity) -> anyhow::Result<PathBuf> {
     let authority = Authority::open(&certificate_directory(testbed))?;
     let identity = Identity { fleet: fleet.clone(), role, name: name.parse().map_err(anyhow::Error::msg)? };
@@ -177,13 +177,13 @@ pub fn issue(testbed: &Testbed, role: Role, name: &str, fleet: &Name, validity: 
     Ok(directory)
 }
 
-/// Returns the table `[tls]` of a daemon's file; empty without TLS.
+/// Returns the table `[tls]` of a daemon's configuration file; empty without TLS.
 fn tls_table_if(tls: bool, testbed: &Testbed, role: Role, name: &str) -> String {
     let CredentialFiles { ca, certificate, key } = certificate_files(testbed, role, name);
     if tls { format!("[tls]\nca = {ca:?}\ncertificate = {certificate:?}\nkey = {key:?}\n") } else { String::new() }
 }
 
-/// Returns the paths of the files of a [`credential_directory`].
+/// Returns the paths of the certificate and key files of a daemon, in its [`credential_directory`].
 pub fn certificate_files(testbed: &Testbed, role: Role, name: &str) -> CredentialFiles {
     let file = |file: &str| credential_directory(testbed, role, name).join(file);
     CredentialFiles { ca: file("ca.crt"), certificate: file("own.crt"), key: file("own.key") }

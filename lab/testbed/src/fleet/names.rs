@@ -7,24 +7,24 @@ use anyhow::Context as _;
 use crate::addresses::{AddressFamily, CONTROLLER_ADDRESS, rack_address};
 
 pub const CONTROLLER_PORT: u16 = 7400;
-/// Port of the first controller's HTTP API, on its own host only; other controllers use the following ports.
+/// Port of the HTTP API of the first controller, on its own host only; other controllers use the following ports.
 const API_PORT: u16 = 7401;
 
 pub fn first_controller_address() -> String {
     controller_address_of(1)
 }
 
-/// Returns the address of controller `number`, counted from 1.
+/// Returns the IPv4 address and port of controller `number`, counted from 1.
 pub fn controller_address_of(number: u16) -> String {
     controller_address_in(AddressFamily::Ipv4, number)
 }
 
-/// Returns the address of controller `number` in a family.
+/// Returns the address and port of controller `number` in an address family.
 pub fn controller_address_in(family: AddressFamily, number: u16) -> String {
     SocketAddr::new(family.address(CONTROLLER_ADDRESS), CONTROLLER_PORT + number - 1).to_string()
 }
 
-/// Returns the address of rack controller `number`, counted from 1.
+/// Returns the address and port of rack controller `number`, counted from 1.
 pub fn rack_listen_address(number: u16) -> String {
     format!("{}:{CONTROLLER_PORT}", rack_address(number))
 }
@@ -34,7 +34,7 @@ pub fn api_address_of(number: u16) -> String {
     format!("127.0.0.1:{}", API_PORT + number - 1)
 }
 
-/// Returns the name of controller `number`: the first is `controller`, others have their number.
+/// Returns the name of controller `number`: `controller` for the first, a name with the number for others.
 pub fn controller_name(number: u16) -> String {
     if number == 1 { CONTROLLER.to_owned() } else { format!("{CONTROLLER}{number}") }
 }
@@ -43,7 +43,7 @@ const AGENT_PREFIX: &str = "agent-s";
 /// Name of the first controller.
 pub const CONTROLLER: &str = "controller";
 
-/// Returns the name of the agent of server `number`.
+/// Returns the name of the agent daemon of server `number`.
 pub fn agent_name(number: u16) -> String {
     format!("{AGENT_PREFIX}{number}")
 }

@@ -12,61 +12,60 @@ use crate::preload::PreloadedFaults;
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct FleetOptions {
-    /// Policy of every service.
+    /// Name of the load-balancing policy of every service.
     pub policy: String,
-    /// Consistency of every service.
+    /// Connection consistency of every service, as in the fleet's file.
     pub consistency: Consistency,
-    /// Part that stamps the cookies of every service.
+    /// Component that stamps cookies into the timestamps of every service's packets.
     pub timestamps: Timestamps,
-    /// Forwarding of the services.
+    /// Method by which packets of every service are forwarded to the servers.
     pub forwarding: Forwarding,
-    /// Family of the servers' addresses in the fleet's file; IPv6 needs an IPv6 testbed or routed servers.
+    /// Address family of the servers in the fleet's file; IPv6 needs an IPv6 testbed or routed servers.
     pub servers_family: AddressFamily,
-    /// Interval of reports (ms).
+    /// Interval between reports (ms).
     pub report_interval_ms: u32,
-    /// Whether tables are made once per report interval, as in the simulator, instead of at each report.
+    /// Whether new tables are made once per report interval, as in the simulator, instead of at each report.
     pub tables_by_interval: bool,
-    /// Agents' source of the load of a server's cores.
+    /// Source from which agents read the load of their server's cores.
     pub load_source: LoadSource,
-    /// Whether agents steer connections to the workers of their cores.
+    /// Whether agents steer connections to the workers on their cores.
     pub steers_connections: bool,
-    /// Whether agents run on servers; without agents only load balancers can stamp.
+    /// Whether servers run agents; without agents, only load balancers can stamp cookies.
     pub runs_agents: bool,
-    /// Additional text of the fleet's file, such as further services.
+    /// Additional text at the end of the fleet's file, such as further services.
     pub fleet_text: String,
-    /// Additional text of load balancers' files.
+    /// Additional text of every load balancer's file.
     pub load_balancer_text: String,
     /// Additional text of every agent's file.
     pub agent_text: String,
     pub json_logs: bool,
-    /// Whether daemons run only with the rights of their systemd units.
+    /// Whether daemons run only with the capabilities of their systemd units.
     pub is_confined: bool,
-    /// Text of the controller's file that replaces its own store and the fleet's file.
+    /// Text of the controller's file that replaces the lines about its store and the fleet's file.
     pub shared_store_config: Option<String>,
-    /// Addresses of other controllers, for the files of agents and load balancers.
+    /// Addresses of controllers outside the testbed, for the files of agents and load balancers.
     pub other_controllers: Vec<String>,
-    /// Document of the fleet, applied by `coreward apply`; `None`: the controller reads a file, which
+    /// Document of the fleet that `coreward apply` applies; `None`: the controller reads a file, which
     /// [`Fleet::set_pool`](super::Fleet::set_pool) writes.
     pub applied_document: Option<String>,
-    /// Store file of the controller; `None`: controller.redb in the testbed's directory.
+    /// Path of the controller's store; `None`: controller.redb in the testbed's directory.
     pub store_file: Option<PathBuf>,
-    /// Family of the first controller's address, and of the load balancers' addresses for each other; IPv6 needs an
-    /// IPv6 testbed.
+    /// Address family of the first controller, and of the load balancers among each other; IPv6 needs an IPv6 testbed.
     pub control_family: AddressFamily,
     /// Number of controllers. Several controllers store their records in etcd and need `applied_document`.
     pub controller_count: u16,
-    /// Addresses of etcd's members for several controllers.
+    /// Addresses of etcd's members; empty with one controller.
     pub etcd_endpoints: Vec<String>,
-    /// Lease of the leading controller in etcd (s). A stall of the machine for this time loses the lease.
+    /// Duration of the leading controller's lease in etcd (s). A stall of the machine for this time loses the lease.
     pub lease_s: u32,
-    /// Faults of each daemon's wall clock and disk; `None`: daemons use those of the machine.
+    /// Faults of each daemon's wall clock and disk; `None`: daemons use the machine's clock and disks.
     pub preloaded_faults: Option<PreloadedFaults>,
-    /// Racks that the agent of each server uses, in order, before the controllers. Every rack of the testbed has a
-    /// daemon.
+    /// Rack controllers that the agent of each server uses, in order, before the controllers. Every rack controller of
+    /// the testbed has a daemon.
     pub server_racks: BTreeMap<u16, Vec<u16>>,
-    /// Additional lines of each server in the fleet's file.
+    /// Additional lines for servers in the fleet's file, by server.
     pub server_lines: BTreeMap<u16, String>,
-    /// Whether all parts have certificates of the testbed's authority; otherwise connections have no TLS.
+    /// Whether all daemons use TLS, with certificates of the testbed's authority.
     pub tls: bool,
 }
 
@@ -105,7 +104,7 @@ impl Default for FleetOptions {
 }
 
 impl FleetOptions {
-    /// Returns the controllers for the files of load balancers and racks.
+    /// Returns the list of controllers, as in the files of load balancers and rack controllers.
     pub(super) fn format_controllers(&self) -> String {
         format!("{:?}", self.controller_addresses())
     }
@@ -122,20 +121,20 @@ impl FleetOptions {
     }
 }
 
-/// Source of the cores' load at an agent.
+/// Source from which an agent reads the load of its server's cores.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum LoadSource {
-    /// Busy time of the machine's CPUs.
+    /// Busy times of the machine's CPUs.
     Cpu,
     /// Core load file of the paced server ([`busy_file`](super::busy_file)), for emulated cores.
     PacedServer,
 }
 
-/// Admin state of a server in the controller's file.
+/// Administrative state of a server in the controller's file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum AdminState {
-    /// Takes new connections.
+    /// The server takes new connections.
     Active,
-    /// Only keeps its open connections.
+    /// The server keeps its open connections and takes no new ones.
     Draining,
 }

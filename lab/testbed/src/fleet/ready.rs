@@ -44,7 +44,7 @@ impl Fleet {
         Ok(())
     }
 
-    /// Checks that every rack has a controller.
+    /// Checks that every rack controller is connected to a controller.
     pub(super) fn check_racks(&self, testbed: &Testbed) -> anyhow::Result<()> {
         if self.racks.is_empty() {
             return Ok(());
@@ -54,8 +54,8 @@ impl Fleet {
         Ok(())
     }
 
-    /// Returns the name of the service and the generation of its newest table, if the table has all servers that take
-    /// new connections. Tables are made on change: the first one may precede the last server's MAC address or report.
+    /// Returns the service's name and the generation of its newest table, if that contains all servers that take new
+    /// connections. Tables are made on change: the first one may precede the last server's MAC address or report.
     fn complete_table_generation<'a>(&self, testbed: &Testbed, service: &'a Value) -> anyhow::Result<(&'a str, u64)> {
         let name = service["name"].as_str().context("a service without a name")?;
         let takes_new = |member: &&Value| member["state"] == "active" || member["state"] == "joining";
@@ -71,7 +71,7 @@ impl Fleet {
         Ok((name, table["generation"].as_u64().context("a table without a generation")?))
     }
 
-    /// Returns a service's newest table from `GET /v1/tables/SERVICE` of the leading controller.
+    /// Queries a service's newest table by `GET /v1/tables/SERVICE` from the leading controller.
     fn table(&self, testbed: &Testbed, service: &str) -> anyhow::Result<Value> {
         let token = fs::read_to_string(testbed.directory().join("viewer.token"))?;
         let ask = |number: &u16| {

@@ -14,7 +14,7 @@ use crate::fleet;
 use crate::process::Process;
 use crate::topology::Testbed;
 
-/// Running key-value server; killed when dropped.
+/// Running key-value server, which is killed when dropped.
 #[derive(Debug)]
 pub struct KeyValueServer {
     process: Process,
@@ -22,19 +22,19 @@ pub struct KeyValueServer {
 }
 
 impl KeyValueServer {
-    /// Returns the process id of the master (with `--threads` the only process).
+    /// Returns the process id of the master, which with `--threads` is the only process.
     pub fn pid(&self) -> u32 {
         self.process.pid()
     }
 
-    /// Returns the process ids of the running workers in the order of their starts; none with `--threads`.
+    /// Returns the process ids of the running workers, in the order of their starts; empty with `--threads`.
     pub fn worker_pids(&self) -> Vec<u32> {
         let children = format!("/proc/{0}/task/{0}/children", self.pid());
         let children = fs::read_to_string(children).unwrap_or_default();
         children.split_whitespace().filter_map(|pid| pid.parse().ok()).collect()
     }
 
-    /// Returns the process id of a worker. Fails when the worker does not run.
+    /// Returns the process id of a worker, by its number. Fails when the worker does not run.
     pub fn worker_pid(&self, worker: u8) -> anyhow::Result<u32> {
         let name = format!("core{worker}");
         let is_it =
@@ -42,7 +42,7 @@ impl KeyValueServer {
         self.worker_pids().into_iter().find(is_it).with_context(|| format!("there is no worker {worker}"))
     }
 
-    /// Returns the counts of each worker. Fails when the counter file cannot be read.
+    /// Reads the counters of each worker. Fails when the counter file cannot be read.
     pub fn counters(&self) -> anyhow::Result<Vec<WorkerCounters>> {
         let numbers = read_busy_file(&self.counter_file)?;
         let (each, _) = numbers.as_chunks::<{ SharedWorkerCounters::COUNT }>();
@@ -51,9 +51,9 @@ impl KeyValueServer {
 }
 
 impl Testbed {
-    /// Starts a key-value server on a server, listening on UDP at [`SERVICE_ADDRESS`], with further `options` of
-    /// `coreward-lab testbed key-value-server`. Waits until all its sockets are bound. Fails when the server does not
-    /// exist, or is not ready in time.
+    /// Starts a key-value server on server `number`, which listens on UDP at [`SERVICE_ADDRESS`]. `options`: further
+    /// options of `coreward-lab testbed key-value-server`. Waits until all its sockets are bound. Fails when the server
+    /// does not exist, or is not ready in time.
     pub fn start_key_value_server(&self, number: u16, options: &[&str]) -> anyhow::Result<KeyValueServer> {
         let counter_file = self.directory().join(format!("key-value-s{number}"));
         // A killed server may have left its file.

@@ -21,7 +21,7 @@ use crate::core_load_file::CounterFile;
 use crate::emulated_server::fork_worker;
 use crate::interrupt;
 
-/// Interval at which the master checks for ended workers and signals.
+/// Interval at which the master checks for workers that ended and for signals.
 const WORKER_POLL_INTERVAL: Duration = Duration::from_millis(20);
 
 /// Options of `coreward-lab testbed key-value-server`.
@@ -70,16 +70,16 @@ pub struct KeyValueServerArgs {
     pub busy_file: Option<PathBuf>,
 }
 
-/// Counts of a worker.
+/// Counters of one worker.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize)]
 pub struct WorkerCounters {
-    /// Datagrams that the worker read.
+    /// Number of datagrams that the worker read.
     pub received: u64,
-    /// Requests that the worker answered.
+    /// Number of requests that the worker answered.
     pub answered: u64,
-    /// Datagrams that the worker could not serve, including invalid ones.
+    /// Number of datagrams that the worker could not serve, including invalid ones.
     pub refused: u64,
-    /// Time that the worker spent on requests (ns).
+    /// Time that the worker has spent on requests (ns).
     pub busy_ns: u64,
 }
 
@@ -89,7 +89,7 @@ impl From<&[u64; SharedWorkerCounters::COUNT]> for WorkerCounters {
     }
 }
 
-/// Serves until SIGINT or SIGTERM, then prints the counts of each worker as one line of JSON. Fails when it cannot
+/// Serves until SIGINT or SIGTERM, then prints the counters of each worker as one line of JSON. Fails when it cannot
 /// listen, when an option is invalid, or when all workers have ended.
 pub fn run(args: &KeyValueServerArgs) -> anyhow::Result<()> {
     interrupt::catch()?;
@@ -104,9 +104,9 @@ struct Server<'a> {
     store: Arc<Store>,
     service_time: ServiceTime,
     counter_file: CounterFile,
-    /// Busy times for an agent.
+    /// Core load file with the busy times of the workers, for an agent.
     busy_file: Option<CounterFile>,
-    /// Sockets by worker; `None` if only the worker has its socket.
+    /// Sockets by worker; `None` if only the worker's process has the socket.
     sockets: Vec<Option<UdpSocket>>,
 }
 
@@ -227,7 +227,7 @@ impl<'a> Server<'a> {
         Ok(())
     }
 
-    /// Forks a worker with the master's copy of its socket, or with a new socket.
+    /// Forks a worker, with the master's copy of its socket or with a new socket.
     fn start_process(&mut self, number: u8) -> anyhow::Result<Option<Pid>> {
         let index = usize::from(number);
         let socket = self.sockets[index].take().map_or_else(|| self.open_socket(), Ok)?;

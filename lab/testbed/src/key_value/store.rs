@@ -7,7 +7,7 @@ use coreward_load::key_value::{self, Request, ResponseWriter, Status};
 use coreward_load::request_type::RequestType;
 use parking_lot::RwLock;
 
-/// Number of keys that clients may add to the initial ones.
+/// Maximum number of keys that clients may add to the initial ones.
 pub(crate) const MAX_ADDED_PAIR_COUNT: usize = 1_000_000;
 
 type Pairs = BTreeMap<Box<[u8]>, Box<[u8]>>;
@@ -23,17 +23,17 @@ pub(crate) fn initial_value(number: u32, length: usize) -> Vec<u8> {
     (0..length).map(|index| (number as usize + index) as u8).collect()
 }
 
-/// Store of one worker, or shared by all.
+/// Key-value store of one worker, or of all workers together.
 #[derive(Debug)]
 pub(crate) struct Store {
     pairs: RwLock<Pairs>,
-    /// Limit of keys, so that clients cannot fill the machine's memory; a PUT of a further key is rejected.
+    /// Maximum number of keys, so that clients cannot fill the machine's memory; a PUT of a further key is rejected.
     pairs_max: usize,
 }
 
 impl Store {
-    /// Returns a store with the keys [`key_value::key_name`] of the numbers below `keys`, each with a value of length
-    /// `value_length`.
+    /// Creates a store with `keys` keys, named by [`key_value::key_name`] of 0 and up, with values of `value_length`
+    /// bytes each.
     pub(crate) fn with_keys(keys: u32, value_length: usize, pairs_max: usize) -> Self {
         let pair = |number: u32| {
             let key = key_value::key_name(number).into_bytes();
@@ -100,7 +100,7 @@ mod tests {
 
     use super::*;
 
-    /// Status and pairs of a response, from all its datagrams.
+    /// Status and pairs of a response, collected from all its datagrams.
     type Answer = (u8, Vec<(Vec<u8>, Vec<u8>)>);
 
     fn request(store: &Store, request_type: &str, key: &[u8], value: &[u8]) -> Answer {

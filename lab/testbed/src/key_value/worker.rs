@@ -20,40 +20,40 @@ use nix::time::{ClockId, ClockNanosleepFlags, clock_nanosleep};
 use super::store::{Database as _, Store};
 use crate::core_load_file::VirtualCore;
 
-/// Largest delay that a core catches up (ns). The machine's late wake-ups (microseconds to milliseconds) do not cost
-/// the core time; a worker that was stopped for longer has lost that time.
+/// Maximum delay for which a core may make up (ns). The machine's late wake-ups (microseconds to milliseconds) do not
+/// cost the core time; a worker that was stopped for longer has lost that time.
 pub(crate) const CATCH_UP_NS: u64 = 20_000_000;
 
-/// Counts of a worker, in memory shared by the master and the readers of the counter file.
+/// Counters of a worker, in memory that the master and the readers of the counter file share.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct SharedWorkerCounters(pub(crate) &'static [AtomicU64; SharedWorkerCounters::COUNT]);
 
 impl SharedWorkerCounters {
-    /// Number of counts per worker.
+    /// Number of counters per worker.
     pub(crate) const COUNT: usize = 4;
     const RECEIVED: usize = 0;
     const ANSWERED: usize = 1;
     const REJECTED: usize = 2;
     const BUSY_NS: usize = 3;
 
-    /// Adds to a count. Each count has one writer, and readers need no ordering with other memory.
+    /// Adds to the counter at an index. Each counter has one writer, and readers need no ordering with other memory.
     fn add(&self, which: usize, more: u64) {
         let sum = u64::from_le(self.0[which].load(Ordering::Relaxed)) + more;
         self.0[which].store(sum.to_le(), Ordering::Relaxed);
     }
 
-    /// Returns the current counts.
+    /// Returns the current values of all counters.
     pub(crate) fn read(&self) -> [u64; Self::COUNT] {
         self.0.each_ref().map(|number| u64::from_le(number.load(Ordering::Relaxed)))
     }
 }
 
-/// Service time of requests.
+/// Service time that the server takes for requests.
 #[derive(Debug, Clone)]
 pub(crate) enum ServiceTime {
-    /// Real time of the work.
+    /// The time that the work really takes.
     RealWork,
-    /// Emulated time: of the request, or without one of its type in this table.
+    /// The emulated time that a request carries, or else the time of its type in this table.
     EmulatedTime(ServiceTimes),
 }
 
@@ -74,12 +74,12 @@ pub(crate) struct Worker<'a> {
     pub store: &'a Store,
     pub service_time: &'a ServiceTime,
     pub counters: SharedWorkerCounters,
-    /// Busy time (ns), published for an agent.
+    /// Busy time of the worker (ns), as published for an agent.
     pub busy_ns: Option<&'a AtomicU64>,
 }
 
 impl Worker<'_> {
-    /// Serves; returns only after an error.
+    /// Serves requests; returns only after an error.
     pub(crate) fn run(self) -> anyhow::Result<std::convert::Infallible> {
         // The default of 50 us is as long as a paced request (prctl(2), PR_SET_TIMERSLACK).
         nix::sys::prctl::set_timerslack(1).context("cannot set the timer slack")?;
@@ -122,7 +122,7 @@ impl Worker<'_> {
         }
     }
 
-    /// Serves a request and takes its service time.
+    /// Executes a request, and sleeps until its service time is over.
     fn serve(
         &self,
         request: &Request<'_>,
@@ -159,7 +159,7 @@ pub(crate) fn sleep_until(moment_ns: u64) {
     while clock_nanosleep(ClockId::CLOCK_MONOTONIC, ClockNanosleepFlags::TIMER_ABSTIME, &moment) == Err(Errno::EINTR) {}
 }
 
-/// Sets the receive buffer to `bytes`, beyond net.core.rmem_max if permitted. Fails when the kernel grants less.
+/// Sets the receive buffer's size to `bytes`, beyond net.core.rmem_max if permitted. Fails when granted less.
 pub(crate) fn set_receive_buffer(socket: &UdpSocket, bytes: usize) -> anyhow::Result<()> {
     use nix::sys::socket::sockopt::{RcvBuf, RcvBufForce};
     use nix::sys::socket::{getsockopt, setsockopt};

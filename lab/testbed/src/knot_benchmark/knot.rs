@@ -13,13 +13,13 @@ use crate::addresses::VIP;
 use crate::topology::Testbed;
 use crate::{Process, TIMEOUT};
 
-/// Address of the service, on every server.
+/// Address and port of the DNS service, on every server.
 pub const DNS_SERVICE_ADDRESS: SocketAddrV4 = SocketAddrV4::new(VIP, 53);
-/// Query that knotd answers from memory.
+/// DNS query that knotd answers from memory.
 pub const PLAIN_QUERY: &str = "www.plain.test/A";
-/// Query whose answer is signed on demand (RSA, 2048 bits).
+/// DNS query whose answer knotd signs on demand (RSA, 2048 bits).
 pub const SIGNED_QUERY: &str = "www.signed.test/A/dnssec";
-/// Debian's path, because PATH may lack `/usr/sbin`.
+/// Path of knotd in Debian, because PATH may lack `/usr/sbin`.
 pub const KNOTD_PATH: &str = "/usr/sbin/knotd";
 
 const ZONE: &str = "$TTL 300
@@ -29,14 +29,14 @@ ns A 192.0.2.1
 www A 192.0.2.2
 ";
 
-/// knotd on a server; ends with this value.
+/// Running knotd on a server; dropping it ends the process.
 #[derive(Debug)]
 pub struct Knot {
     process: Process,
 }
 
 impl Testbed {
-    /// Starts knotd on a server with `workers` UDP workers, and waits until it answers [`PLAIN_QUERY`] and
+    /// Starts knotd on server `number` with `workers` UDP workers, and waits until it answers [`PLAIN_QUERY`] and
     /// [`SIGNED_QUERY`]. Fails when the server or knotd does not exist, or knotd does not answer in time; the error
     /// contains its output.
     pub fn start_knot(&self, number: u16, workers: u16) -> anyhow::Result<Knot> {
@@ -65,7 +65,7 @@ impl Testbed {
     }
 }
 
-/// Returns whether the server in this namespace answers without error.
+/// Sends a DNS query to the server in this namespace. Returns whether it answers without error.
 fn answers(query: &str) -> anyhow::Result<bool> {
     let socket = UdpSocket::bind("0.0.0.0:0")?;
     socket.connect(DNS_SERVICE_ADDRESS)?;

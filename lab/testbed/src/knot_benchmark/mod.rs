@@ -15,7 +15,7 @@ use crate::topology::{Testbed, missing_privilege};
 use crate::{instance, interrupt};
 use knot::{DNS_SERVICE_ADDRESS, PLAIN_QUERY, SIGNED_QUERY};
 
-/// Name of the kernel's selection in [`KnotBenchmarkArgs::policies`].
+/// Name in [`KnotBenchmarkArgs::policies`] of the kernel's own selection of a worker.
 const KERNEL: &str = "kernel";
 
 /// Options of `coreward-lab testbed knot-benchmark`.
@@ -62,12 +62,12 @@ fn parse_seconds(text: &str) -> Result<f64, String> {
     parse_number_between(text, 0.1, 600.0)
 }
 
-/// Results of one policy, with spreads over the runs.
+/// Results of one policy, with median and range over the runs.
 #[derive(Debug, Clone, Serialize)]
 pub struct PolicyMeasurement {
-    /// Name of the policy, or `kernel`.
+    /// Name of the policy; `kernel` without dispatch.
     pub policy: String,
-    /// Answers per second.
+    /// Number of answers per second.
     pub answered_rps: SeedSummary,
     /// Median latency of queries answered from memory (us).
     pub plain_p50_us: SeedSummary,
@@ -75,20 +75,20 @@ pub struct PolicyMeasurement {
     pub plain_p99_us: SeedSummary,
     /// 99th percentile of the latency of signed queries (us).
     pub signed_p99_us: SeedSummary,
-    /// Number of queries without an answer in all runs.
+    /// Number of queries that got no answer, in all runs.
     pub lost: u64,
 }
 
-/// Results of all policies.
+/// Results of the benchmark, for all policies.
 #[derive(Debug, Clone, Serialize)]
 pub struct Comparison {
     /// Number of UDP workers of knotd.
     pub workers: u16,
-    /// Queries due per second.
+    /// Number of queries that are due per second.
     pub rate: f64,
-    /// Share of signed queries.
+    /// Share of the queries whose answer is signed (0 to 1).
     pub signed: f64,
-    /// Results in the requested order.
+    /// Results of the policies, in the requested order.
     pub policies: Vec<PolicyMeasurement>,
 }
 
@@ -100,7 +100,7 @@ pub fn main(args: &KnotBenchmarkArgs) -> anyhow::Result<()> {
 }
 
 /// Runs knotd on a server of a new testbed, and measures every policy in turn. Fails without root or knotd, when a
-/// process does not start, an answer has an error, or the machine is too busy.
+/// process does not start, when an answer has an error, or when the machine is too busy.
 pub fn compare(args: &KnotBenchmarkArgs) -> anyhow::Result<Comparison> {
     if let Some(missing) = missing_privilege() {
         anyhow::bail!(missing);
@@ -119,7 +119,7 @@ pub fn compare(args: &KnotBenchmarkArgs) -> anyhow::Result<Comparison> {
     Ok(Comparison { workers: args.workers, rate: args.rate, signed: args.signed, policies })
 }
 
-/// Returns the dispatch's service. The id of a DNS message matches the answer with its query.
+/// Returns the dispatch configuration of the DNS service. The id of a DNS message matches the answer with its query.
 fn service(policy: &str) -> String {
     format!("listen = \"{DNS_SERVICE_ADDRESS}\"\npolicy = \"{policy}\"\nrequest_id = {{ offset = 0, bytes = 2 }}\n")
 }

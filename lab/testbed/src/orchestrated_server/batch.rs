@@ -12,13 +12,13 @@ use coreward_runtime::worker::Runtime;
 
 use super::RETRY_INTERVAL;
 
-/// Number of the batch service.
+/// Number of the service that gets the batch.
 const SERVICE: u8 = 1;
-/// Time without a response after which all units count as lost.
+/// Time without a response after which all outstanding units of work count as lost.
 const TIMEOUT: Duration = Duration::from_secs(1);
 
-/// Keeps `window` units of service time `service_us` outstanding until `stop` is set. Restarts after an error, such as
-/// the orchestrator's end.
+/// Keeps `window` requests of service time `service_us` outstanding until `stop` is set. Starts again after an error,
+/// such as the end of the orchestrator.
 pub fn run_batch_client(memory: &Path, window: usize, service_us: u32, stop: &AtomicBool) {
     while !stop.load(Relaxed) {
         if let Err(error) = try_feed(memory, window, service_us, stop) {

@@ -7,36 +7,36 @@ use coreward_load::event_loop::now_ns;
 
 use crate::key_value::worker::{CATCH_UP_NS, sleep_until};
 
-/// Virtual time of an emulated core.
+/// Clock of an emulated core, in virtual time.
 ///
 /// A late wake-up delays a response but does not reduce the core's capacity: the next request starts at the virtual end
 /// of the previous one.
 #[derive(Debug)]
 pub struct CoreClock {
-    /// Service time between two yield points (ns).
+    /// Maximum service time between two yield points (ns).
     slice_ns: u64,
-    /// Minimum sleep of an idle worker (ns).
+    /// Minimum time for which an idle worker sleeps (ns).
     sleep_ns: u64,
-    /// Time in which the core switches to another service (ns).
+    /// Time that the core needs to switch to another service (ns).
     switch_ns: u64,
-    /// Service of the last slice.
+    /// Number of the service that ran in the last slice.
     service: Cell<u8>,
-    /// End of the last slice in virtual time.
+    /// End of the last slice in virtual time (ns).
     virtual_end_ns: Cell<u64>,
-    /// Time at which the worker woke after the last slice.
+    /// Time at which the worker woke up after the last slice (ns).
     woke_ns: Cell<u64>,
 }
 
 impl CoreClock {
-    /// `slice`: service time between two yield points. `sleep`: minimum sleep of the idle worker. `switch`: time in
-    /// which the core switches to another service.
+    /// Creates a clock. `slice`: maximum service time between two yield points. `sleep`: minimum sleep of an idle
+    /// worker. `switch`: time that the core needs to switch to another service.
     pub fn new(slice: Duration, sleep: Duration, switch: Duration) -> Self {
         let [slice_ns, sleep_ns, switch_ns] = [slice, sleep, switch].map(|time| time.as_nanos() as u64);
         let (virtual_end_ns, woke_ns) = (Cell::new(0), Cell::new(0));
         Self { slice_ns, sleep_ns, switch_ns, service: Cell::new(0), virtual_end_ns, woke_ns }
     }
 
-    /// Sleeps for the service time of a request. `yield_point` may serve other requests meanwhile.
+    /// Sleeps for the service time of a request. Meanwhile, `yield_point` may serve other requests.
     pub fn serve(&self, service: u8, time: Duration, mut yield_point: impl FnMut()) {
         self.begin(now_ns());
         let mut left_ns = time.as_nanos() as u64;
@@ -53,14 +53,14 @@ impl CoreClock {
         }
     }
 
-    /// Starts a request: now if the worker has slept since the last one, else at the last one's virtual end.
+    /// Starts a request: now if the worker has slept since the last request, otherwise at that request's virtual end.
     fn begin(&self, now_ns: u64) {
         let has_slept = now_ns - self.woke_ns.get() >= self.sleep_ns;
         let earliest_ns = if has_slept { now_ns } else { now_ns.saturating_sub(CATCH_UP_NS) };
         self.virtual_end_ns.set(self.virtual_end_ns.get().max(earliest_ns));
     }
 
-    /// Returns the start of a slice.
+    /// Starts a slice of a service, and returns the virtual time of its start (ns).
     fn begin_slice(&self, service: u8) -> u64 {
         let switch_ns = if self.service.replace(service) == service { 0 } else { self.switch_ns };
         self.virtual_end_ns.get() + switch_ns

@@ -11,13 +11,13 @@ use super::timeline;
 use crate::interrupt;
 use crate::stream::client::StreamWorkload;
 
-/// Interrupts the running measurement.
+/// Interrupts the measurement that is running.
 pub fn interrupt() {
     interrupt::request();
 }
 
-/// Measures every series of `scenario` with every seed; labels of series are names of methods. Fails when a label is
-/// not a method, a panel's metric is not supported, or a run fails.
+/// Measures every series of `scenario` with every seed; the label of a series names a method. Fails when a label is not
+/// a method, a panel's metric is not supported, or a run fails.
 pub fn measure(scenario: &Scenario, progress: Progress<'_>) -> anyhow::Result<Vec<Sample>> {
     let methods: Vec<Method> = scenario
         .series
@@ -54,7 +54,7 @@ fn sample(panel: &Panel, run: &PccRun, x: f64, y: f64) -> Sample {
     Sample { panel: panel.title.get_ref().clone(), series: run.method.to_owned(), x, run: run.seed, y }
 }
 
-/// Returns a panel's values (x, y) of a run. The value of a second belongs to the end of that second.
+/// Returns the points (x, y) that a panel shows of a run. The value of a second is at the end of that second.
 fn values(panel: &Panel, run: &PccRun) -> anyhow::Result<Vec<(f64, f64)>> {
     let ends = (1..).map(f64::from);
     let seconds = run.seconds.iter();

@@ -2,18 +2,18 @@
 
 use coreward_model::consistency::Consistency;
 
-/// Method by which packets find their servers.
+/// Method by which packets find their servers: a consistency with a policy.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Method {
-    /// Name on the command line, and label of the figure's series.
+    /// Name of the method on the command line, and label of its series in the figure.
     pub name: &'static str,
-    /// Consistency in the controller's file.
+    /// Value of `consistency` in the controller's file.
     pub consistency: Consistency,
-    /// Policy in the controller's file.
+    /// Value of `policy` in the controller's file.
     pub policy: &'static str,
 }
 
-/// Compared methods. The paper has AWRR under Cheetah. A connection table is as good as its fallback, and the best
+/// Methods to compare. The paper has AWRR under Cheetah. A connection table is as good as its fallback, and the best
 /// fallback of other systems is a consistent hash (Maglev, NSDI'16, Sect. 3.3).
 pub const METHODS: [Method; 6] = [
     Method { name: "stateless", consistency: Consistency::Stateless, policy: "awrr" },
@@ -25,7 +25,7 @@ pub const METHODS: [Method; 6] = [
 ];
 
 impl Method {
-    /// Returns a method by name. Fails when it does not exist; the error lists the known names.
+    /// Returns the method of a name. Fails when it does not exist; the error lists the known names.
     pub fn parse(name: &str) -> Result<Self, String> {
         let names = || METHODS.map(|method| method.name).join(", ");
         let found = METHODS.into_iter().find(|method| method.name == name);

@@ -29,7 +29,7 @@ pub struct PccArgs {
     streams: StreamWorkload,
 }
 
-/// Runs once and prints results by second as JSON. Fails without root, when a process does not start, or when
+/// Runs one method and prints its results by second as JSON. Fails without root, when a process does not start, or when
 /// interrupted; removes the testbed in any case.
 pub fn main(args: &PccArgs) -> anyhow::Result<()> {
     interrupt::catch()?;

@@ -21,38 +21,38 @@ use coreward_load::event_loop::now_ns;
 
 /// Interval of tables (ms); the paper's servers report at least ten times a second, but changes occur once a second.
 const REPORT_INTERVAL_MS: u32 = 200;
-/// Number of client addresses, each with ports for 50,000 connections, which are not reused.
+/// Number of client addresses. Each has ports for 50,000 connections, which are not reused.
 const CLIENT_ADDRESS_COUNT: u16 = 4;
-/// Time until routers detect a load balancer's failure: three missed BFD packets at 50 ms (RFC 5880).
+/// Time until routers detect the failure of a load balancer: three missed BFD packets at 50 ms (RFC 5880).
 const FAILURE_DETECTION_TIME: Duration = Duration::from_millis(150);
-/// Time from the start of the client to its warm-up.
+/// Time from the start of the client to the start of its warm-up.
 const START_DELAY: Duration = Duration::from_millis(500);
-/// Limit of the lateness of connections (us), above which the machine is too busy for a measurement.
+/// Maximum lateness of connections (us), above which the machine is too busy for a measurement.
 const LATENESS_MAX_US: u64 = 100_000;
 
 #[derive(Debug, Clone, Serialize)]
 pub struct PccRun {
     pub method: &'static str,
     pub seed: u64,
-    /// Results of each second from the start of the wave.
+    /// Results of each second, counted from the start of the changes.
     pub seconds: Vec<StreamSecond>,
-    /// Connections completed and broken before the wave, without changes.
+    /// Numbers of connections completed and broken in the warm-up, before any change.
     pub warm_up: StreamSecond,
-    /// Unbroken connections that were open at the end.
+    /// Number of unbroken connections that were open at the end.
     pub open_at_end: u64,
-    /// Lateness of the client's connections.
+    /// Lateness of the client's connections: how long after their due time they were opened.
     pub lateness_us: Latency,
-    /// Share of CPU time that was not idle during the run.
+    /// Share of CPU time that the machine was not idle during the run (%).
     pub machine_busy_pct: f64,
-    /// Counters above 0 of the load balancers that existed at the end.
+    /// Counters above 0 of the load balancers that existed at the end, summed by name.
     pub load_balancers: BTreeMap<String, u64>,
-    /// Counters above 0 of the servers in the controller's file at the end.
+    /// Counters above 0 of the servers in the controller's file at the end, summed by name.
     pub servers: BTreeMap<String, u64>,
 }
 
 impl PccRun {
-    /// Runs the method. Calls `tick` once a second. Fails without root, when a process does not start or ends early,
-    /// when the machine is too busy, or when interrupted.
+    /// Runs a method. Calls `tick` once a second. Fails without root, when a process does not start or ends early, when
+    /// the machine is too busy, or when interrupted.
     pub fn measure(method: Method, streams: &StreamWorkload, tick: &dyn Fn()) -> anyhow::Result<Self> {
         if let Some(missing) = missing_privilege() {
             anyhow::bail!(missing);
@@ -105,7 +105,7 @@ impl PccRun {
         StreamSecond::total(&self.seconds)
     }
 
-    /// Returns the highest percentage of broken connections of a second.
+    /// Returns the highest percentage of connections that broke in one second.
     pub fn highest_broken_pct(&self) -> f64 {
         self.seconds.iter().map(StreamSecond::broken_pct).fold(0.0, f64::max)
     }
@@ -131,13 +131,13 @@ impl PccRun {
     }
 }
 
-/// Running testbed. The fields are dropped in this order: the testbed last.
+/// Testbed with all processes of a run. The fields are dropped in this order, the testbed last.
 struct TestEnv {
     fleet: Fleet,
     _servers: StreamServers,
     seed: u64,
     next_server: u16,
-    /// Number of servers that left.
+    /// Number of servers that have left the pool.
     removed_servers: u64,
     testbed: Testbed,
 }
@@ -173,7 +173,7 @@ impl TestEnv {
         Ok(Self { fleet, _servers: servers, seed, next_server, removed_servers: 0, testbed })
     }
 
-    /// Applies the events of one time with one new controller file.
+    /// Applies the changes that are due at one time, by one new controller file.
     fn change(&mut self, changes: &[Change]) -> anyhow::Result<()> {
         let mut pool = self.fleet.pool().clone();
         for change in changes {
@@ -202,7 +202,7 @@ impl TestEnv {
     }
 }
 
-/// Returns the sums above 0 of counters by name.
+/// Returns the sums of the counters by name, without those that are 0.
 fn sum_counters<'a>(all: impl Iterator<Item = &'a serde_json::Value>) -> BTreeMap<String, u64> {
     let mut sums = BTreeMap::new();
     for (name, count) in all.filter_map(serde_json::Value::as_object).flatten() {

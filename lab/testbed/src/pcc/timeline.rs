@@ -2,27 +2,27 @@
 
 use coreward_model::rss::{seeded_rng, uniform_below};
 
-/// [`seeded_rng`]'s stream for the selection of leaving servers.
+/// Random number stream of [`seeded_rng`] for the selection of leaving servers.
 const RNG_STREAM_REMOVED_SERVERS: u64 = 6;
 
-/// Servers in the pool at the start.
+/// Number of servers in the pool at the start.
 pub const SERVER_COUNT: u16 = 24;
 pub const LOAD_BALANCER_COUNT: u16 = 2;
 
-/// Change of the pool.
+/// Change of the server pool or of the load balancers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Change {
-    /// A server that was not in the pool joins.
+    /// A server that was not in the pool before joins it.
     AddServer,
-    /// A server takes no new connections.
+    /// A server is drained: it takes no new connections.
     DrainServer,
-    /// A server leaves the controller's file altogether.
+    /// A server is removed from the controller's file altogether.
     RemoveServer,
     AddLoadBalancer,
     KillLoadBalancer,
 }
 
-/// Changes by their times, in half seconds from the start of the wave.
+/// Changes with their times, in half seconds from the start of the changes.
 ///
 /// The times of the servers follow the published counts of servers (`dynamic/BeamerNBSRV.csv` of
 /// github.com/cheetahlb/experiments), by which 6 servers joined. In the text (Sect. 5.3) 7 join; the seventh joins here
@@ -41,12 +41,12 @@ pub const CHANGES_BY_HALF_SECOND: [(u64, &[Change]); 11] = [
     (61, &[Change::KillLoadBalancer]),
 ];
 
-/// Returns the number of changes of a kind.
+/// Returns how often a change occurs in the whole run.
 pub fn count(change: Change) -> u16 {
     CHANGES_BY_HALF_SECOND.iter().flat_map(|(_, changes)| *changes).filter(|other| **other == change).count() as u16
 }
 
-/// Returns the number of servers in the pool at the end of second `second`, from 0.
+/// Returns the number of servers in the pool at the end of second `second`, counted from 0.
 pub fn servers_after(second: u64) -> u16 {
     let before =
         CHANGES_BY_HALF_SECOND.iter().filter(|(half, _)| *half <= 2 * second + 1).flat_map(|(_, changes)| *changes);
@@ -57,7 +57,7 @@ pub fn servers_after(second: u64) -> u16 {
     })
 }
 
-/// Returns the server of `pool` that leaves as number `turn`: the same under every method.
+/// Returns the server of `pool` that leaves at leave number `turn`, which is the same under every method.
 pub fn leaving_server(pool: &[u16], seed: u64, turn: u64) -> u16 {
     let mut rng = seeded_rng(seed << 8 | turn, RNG_STREAM_REMOVED_SERVERS);
     pool[uniform_below(&mut rng, pool.len() as u32) as usize]

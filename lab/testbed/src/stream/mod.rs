@@ -13,25 +13,25 @@ pub mod server;
 use zerocopy::byteorder::little_endian::U32;
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
-/// Bytes of one write of the server.
+/// Number of bytes that the server sends at once.
 pub const PACKET_BYTES: usize = 125;
 
-/// Request of the client. The response only consists of [`content`].
+/// Request of a stream client. The response consists only of the bytes of [`content`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
 pub struct Request {
-    /// Seed of the content.
+    /// Seed of the bytes of the response.
     pub seed: U32,
-    /// Number of packets, at least 1.
+    /// Number of packets of the response, at least 1.
     pub packets: U32,
-    /// Time from the request to the last packet (us).
+    /// Time from the request to the last packet of the response (us).
     pub duration_us: U32,
 }
 
 pub const REQUEST_BYTES: usize = size_of::<Request>();
 
 impl Request {
-    /// Returns the due time of packet `index`, from 0, after the request (ns).
+    /// Returns the time from the request until packet `index` is due (ns); packets are counted from 0.
     pub fn due_ns(&self, index: u32) -> u64 {
         let (duration_ns, packets) = (u64::from(self.duration_us.get()) * 1_000, u64::from(self.packets.get().max(1)));
         // 2^32 us in ns times 2^32 would not fit 64 bits.
@@ -44,13 +44,13 @@ impl Request {
     }
 }
 
-/// Returns the byte at `position` of the response to a request with `seed`.
+/// Returns the byte at `position` of the response to a request with this seed.
 pub fn content(seed: u32, position: u64) -> u8 {
     // Knuth's multiplicative hash: adjacent bytes and adjacent seeds differ.
     ((seed ^ position as u32).wrapping_mul(0x9e37_79b1) >> 24) as u8
 }
 
-/// Raises the limit of open files to the maximum, for thousands of connections.
+/// Raises the limit of open files of this process to the maximum, for thousands of connections.
 fn raise_file_limit() -> anyhow::Result<()> {
     use nix::sys::resource::{Resource, getrlimit, setrlimit};
     let (_, hard) = getrlimit(Resource::RLIMIT_NOFILE)?;

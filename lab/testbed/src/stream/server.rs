@@ -18,7 +18,7 @@ use crate::namespace::Namespace;
 use crate::process::Process;
 use crate::topology::Testbed;
 
-/// Work of the emulated core per packet or accepted connection (ns).
+/// Time that the emulated core works for each packet and each accepted connection (ns).
 const WORK_NS: u64 = 1_000_000;
 
 /// Options of `coreward-lab testbed stream-server`.
@@ -38,7 +38,7 @@ fn parse_server(text: &str) -> Result<(String, PathBuf), String> {
     Ok((namespace.to_owned(), file.into()))
 }
 
-/// Serves until killed. Fails when it cannot listen in a namespace, or a core load file cannot be made.
+/// Serves until killed. Fails when it cannot listen in one of the namespaces, or a core load file cannot be created.
 pub fn run(args: &StreamServerArgs) -> anyhow::Result<()> {
     raise_file_limit()?;
     let start = |(namespace, file): &(String, PathBuf)| {
@@ -53,7 +53,7 @@ pub fn run(args: &StreamServerArgs) -> anyhow::Result<()> {
     match EventLoop::new(StreamProtocol, cores)?.run()? {}
 }
 
-/// State of a connection: its request, and the received bytes of it.
+/// State of a connection: its request, or the bytes received of it so far.
 #[derive(Default)]
 struct Stream {
     request_buffer: ([u8; REQUEST_BYTES], usize),
@@ -93,19 +93,19 @@ impl Protocol for StreamProtocol {
     }
 }
 
-/// Process of the servers in a testbed; killed when dropped.
+/// Running process of all stream servers in a testbed, which is killed when dropped.
 #[derive(Debug)]
 pub struct StreamServers {
     process: Process,
 }
 
 impl Testbed {
-    /// Serves on all present servers from one process. Fails when it does not listen within ten seconds.
+    /// Starts one process that serves on all present servers. Fails when it does not listen within ten seconds.
     pub fn start_stream_servers(&self) -> anyhow::Result<StreamServers> {
         self.start_stream_servers_at(self.service(), |number| fleet::busy_file(self, number))
     }
 
-    /// Starts stream servers at another address; `busy`: file of the busy time, by server number.
+    /// Starts stream servers at another address. `busy`: path of the core load file, by server number.
     pub fn start_stream_servers_at(
         &self,
         listen: impl Into<SocketAddr>,

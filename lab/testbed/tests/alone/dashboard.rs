@@ -19,19 +19,19 @@ use fantoccini::{Client, ClientBuilder, Locator};
 use hyper_util::client::legacy::connect::HttpConnector;
 use serde_json::{Value, json};
 
-/// Port of the driver in the controller's namespace.
+/// Port of the browser's driver in the controller's namespace.
 const DRIVER_PORT: u16 = 9515;
 const DASHBOARD: &str = "http://127.0.0.1:7401/";
 const TIMEOUT: Duration = Duration::from_secs(30);
 const SERVER_COUNT: u16 = 6;
 const CORE_COUNT: u16 = 4;
-/// Maximum duration of the watched traffic in seconds.
+/// Maximum duration of the traffic that the browser shows (s).
 const MAX_TRAFFIC_SECONDS: u64 = 90;
-/// Delay before the picture, until the lines and the heat map contain data.
+/// Delay before the screenshot, until the lines and the heat map contain data.
 const PICTURE_DELAY: Duration = Duration::from_secs(45);
 
-/// Starts the browser's driver in its own process namespace. When the driver ends, the namespace ends with every
-/// process of the browser.
+/// Starts the browser's driver in a process namespace of its own. When the driver ends, so does every process of the
+/// browser.
 fn start_driver(testbed: &Testbed) -> anyhow::Result<Process> {
     let mut command = Command::new("unshare");
     command.args(["--pid", "--fork", "--kill-child", "--mount-proc", "chromedriver"]);
@@ -67,7 +67,7 @@ async fn connect() -> anyhow::Result<Client> {
     }
 }
 
-/// Waits until the script returns true.
+/// Waits until a script in the page returns true. `what`: the condition in words.
 async fn wait_until(client: &Client, what: &str, script: &str) -> anyhow::Result<()> {
     let end = tokio::time::Instant::now() + TIMEOUT;
     loop {
@@ -87,14 +87,14 @@ async fn by_id(client: &Client, id: &str) -> anyhow::Result<Element> {
     client.find(Locator::Id(id)).await.with_context(|| format!("no element {id}"))
 }
 
-/// Logs in through the page's form.
+/// Logs in with a token through the form of the page.
 async fn log_in(client: &Client, token: &str) -> anyhow::Result<()> {
     by_id(client, "token").await?.send_keys(token).await?;
     client.find(Locator::Css("#login button")).await?.click().await?;
     Ok(())
 }
 
-/// Returns the errors in the browser's log.
+/// Returns the messages of errors in the browser's log.
 async fn browser_errors(client: &Client) -> anyhow::Result<Vec<String>> {
     #[derive(Debug)]
     struct BrowserLog;

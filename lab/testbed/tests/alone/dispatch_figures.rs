@@ -17,7 +17,7 @@ fn figure(arguments: &[&str]) -> anyhow::Result<FigureResult> {
     Ok(serde_json::from_slice(&output.stdout)?)
 }
 
-/// Asserts that every curve of every panel has a value at every point, at least `least`.
+/// Asserts that every panel has these curves, each with values of at least `least` at every point.
 fn assert_complete(result: &FigureResult, panels: usize, series: &[&str], least: f64) {
     assert_eq!(result.table.panels.len(), panels);
     for panel in &result.table.panels {

@@ -19,13 +19,13 @@ use nix::sys::signal::Signal;
 
 use crate::support::{assert_unbroken, eventually, pause};
 
-/// Time limit until another controller leads: a multiple of the lease, for slow machines.
+/// Maximum time until another controller leads: a multiple of the lease, for slow machines.
 const TAKEOVER_LIMIT: Duration = Duration::from_secs(90);
 
-/// The fields are dropped in this order: the testbed last.
+/// Fleet with three controllers and three etcd members. The fields are dropped in this order, the testbed last.
 struct Datacentre {
     fleet: Fleet,
-    /// Controllers 2 and 3; controller 1 belongs to the fleet.
+    /// Processes of controllers 2 and 3; controller 1 belongs to the fleet.
     other_controllers: Vec<Option<Process>>,
     etcd: Vec<Option<Process>>,
     members: Vec<Member>,
@@ -60,7 +60,7 @@ fn start_member(testbed: &Testbed, members: &[Member], position: usize) -> Proce
     testbed.spawn(testbed.controller(), command).expect("etcd cannot be started: `scripts/install run` installs it")
 }
 
-/// Runs `coreward ARGUMENTS` with this controller; a stopped controller times out after 10 s.
+/// Runs `coreward ARGUMENTS` against this controller; a stopped controller times out after 10 s.
 fn run_coreward(testbed: &Testbed, controller: u16, arguments: &[&str]) -> anyhow::Result<()> {
     let command = operator_command_for(testbed, [controller], arguments)?;
     let mut hurried = Command::new("timeout");
@@ -69,7 +69,7 @@ fn run_coreward(testbed: &Testbed, controller: u16, arguments: &[&str]) -> anyho
     testbed.run(testbed.controller(), hurried).map(drop)
 }
 
-/// Runs `coreward ARGUMENTS` with the leader among these controllers.
+/// Runs `coreward ARGUMENTS` against the leader of these controllers and returns its output.
 fn run_at_leader(
     testbed: &Testbed,
     controllers: impl IntoIterator<Item = u16>,
@@ -87,7 +87,7 @@ fn fleet_document(servers: u16) -> String {
     text
 }
 
-/// Repeats a query until it has a result, because temporarily no controller or no etcd member leads.
+/// Repeats a query until it returns a value, because temporarily no controller or no etcd member leads.
 fn wait_for_some<T>(what: &str, ask: impl Fn() -> Option<T>) -> T {
     let mut answer = None;
     eventually(TAKEOVER_LIMIT, what, || {
@@ -130,7 +130,7 @@ impl Datacentre {
         Self { fleet, other_controllers, etcd, members, _servers: servers, testbed, document, changes: 1 }
     }
 
-    /// Applies a new document, repeatedly until a controller has acknowledged it. Returns the document's number.
+    /// Applies a changed document repeatedly until a controller acknowledges it. Returns that controller's number.
     fn apply(&mut self) -> u16 {
         self.changes += 1;
         let weight = format!("weight = {}\nname = \"s1\"", self.changes);
@@ -162,7 +162,7 @@ impl Datacentre {
         process.signal(signal).unwrap();
     }
 
-    /// Kills a controller (SIGKILL).
+    /// Kills a controller by SIGKILL.
     fn kill(&mut self, number: u16) {
         match number {
             1 => self.fleet.kill("controller").unwrap(),
@@ -170,7 +170,7 @@ impl Datacentre {
         }
     }
 
-    /// Starts a controller that was killed.
+    /// Starts a controller again after it was killed.
     fn restart(&mut self, number: u16) {
         match number {
             1 => self.fleet.restart(&self.testbed, "controller").unwrap(),
@@ -192,7 +192,7 @@ impl Datacentre {
         serde_json::from_str(&text).ok()
     }
 
-    /// Returns the servers that `coreward drain` drains.
+    /// Returns the names of the servers that are drained by `coreward drain`.
     fn drained(&self) -> Vec<String> {
         let status = wait_for_some("a controller leads", || self.status());
         let servers = status["servers"].as_array().unwrap().iter();
@@ -209,7 +209,7 @@ impl Datacentre {
         })
     }
 
-    /// Returns the position of etcd's leading member.
+    /// Returns the index of the leading etcd member.
     fn etcd_leader(&self) -> Option<usize> {
         let endpoints: Vec<String> = self.members.iter().map(Member::endpoint).collect();
         let mut command = Command::new("etcdctl");

@@ -14,12 +14,12 @@ use coreward_testbed::{Namespace, TestbedOptions, counters, missing_testbed_righ
 
 use crate::support::{TestEnv, assert_unbroken, pause};
 
-/// Unused addresses behind the router: 10.2.128.0/17.
+/// Prefix and first address of the spoofed sources: 10.2.128.0/17, unused and behind the router.
 const SPOOFED_SOURCES: (&str, u32) = ("10.2.128.0/17", 0x0a02_8000);
 const SYNS_PER_BURST: u32 = 40;
 const BURST_INTERVAL: Duration = Duration::from_millis(2);
 
-/// Returns the Internet checksum (RFC 1071).
+/// Returns the Internet checksum of the bytes (RFC 1071).
 fn checksum(bytes: &[u8]) -> u16 {
     let words = bytes.chunks(2).map(|pair| u32::from(u16::from_be_bytes([pair[0], *pair.get(1).unwrap_or(&0)])));
     let sum: u32 = words.sum();
@@ -27,7 +27,7 @@ fn checksum(bytes: &[u8]) -> u16 {
     !((folded & 0xffff) + (folded >> 16)) as u16
 }
 
-/// Returns a SYN to the service as Linux sends it: MSS, SACK permitted, timestamps, window scale.
+/// Returns an IPv4 packet with a SYN to the service as Linux sends it: MSS, SACK permitted, timestamps, window scale.
 fn syn(source: Ipv4Addr, port: u16, sequence: u32) -> Vec<u8> {
     let mut tcp = Vec::new();
     tcp.extend(port.to_be_bytes());
@@ -49,7 +49,7 @@ fn syn(source: Ipv4Addr, port: u16, sequence: u32) -> Vec<u8> {
     [ip, tcp].concat()
 }
 
-/// Sends SYNs until `done` and returns their number.
+/// Sends SYNs from spoofed sources until `done`, and returns the number of SYNs sent.
 fn flood(client: &Namespace, done: &AtomicBool) -> anyhow::Result<u64> {
     client.within(|| {
         // SAFETY: takes integers, returns a new descriptor or -1.

@@ -23,7 +23,7 @@ struct TestEnv {
 }
 
 impl TestEnv {
-    /// Starts servers with nginx behind another load balancer, without agents.
+    /// Starts servers with nginx behind another load balancer, without agents of coreward.
     fn start_behind(
         kind: BaselineKind,
         instance: &str,
@@ -38,7 +38,7 @@ impl TestEnv {
         (other, Self { _nginx: nginx, testbed })
     }
 
-    /// Opens connections to the service with one request each; every fourth connection has no TCP timestamps.
+    /// Opens connections to the service and sends one request on each; every fourth connection has no TCP timestamps.
     fn connect(&self, count: usize) -> HeldConnections {
         let kept = self.testbed.client().within(|| {
             (0..count)
@@ -54,7 +54,7 @@ impl TestEnv {
         HeldConnections(kept.unwrap())
     }
 
-    /// Starts wrk with keep-alive for a number of seconds.
+    /// Starts wrk on keep-alive connections, for a number of seconds.
     fn wrk(&self, seconds: u32) -> Process {
         let mut wrk = Command::new("wrk");
         let page = format!("http://{}/who", self.testbed.service());
@@ -73,7 +73,7 @@ impl TestEnv {
         status["load_balancers"][0]["state"]["counters"][name].as_u64().unwrap_or(0)
     }
 
-    /// Returns net.ipv4.tcp_timestamps of every server.
+    /// Returns the value of net.ipv4.tcp_timestamps on every server.
     fn tcp_timestamps(&self) -> Vec<String> {
         let read = |number| {
             let server = self.testbed.server(number).unwrap();
@@ -86,7 +86,7 @@ impl TestEnv {
         self.testbed.server_numbers().into_iter().map(read).collect()
     }
 
-    /// Changes the fleet's file, and waits until it is in force everywhere.
+    /// Replaces the additional lines of the fleet's file, and waits until they are in force everywhere.
     fn set(&self, fleet: &mut Fleet, more: &str) {
         let before = fleet.status(&self.testbed).unwrap()["configuration_generation"].as_u64().unwrap();
         fleet.set_fleet_text(&self.testbed, more).unwrap();
@@ -96,7 +96,7 @@ impl TestEnv {
         eventually_in_force(fleet, &self.testbed);
     }
 
-    /// Runs `coreward DAEMON --config ... --detach` on a host.
+    /// Runs `coreward DAEMON --config FILE --detach` on a host.
     fn detach(&self, host: &coreward_testbed::Namespace, daemon: &str, file: &str) {
         let mut command = Command::new(coreward_testbed::fleet::coreward_command().unwrap());
         command.arg(daemon).arg("--config").arg(self.testbed.directory().join(format!("{file}.toml"))).arg("--detach");
@@ -104,7 +104,7 @@ impl TestEnv {
     }
 }
 
-/// Connections, each with the worker that answered its first request.
+/// Open connections, each with the worker that answered its first request.
 struct HeldConnections(Vec<(Connection, RespondingWorker)>);
 
 impl HeldConnections {
@@ -117,7 +117,7 @@ impl HeldConnections {
     }
 }
 
-/// Returns the errors that wrk counted, and checks that it got responses.
+/// Waits for wrk, checks that it got responses, and returns the lines in which it reports errors.
 fn wrk_errors(mut wrk: Process) -> Vec<String> {
     use std::io::Read as _;
     assert!(wrk.wait(Duration::from_secs(40)).unwrap().success());

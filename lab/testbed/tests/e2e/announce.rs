@@ -27,7 +27,7 @@ fn router_file() -> String {
     )
 }
 
-/// Returns the configuration file of docs/deployment.md with other times.
+/// Returns the BIRD configuration of a load balancer in docs/deployment.md, with other times.
 fn load_balancer_file(number: u16) -> String {
     let address = load_balancer_address(number);
     format!(
@@ -49,7 +49,7 @@ fn start_bird(env: &TestEnv, namespace: &Namespace, name: &str, text: &str) -> P
     bird.expect("BIRD cannot be started: `scripts/install run` installs it")
 }
 
-/// Returns the load balancers to which the router sends connections for the VIP.
+/// Returns the numbers of the load balancers to which the router sends connections for the VIP.
 fn next_hops(env: &TestEnv) -> Vec<u16> {
     let route = run(&env.testbed, env.testbed.ecmp_host(), &format!("ip route show {VIP}/32"));
     let is_hop = |number: &u16| {

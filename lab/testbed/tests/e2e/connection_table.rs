@@ -28,7 +28,7 @@ fn connect(env: &TestEnv) -> TcpStream {
     env.testbed.client().within(|| Ok(TcpStream::connect(SERVICE_ADDRESS)?)).unwrap()
 }
 
-/// Returns the number of connections in `coreward connections`.
+/// Returns the number of connections that `coreward connections` shows.
 fn count_connections(env: &TestEnv) -> usize {
     let directory = env.testbed.load_balancer_pin_directory(1);
     let mut command = std::process::Command::new(coreward_testbed::fleet::coreward_command().unwrap());
@@ -68,7 +68,7 @@ fn silent_connection_stays_and_ended_ones_are_freed() {
 /// Address of a client that gets no answers, because no machine has a route to it.
 const UNREACHABLE: SocketAddrV4 = SocketAddrV4::new(Ipv4Addr::new(10, 9, 9, 9), 0);
 
-/// Sends a SYN and nothing else.
+/// Sends a SYN to the service, and nothing after it.
 fn half_open(client: &Namespace) {
     let sent = client.within(|| {
         let socket = Socket::new(Domain::IPV4, Type::STREAM, None)?;

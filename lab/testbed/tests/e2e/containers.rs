@@ -11,7 +11,7 @@ use coreward_testbed::{TIMEOUT, TestbedOptions, missing_testbed_rights, skip_if}
 
 use crate::support::{TestEnv, eventually};
 
-/// Number of connections, which all miss the buckets of a third server once in 10^10 runs: (2/3)^60.
+/// Number of connections. All of them miss the buckets of a third server once in 10^10 runs: (2/3)^60.
 const CONNECTION_COUNT: usize = 60;
 
 struct Containers {
@@ -38,7 +38,7 @@ impl Containers {
         self.env.testbed.client().set_sysctls(&[("ipv4/tcp_timestamps", value)]).unwrap();
     }
 
-    /// Opens a connection and sends one request.
+    /// Opens a connection to the service, sends one request, and asserts that a container answers it.
     fn query_worker(&self) -> anyhow::Result<()> {
         self.env.testbed.client().within(|| {
             let mut stream = TcpStream::connect_timeout(&SocketAddr::from(SERVICE_ADDRESS), *TIMEOUT)?;
@@ -51,12 +51,12 @@ impl Containers {
         })
     }
 
-    /// Returns the errors of [`CONNECTION_COUNT`] new connections.
+    /// Opens [`CONNECTION_COUNT`] connections with one request each, and returns the errors.
     fn broken(&self) -> Vec<anyhow::Error> {
         (0..CONNECTION_COUNT).filter_map(|_| self.query_worker().err()).collect()
     }
 
-    /// Moves a third of the buckets to server 3.
+    /// Removes server 3 and adds it again, which moves a third of the buckets to it.
     fn move_buckets(&mut self) {
         self.env.set_admin_state(3, None);
         self.env.set_admin_state(3, Some(AdminState::Active));

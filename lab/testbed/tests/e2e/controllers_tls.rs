@@ -17,15 +17,15 @@ use nix::sys::signal::Signal;
 
 use crate::support::eventually;
 
-/// Time limit until another controller leads: a multiple of the lease, for slow machines.
+/// Maximum time until another controller leads: a multiple of the lease, for slow machines.
 const TAKEOVER_LIMIT: Duration = Duration::from_secs(90);
-/// Time limit for the end of a process, which may write to etcd first: only a safety net.
+/// Maximum time until a process ends, which may write to etcd first: only a safety net.
 const EXIT_TIMEOUT: Duration = Duration::from_secs(60);
 const DOCUMENT: &str = "[[service]]\nname = \"web\"\nvip = \"10.200.0.1:80\"\n\
                         [[server]]\nname = \"s1\"\naddress = \"10.1.1.1\"\n[[server]]\nname = \"s2\"\naddress = \
                         \"10.1.1.2\"\n";
 
-/// The fields are dropped in this order: the testbed last.
+/// Testbed with etcd and certificates for controllers. The fields are dropped in this order, the testbed last.
 struct TestEnv {
     _etcd: Process,
     member: Member,
@@ -88,13 +88,13 @@ impl TestEnv {
         file
     }
 
-    /// Writes the file of a controller with its own store.
+    /// Writes the configuration file of a controller that has its own store.
     fn write_store_config(&self) -> PathBuf {
         let store = self.testbed.directory().join("alone.redb");
         self.write("alone", 1, &format!("store = {store:?}\n"))
     }
 
-    /// Writes the file of one of several controllers, which authenticates to etcd with `own`.
+    /// Writes the configuration file of one of several controllers, which authenticates to etcd with `own`.
     fn write_etcd_config(&self, name: &str, number: u16, own: &CredentialFiles) -> PathBuf {
         let endpoint = self.member.secure_endpoint();
         let tokens = self.testbed.directory();
@@ -120,14 +120,14 @@ impl TestEnv {
         output.map(|output| String::from_utf8(output.stdout).unwrap()).map_err(|error| format!("{error:#}"))
     }
 
-    /// Returns the output of `coreward doctor` for a machine with a fault.
+    /// Runs `coreward doctor`, which must find a fault, and returns its output.
     fn doctor(&self, file: &Path) -> String {
         let mut command = Command::new("sh");
         command.args(["-c", "\"$0\" doctor --config \"$1\" || true"]).arg(coreward_command().unwrap()).arg(file);
         String::from_utf8(self.testbed.run(self.testbed.controller(), command).unwrap().stdout).unwrap()
     }
 
-    /// Runs `coreward ARGUMENTS` with these controllers, by https, with an operator's certificate.
+    /// Runs `coreward ARGUMENTS` against these controllers by https, with an operator's certificate.
     fn run_at(&self, controllers: &[u16], arguments: &[&str]) -> Result<String, String> {
         let urls: Vec<String> = controllers.iter().map(|number| api_url(*number)).collect();
         let CredentialFiles { ca, certificate, key } = &self.operator;
@@ -143,7 +143,7 @@ impl TestEnv {
         self.run_at(controllers, &["apply", "--yes", file.to_str().unwrap()])
     }
 
-    /// Returns the names of servers that `coreward drain` drains; `None`: there is no leader.
+    /// Returns the names of the servers that are drained by `coreward drain`; `None`: there is no leader.
     fn drained(&self, controllers: &[u16]) -> Option<Vec<String>> {
         let text = self.run_at(controllers, &["status", "--format", "json"]).ok()?;
         let status: serde_json::Value = serde_json::from_str(&text).unwrap();
@@ -155,8 +155,8 @@ impl TestEnv {
         Some(names)
     }
 
-    /// Queries each of these controllers. Returns the leader and the answers of the other controllers; `None`: not
-    /// exactly one leads.
+    /// Queries each of these controllers. Returns the leader and the other controllers' answers; `None`: there is not
+    /// exactly one leader.
     fn leader(&self, controllers: &[u16]) -> Option<(u16, Vec<String>)> {
         let (mut leaders, mut refusals) = (Vec::new(), Vec::new());
         for number in controllers {

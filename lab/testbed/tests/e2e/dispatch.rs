@@ -18,7 +18,7 @@ fn dispatch(testbed: &Testbed, policy: &str) -> String {
     format!("[dispatch]\npin_directory = \"{}\"\n[[dispatch.service]]\n{service}", pins.display())
 }
 
-/// Returns the dispatched service of the server in `coreward status`.
+/// Returns the services that the server dispatches, from `coreward status`.
 fn dispatch_status(fleet: &Fleet, testbed: &Testbed) -> Value {
     fleet.status(testbed).unwrap()["servers"][0]["dispatch"].clone()
 }
@@ -69,7 +69,7 @@ fn agent_dispatches_by_its_file() -> anyhow::Result<()> {
     check_reload_restart_and_detach(&testbed, &mut fleet)
 }
 
-/// Tests SIGHUP, a new process, and detaching.
+/// Tests a reload by SIGHUP, a restart of the agent, and the detachment of the dispatch.
 fn check_reload_restart_and_detach(testbed: &Testbed, fleet: &mut Fleet) -> anyhow::Result<()> {
     let file = testbed.directory().join("agent-s1.toml");
     let before = std::fs::read_to_string(&file)?;

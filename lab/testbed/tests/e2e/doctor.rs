@@ -19,12 +19,12 @@ use serde_json::Value;
 
 use crate::support::eventually;
 
-/// Enters new mount namespaces with the /sys of the network namespace, the testbed's BPF file system, and an empty
+/// Shell commands for new mount namespaces: /sys of the network namespace, the testbed's BPF file system, and an empty
 /// directory for sysctl's drop-in files. None of them is the host's. `$1`: directory to mount at.
 const ENTER_NAMESPACES: &str = "set -e; mount --bind /sys/fs/bpf \"$1\"; mount -t sysfs sysfs /sys; \
                      if [ -d /etc/sysctl.d ]; then mount -t tmpfs tmpfs /etc/sysctl.d; fi; ";
 const BPF_FILE_SYSTEM: &str = "mount --bind \"$1\" /sys/fs/bpf; ";
-/// Prints the report, then a line with the exit code, then the drop-in file, if it exists.
+/// Shell commands that print doctor's report, then a line with the exit code, then the drop-in file if it exists.
 const RUN_DOCTOR: &str =
     "shift; set +e; \"$@\"; code=$?; echo; echo \"exit $code\"; cat /etc/sysctl.d/90-coreward.conf 2>/dev/null; true";
 
@@ -38,7 +38,7 @@ enum Conditions {
 
 #[derive(Debug, Clone)]
 struct DoctorReport {
-    /// Messages of checks with a warning or fault, by check.
+    /// Messages of the checks that found a warning or fault, by the name of the check.
     findings: BTreeMap<String, String>,
     fixed: Vec<String>,
     is_success: bool,
@@ -49,7 +49,7 @@ struct TestEnv {
     testbed: Testbed,
     mount_point: PathBuf,
     nginx: Option<Process>,
-    /// Differences from the expectation, all printed at the end.
+    /// Differences from the expected reports, all printed at the end.
     failures: RefCell<Vec<String>>,
 }
 
@@ -123,7 +123,7 @@ impl TestEnv {
         self.testbed.run(host, command).unwrap();
     }
 
-    /// Starts two workers on both services' ports; with `pinned` each has a CPU, with `reuseport` each has a socket.
+    /// Starts two nginx workers on both services' ports, each with its own CPU (`pinned`) or socket (`reuseport`).
     fn serve(&mut self, pinned: bool, reuseport: bool) {
         self.stop_serving();
         let directory = self.testbed.directory().join("doctor-nginx");
@@ -161,7 +161,7 @@ impl TestEnv {
     }
 }
 
-/// Host, its configuration file, and doctor's baseline report without a fault.
+/// Host with its configuration file, and doctor's report before any fault is injected.
 struct CheckedHost {
     host: Namespace,
     config: PathBuf,
@@ -175,7 +175,7 @@ impl CheckedHost {
         Self { host: host.clone(), config, baseline }
     }
 
-    /// Asserts that doctor finds `check` in addition to the baseline, and nothing else.
+    /// Asserts that doctor finds the problem `check` in addition to the baseline, and nothing else.
     fn assert_only_new_finding(&self, env: &TestEnv, what: &str, check: &str, conditions: Conditions, more: &[&str]) {
         let printed = env.doctor(&self.host, &self.config, conditions, more);
         let new: Vec<&String> =
@@ -186,7 +186,7 @@ impl CheckedHost {
         println!("{what}: {check}, {:?}", printed.findings.get(check));
     }
 
-    /// Returns this host with replacements in its configuration file.
+    /// Returns this host with another configuration file: with replacements in the text, and `more` lines.
     fn with_replacements(&self, replace: &[(&str, &str)], more: &str) -> Self {
         let mut text = fs::read_to_string(&self.config).unwrap();
         for (from, to) in replace {
@@ -204,7 +204,7 @@ impl CheckedHost {
         env.record_unless(names(&printed) == names(&self.baseline), || format!("after {after}: {printed:?}"));
     }
 
-    /// Injects a fault by a shell script, asserts that it is found, and undoes it.
+    /// Injects a fault by a shell script, asserts that doctor detects it, and undoes it by another script.
     fn assert_detected(&self, env: &TestEnv, check: &str, inject: &str, undo: &str) {
         env.shell(&self.host, inject);
         self.assert_only_new_finding(env, inject, check, Conditions::Plain, &[]);
@@ -212,7 +212,7 @@ impl CheckedHost {
         self.assert_no_new_finding(env, inject);
     }
 
-    /// Asserts that a check fails, and that `--fix` repairs it and reports that.
+    /// Asserts that doctor detects a fault, and that `--fix` repairs the fault and reports that.
     fn assert_fixed(&self, env: &TestEnv, check: &str, inject: &str, conditions: Conditions) -> DoctorReport {
         self.assert_only_new_finding(env, inject, check, conditions, &[]);
         let printed = env.doctor(&self.host, &self.config, conditions, &["--fix"]);
@@ -224,7 +224,7 @@ impl CheckedHost {
     }
 }
 
-/// Starts a testbed with one service that servers stamp and one that load balancers stamp, each with two workers.
+/// Starts a testbed with two services, one stamped by servers and one by load balancers, and two workers for each.
 fn start_env() -> (TestEnv, Fleet, CheckedHost, CheckedHost, CheckedHost) {
     let options = TestbedOptions { instance: "doctor".to_owned(), servers: 1, cores: 2, ..TestbedOptions::default() };
     let mut testbed = Testbed::create(options).unwrap();
@@ -294,8 +294,8 @@ fn every_injected_misconfiguration_is_named() {
     fleet.daemon("controller").unwrap().signal(Signal::SIGTERM).unwrap();
 }
 
-/// Checks a running load balancer whose switch takes no frames from XDP. It is the last check, because the driver's
-/// counter stays.
+/// Checks a running load balancer whose switch drops the frames sent by XDP. It must be the last check, because the
+/// driver's counter keeps its value.
 fn check_frames_dropped_by_veth(env: &TestEnv) {
     env.shell(env.testbed.switch(), "ip link set dev lb1 xdp off; ethtool -K lb1 gro off");
     let config = env.testbed.directory().join("lb1.toml");
@@ -494,7 +494,7 @@ fn check_store_on_another_disk(env: &TestEnv, controller: &CheckedHost, store: &
     controller.assert_detected(env, "store", &remount("ro"), &remount("rw"));
 }
 
-/// File system of 16 MiB, unmounted when dropped.
+/// Small file system of 16 MiB, which is unmounted when dropped.
 struct Disk(PathBuf);
 
 impl Disk {

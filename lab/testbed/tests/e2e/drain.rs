@@ -15,7 +15,7 @@ use serde_json::Value;
 
 use crate::support::{OpenConnections, assert_answered, eventually, open_at_each, open_keepalive_connections};
 
-/// The fields are dropped in this order: the testbed last.
+/// Fleet of two servers with nginx. The fields are dropped in this order, the testbed last.
 struct TestEnv {
     fleet: Fleet,
     _nginx: Vec<Nginx>,
@@ -46,13 +46,13 @@ impl TestEnv {
         command
     }
 
-    /// Runs `coreward ARGUMENTS`. Returns its output, or its error.
+    /// Runs `coreward ARGUMENTS`. Returns its output, or its error message.
     fn coreward(&self, arguments: &[&str]) -> Result<String, String> {
         let output = self.testbed.run(self.testbed.controller(), self.command(arguments));
         output.map(|output| String::from_utf8(output.stdout).unwrap()).map_err(|error| format!("{error:#}"))
     }
 
-    /// Starts a command in the background.
+    /// Starts `coreward ARGUMENTS` in the background, with its output in a file.
     fn spawn_coreward(&self, name: &str, arguments: &[&str]) -> BackgroundCommand {
         let printed = self.testbed.directory().join(format!("{name}.txt"));
         let file = File::create(&printed).unwrap();
@@ -91,7 +91,7 @@ impl BackgroundCommand {
         eventually(*TIMEOUT, &format!("{words:?}"), has);
     }
 
-    /// Returns whether the command succeeds, and its output.
+    /// Waits for the end of the command. Returns whether it succeeded, and its output.
     fn wait(&mut self) -> (bool, String) {
         let ended = self.process.wait(*TIMEOUT).unwrap();
         (ended.success(), self.output())
@@ -176,7 +176,7 @@ fn ended_wait_leaves_the_server_drained() {
     assert!(top.contains("! s1: draining: by `coreward drain`"), "{top}");
 }
 
-/// Returns the controller's log lines with an event, as objects.
+/// Returns the lines of the controller's log with an event, as JSON objects.
 fn logged_events(env: &TestEnv, event: &str) -> Vec<Value> {
     let log = fs::read_to_string(env.testbed.directory().join("controller.log")).unwrap();
     let lines = log.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok());

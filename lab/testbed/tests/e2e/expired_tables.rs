@@ -11,8 +11,8 @@ use crate::support::{
     pause, series,
 };
 
-/// Document in which s3 has half of all weight. `crossrss` sends all connections of a bucket to one server until the
-/// next table.
+/// Fleet document in which s3 has half of all weight. `crossrss` sends all connections of a bucket to one server until
+/// the next table.
 const DOCUMENT: &str = r#"
 table_lifetime = "1s"
 [[server]]
@@ -36,7 +36,7 @@ timeout = "500ms"
 "#;
 const METRICS_ADDRESS: &str = "127.0.0.1:9464";
 
-/// The fields are dropped in this order: the testbed last.
+/// Fleet of three servers with nginx. The fields are dropped in this order, the testbed last.
 struct TestEnv {
     fleet: Fleet,
     nginx: Vec<Option<Nginx>>,
@@ -59,7 +59,7 @@ impl TestEnv {
         Self { fleet, nginx, testbed }
     }
 
-    /// Waits until the load balancer's metrics show `count` expired tables.
+    /// Waits until the load balancer's metrics report `count` expired tables.
     fn wait_for_expired_tables(&self, count: f64) {
         eventually(*TIMEOUT, &format!("{count} expired tables"), || {
             let page = metrics_page(&self.testbed, self.testbed.load_balancer(1).unwrap(), METRICS_ADDRESS);

@@ -19,8 +19,8 @@ use crate::support::{
 };
 
 const LIMIT: Duration = Duration::from_secs(60);
-/// Time to detect a fault with the configuration below: interval x fall + timeout, and the daemon's tick. The timeout
-/// allows for a busy machine.
+/// Maximum time to detect a fault with [`HEALTH_CHECK_CONFIG`]: interval x fall + timeout, and the daemon's tick. The
+/// timeout allows for a busy machine.
 const DETECTION_TIME: Duration = Duration::from_millis(3 * 200 + 5000 + 100);
 
 const HEALTH_CHECK_CONFIG: &str = "slow_start = \"1s\"\n[service.health]\ncheck = \"http\"\npath = \"/healthz\"\n\
@@ -57,7 +57,7 @@ impl TestEnv {
         Self { fleet, nginx, testbed }
     }
 
-    /// Sets whether the server's health endpoint reports a healthy server.
+    /// Sets whether a server's health endpoint reports that the server is healthy.
     fn set_healthy(&self, number: u16, is_healthy: bool) {
         let file = health_file(&self.testbed, number);
         if is_healthy { fs::write(file, "well\n").unwrap() } else { fs::remove_file(file).unwrap() }
@@ -81,7 +81,7 @@ impl TestEnv {
         start.elapsed()
     }
 
-    /// Waits until every load balancer has checked every server.
+    /// Waits until every load balancer has checked the health of every server.
     fn wait_until_checked(&self) {
         eventually(LIMIT, "every load balancer has checked every server", || {
             let status = self.status();
@@ -99,7 +99,7 @@ impl TestEnv {
         eventually(LIMIT, &format!("new connections go to {servers:?}"), || self.servers() == servers);
     }
 
-    /// Returns the servers that get new connections.
+    /// Opens connections, and returns the numbers of the servers that got any.
     fn servers(&self) -> Vec<u16> {
         let mut servers: Vec<u16> = open_keepalive_connections(&self.testbed, MIN_CONNECTIONS_FOR_EVERY_SERVER)
             .into_iter()
@@ -114,12 +114,12 @@ impl TestEnv {
         daemon_log(&self.testbed, &format!("lb{load_balancer}"), 0)
     }
 
-    /// Returns the length of both load balancers' logs (bytes).
+    /// Returns the current lengths of both load balancers' logs (bytes).
     fn log_offsets(&self) -> [usize; 2] {
         [1, 2].map(|number| self.log(number).len())
     }
 
-    /// Waits until both load balancers have logged `words` after the offsets `after`.
+    /// Waits until both load balancers have logged `words` after the byte offsets `after`.
     fn wait_for_log(&self, after: [usize; 2], words: &str) {
         eventually(LIMIT, words, || {
             (1..).zip(after).all(|(number, after)| self.log(number).get(after..).is_some_and(|log| log.contains(words)))
@@ -237,14 +237,14 @@ fn service_fails_open_or_drops_when_all_servers_are_down() {
     wait_until_served_by(&env, &[2]);
 }
 
-/// Returns the servers that answer new connections; `None`: a connection was refused or not answered.
+/// Returns the number of the server that answers each of several new connections; `None`: refused or not answered.
 fn answering_servers(env: &TestEnv) -> Vec<Option<u16>> {
     let request =
         || Connection::open(None).and_then(|mut connection| connection.query_worker()).ok().map(|who| who.server);
     env.testbed.client().within(|| Ok((0..MIN_CONNECTIONS_FOR_EVERY_SERVER).map(|_| request()).collect())).unwrap()
 }
 
-/// Waits until new connections go to these servers and none fails.
+/// Waits until new connections go to exactly these servers, and none fails.
 fn wait_until_served_by(env: &TestEnv, servers: &[u16]) {
     eventually(LIMIT, &format!("new connections go to {servers:?}, and none fails"), || {
         let mut found = answering_servers(env);

@@ -17,7 +17,7 @@ use socket2::{Domain, Protocol, Socket, Type};
 
 use crate::support::{eventually, pause};
 
-/// Port of the server, the kind of check, and whether the server answers.
+/// Checked ports: port of the server, kind of check, and whether the server answers.
 const PROBES: [(u16, &str, bool); 5] = [
     (8001, "check = \"tcp\"", true),
     (8002, "check = \"http\"", true),
@@ -25,30 +25,30 @@ const PROBES: [(u16, &str, bool); 5] = [
     (8004, "check = \"http\"", false),
     (8005, "check = \"https\"\nverify = false", false),
 ];
-/// Offset of ports that are checked at the server's own address.
+/// Difference between a port that is checked at the VIP and the port that is checked at the server's own address.
 const SERVER_PORT_OFFSET: u16 = 100;
 const CHECK_COUNT: usize = 4;
 
-/// A TCP segment that the server got from the load balancer.
+/// TCP segment from the load balancer that the server received.
 struct TcpSegment {
     to: Ipv4Addr,
-    /// Ports of the load balancer and of the server.
+    /// Source port at the load balancer and destination port at the server.
     ports: (u16, u16),
     is_syn: bool,
     is_rst: bool,
 }
 
-/// State of a connection, by the segments that the server received.
+/// State of a connection of a health check, according to the segments that the server received.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct CheckConnection {
     opened_address: Ipv4Addr,
     reset_address: Option<Ipv4Addr>,
 }
 
-/// Receives a copy of each TCP segment that the server gets from the load balancer.
+/// Receiver of a copy of each TCP segment from the load balancer to the server.
 struct Sniffer {
     segments: Receiver<TcpSegment>,
-    /// Connections by the server's port, in the order of their SYNs, with the load balancer's port.
+    /// Connections by the server's port, in the order of their SYNs, each with the load balancer's port.
     by_port: BTreeMap<u16, Vec<(u16, CheckConnection)>>,
 }
 
@@ -93,7 +93,7 @@ impl Sniffer {
     }
 }
 
-/// Parses headers of IPv4 without options, and of TCP.
+/// Parses the headers of a TCP segment in IPv4 without options. `None`: it is not from the load balancer.
 fn parse(packet: &[u8]) -> Option<TcpSegment> {
     let address = |at: usize| Some(Ipv4Addr::from(<[u8; 4]>::try_from(packet.get(at..at + 4)?).ok()?));
     let port = |at: usize| Some(u16::from_be_bytes(packet.get(at..at + 2)?.try_into().ok()?));
@@ -103,7 +103,7 @@ fn parse(packet: &[u8]) -> Option<TcpSegment> {
     from_load_balancer.then_some(TcpSegment { to: address(16)?, ports: (port(20)?, port(22)?), is_syn, is_rst })
 }
 
-/// Starts nginx at the ports that answer. At other ports the kernel opens connections, and no process accepts them.
+/// Starts nginx at the ports that answer. At the others, the kernel opens connections, and no process accepts them.
 fn start_nginx(testbed: &Testbed) -> Process {
     let directory = testbed.directory().join("probed");
     fs::create_dir_all(&directory).unwrap();
@@ -144,7 +144,7 @@ fn listen_silently(testbed: &Testbed) -> Vec<Socket> {
     testbed.server(1).unwrap().within(|| ports.map(listen).collect()).unwrap()
 }
 
-/// Returns a service for each kind of check and each address.
+/// Returns the configuration of a service for each kind of check at each address.
 fn services() -> String {
     let service = |port: u16, check: &str, at: &str| {
         format!(
@@ -158,8 +158,8 @@ fn services() -> String {
     PROBES.map(both).concat()
 }
 
-/// Returns the server's connections with the load balancer, without listening sockets and TIME-WAIT, as `ss` prints
-/// them.
+/// Returns the server's connections with the load balancer, as `ss` prints them: without listening sockets and
+/// TIME-WAIT.
 fn open_at_server(testbed: &Testbed) -> Vec<String> {
     let mut ss = Command::new("ss");
     let peer = load_balancer_address(1).to_string();
@@ -168,12 +168,12 @@ fn open_at_server(testbed: &Testbed) -> Vec<String> {
     String::from_utf8(output.stdout).unwrap().lines().map(str::to_owned).collect()
 }
 
-/// Returns every checked port with its address.
+/// Returns every checked port, with the address at which it is checked.
 fn checked_sockets() -> impl Iterator<Item = (u16, Ipv4Addr)> {
     PROBES.into_iter().flat_map(|(port, _, _)| [(port, VIP), (port + SERVER_PORT_OFFSET, server_address(1))])
 }
 
-/// Waits for `CHECK_COUNT` more connections at every port, successful or not.
+/// Waits for [`CHECK_COUNT`] more connections at every checked port, successful or not.
 fn wait_for_checks(sniffer: &mut Sniffer) {
     sniffer.read();
     let before: BTreeMap<u16, usize> =

@@ -21,7 +21,7 @@ fn start(instance: &str, fleet: FleetOptions) -> TestEnv {
     TestEnv::start(options, FleetOptions { policy: "rr".to_owned(), ..fleet })
 }
 
-/// Returns the servers that have accepted connections.
+/// Returns the numbers of the servers that have accepted connections.
 fn servers_with_connections(env: &TestEnv) -> BTreeSet<u16> {
     let has_connections = |number: &u16| {
         let server = env.testbed.server(*number).unwrap();
@@ -30,7 +30,7 @@ fn servers_with_connections(env: &TestEnv) -> BTreeSet<u16> {
     env.testbed.server_numbers().into_iter().filter(has_connections).collect()
 }
 
-/// Changes the pool and restarts daemons under load; no connection breaks.
+/// Changes the pool and restarts daemons under load, and asserts that no connection breaks.
 fn change_and_restart(env: &mut TestEnv) {
     let client = env.start_streams(150.0);
     env.wait_for_connections(225);
@@ -136,7 +136,7 @@ fn daemons_reach_their_controller_and_each_other_by_ipv6() {
     change_and_restart(&mut env);
 }
 
-/// Servers listen on the VIP only.
+/// Here, servers listen only on the VIP.
 #[test]
 fn ipv6_servers_are_checked_at_the_vip() {
     skip_if!(missing_testbed_rights());
@@ -160,7 +160,7 @@ fn ipv6_servers_are_checked_at_the_vip() {
     assert!(checks_of("s1", true));
 }
 
-/// Linux answers neighbour solicitations only for addresses of the receiving device: a VIP on `lo` needs no setting.
+/// Linux answers neighbour solicitations only for addresses of the receiving device, so a VIP on `lo` needs no setting.
 #[test]
 fn server_does_not_answer_neighbour_solicitations_for_a_vip_on_lo() {
     skip_if!(missing_testbed_rights());

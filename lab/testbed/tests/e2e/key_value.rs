@@ -23,13 +23,13 @@ fn eventually_answered(server: &KeyValueServer, requests: u64) {
     eventually(*TIMEOUT, "requests are answered", || answered() >= requests);
 }
 
-/// Client with one outstanding request.
+/// Client of the key-value server that has at most one outstanding request.
 struct Client {
     socket: UdpSocket,
     next_id: u32,
 }
 
-/// Response: status, worker, and key-value pairs.
+/// Response: status, number of the worker, and key-value pairs.
 type Answer = (u8, u16, Vec<(Vec<u8>, Vec<u8>)>);
 
 impl Client {

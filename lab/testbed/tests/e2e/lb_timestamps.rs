@@ -12,7 +12,7 @@ use serde_json::Value;
 
 use crate::support::{TestEnv, assert_unbroken, eventually};
 
-/// Starts servers with these values of net.ipv4.tcp_timestamps, which apply to both address families.
+/// Starts one server for each of these values of net.ipv4.tcp_timestamps, which apply to both address families.
 fn start_env(instance: &str, family: AddressFamily, tcp_timestamps: &[&str]) -> TestEnv {
     let options = TestbedOptions {
         instance: instance.to_owned(),
@@ -35,12 +35,12 @@ fn start_env(instance: &str, family: AddressFamily, tcp_timestamps: &[&str]) -> 
     env
 }
 
-/// Returns the state of load balancer 1.
+/// Returns the state that load balancer 1 reports.
 fn state(env: &TestEnv) -> Value {
     env.fleet.status(&env.testbed).unwrap()["load_balancers"][0]["state"].clone()
 }
 
-/// Returns the state and the fault of a server's clock at the load balancer.
+/// Returns the state and the fault of the load balancer's model of a server's timestamp clock.
 fn clock(env: &TestEnv, server: &str) -> (String, String) {
     let state = state(env);
     let clocks = state["server_clocks"].as_array().cloned().unwrap_or_default();
@@ -58,11 +58,11 @@ fn set_forwarding(env: &TestEnv, value: &str) {
     load_balancer.set_sysctls(&[(&setting, value)]).unwrap();
 }
 
-/// Values of net.ipv4.tcp_timestamps: one clock for all connections, or one clock for each (Linux' default).
+/// Values of net.ipv4.tcp_timestamps: one clock for all connections, or one for each connection (Linux' default).
 const ONE_CLOCK: &str = "2";
 const OWN_CLOCKS: &str = "1";
 
-/// Opens connections to every server until the servers' clocks have this state.
+/// Opens connections to every server until all servers' clocks have this state at the load balancer.
 fn warm_up(env: &TestEnv, state: &str) {
     let client = env.testbed.client();
     // These ports are below the ports of later streams.
@@ -98,13 +98,13 @@ fn plain_linux_servers_join_and_leave_without_broken_connections() {
     no_connection_breaks("lbtsplain", AddressFamily::Ipv4, OWN_CLOCKS, "per-connection");
 }
 
-/// Returns the numbers of packets of established connections that the cookie and the flow table have decided.
+/// Returns the numbers of established connections' packets that the cookie and the flow table have placed.
 fn packets_by_decision(env: &TestEnv) -> [u64; 2] {
     let services = state(env)["stamped_services"].clone();
     ["by_cookie", "by_flow_table"].map(|decision| services[0][decision].as_u64().unwrap())
 }
 
-/// Fails unless the cookie has decided at least 99 % of the packets of established connections since `before`.
+/// Asserts that the cookie has placed at least 99 % of the packets of established connections since `before`.
 fn assert_decided_by_cookie(env: &TestEnv, before: [u64; 2]) {
     let after = packets_by_decision(env);
     let [by_cookie, by_flow_table] = [0, 1].map(|decision| after[decision] - before[decision]);
@@ -116,7 +116,7 @@ fn assert_decided_by_cookie(env: &TestEnv, before: [u64; 2]) {
     assert!(text.contains(" % of its established packets by the cookie."), "{text}");
 }
 
-/// Checks that no connection breaks while servers come and go, keys change, and the load balancer restarts.
+/// Asserts that no connection breaks while servers join and leave, keys change, and the load balancer restarts.
 fn no_connection_breaks(instance: &str, family: AddressFamily, tcp_timestamps: &str, known: &str) {
     let mut env = start_env(instance, family, &[tcp_timestamps; 5]);
     // A load balancer that loses its state breaks connections that are not stamped, so the test must not have any.

@@ -23,7 +23,7 @@ fn start_env(instance: &str, consistency: Consistency, family: AddressFamily) ->
     TestEnv::start(options, FleetOptions { consistency, policy: "rr".to_owned(), ..FleetOptions::default() })
 }
 
-/// Drains, adds, kills and removes servers and load balancers, one after the other.
+/// Asserts that no connection breaks when servers and load balancers are drained, added, killed and removed.
 fn change_load_balancers(env: &mut TestEnv) {
     let client = env.start_streams(150.0);
     env.wait_for_connections(225);
@@ -65,7 +65,7 @@ fn connections_survive_lost_connection_tables() {
     lose_connection_tables("lbsfull", AddressFamily::Ipv4);
 }
 
-/// The path changes as for a client that draws a new flow label.
+/// The path changes as when a client draws a new flow label.
 #[test]
 fn ipv6_connections_survive_lost_connection_tables() {
     skip_if!(missing_testbed_rights());

@@ -26,7 +26,7 @@ struct TestEnv {
 }
 
 impl TestEnv {
-    /// `at_switch`: command at the other end of the load balancer's device, run before the daemon starts.
+    /// `at_switch`: command for the other end of the load balancer's device, which runs before the daemon starts.
     fn start(instance: &str, at_switch: &str) -> Self {
         let options = TestbedOptions { instance: instance.to_owned(), servers: 2, cores: 1, ..Default::default() };
         let testbed = Testbed::create(options).unwrap();
@@ -42,7 +42,7 @@ impl TestEnv {
         status["load_balancers"][0]["state"].clone()
     }
 
-    /// Returns whether a client's new connection becomes established within this time.
+    /// Returns whether a new connection of the client becomes established within `limit`.
     fn can_connect(&self, limit: Duration) -> bool {
         let connect = || Ok(TcpStream::connect_timeout(&SERVICE_ADDRESS.into(), limit).is_ok());
         self.testbed.client().within(connect).unwrap()
@@ -52,7 +52,7 @@ impl TestEnv {
         self.state()["warnings"].to_string()
     }
 
-    /// Returns the value of a metric of the load balancer.
+    /// Returns the value of a metric of the load balancer, by its series.
     fn metric(&self, series: &str) -> f64 {
         let page = metrics_page(&self.testbed, self.testbed.load_balancer(1).unwrap(), METRICS_ADDRESS).unwrap();
         support::series(&page, series).unwrap_or_else(|| panic!("no {series} in {page}"))

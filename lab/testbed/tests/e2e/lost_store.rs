@@ -19,7 +19,7 @@ const METRICS_ADDRESS: &str = "127.0.0.1:9440";
 const DOCUMENT: &str = "[[server]]\nname = \"s1\"\naddress = \"10.1.1.1\"\n\
                         [[server]]\nname = \"s2\"\naddress = \"10.1.1.2\"\n\
                         [[service]]\nname = \"web\"\nvip = \"10.200.0.1:80\"\npolicy = \"rr\"\n";
-/// Service whose load balancers must choose alike, so none of them makes its own table.
+/// Service whose load balancers must all choose the same server, so none of them makes its own table.
 const BUCKET_SERVICE_CONFIG: &str = "[[service]]\nname = \"bucket\"\nvip = \"10.200.0.1:81\"\npolicy = \"hash\"\n\
                          consistency = \"beamer\"\n";
 
@@ -102,7 +102,7 @@ fn configuration_is_saved_when_the_disk_has_room() {
     eventually(*TIMEOUT, "the failure is over", || warnings(&fleet) == "[]" && warning_count() == 0.0);
 }
 
-/// Restarts the load balancer without pins, as after a reboot.
+/// Restarts the load balancer without its pinned BPF objects, as after a reboot.
 fn restart_without_pins(testbed: &Testbed, fleet: &mut Fleet) {
     fleet.kill("lb1").unwrap();
     let mut detach = Command::new(coreward_command().unwrap());

@@ -16,7 +16,7 @@ use crate::support::{TestEnv, assert_unbroken, eventually, metrics_page};
 
 const ADDRESS: &str = "127.0.0.1:9440";
 
-/// Values by name and labels, as a parser of Prometheus' format reads them.
+/// Values of the samples on a metrics page, by name and labels, as a parser of Prometheus' format reads them.
 type Values = BTreeMap<(String, BTreeMap<String, String>), f64>;
 
 fn scrape(env: &TestEnv, host: &Namespace) -> Option<Values> {
@@ -47,7 +47,7 @@ fn sum(values: &Values, name: &str, label: (&str, &str)) -> f64 {
     values.iter().filter(|((metric, labels), _)| metric == name && of(labels)).map(|(_, value)| value).sum()
 }
 
-/// Asserts that a component serves its documented metrics, except those of events that have not happened.
+/// Asserts that a component serves all of its documented metrics, except those of events that have not happened.
 fn assert_complete(part: Component, values: &Values) {
     let of_table = |name: &str| {
         METRICS.iter().find(|metric| {

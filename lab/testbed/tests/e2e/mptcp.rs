@@ -18,10 +18,10 @@ use socket2::{Domain, Protocol, Socket, Type};
 use crate::support::{eventually, pause, run};
 
 const SERVER_COUNT: u16 = 3;
-/// Number of connections: with random placement, one of the servers gets none once in 10^6 runs.
+/// Number of connections. With random placement, one of the servers gets none once in 10^6 runs.
 const CONNECTION_COUNT: u64 = 36;
 const TRANSFER_BYTES: usize = 100_000;
-/// Base of the servers' ports for joins, to which the server's number is added.
+/// Port for joins of server 0; server K has this port plus K.
 const JOIN_PORT: u16 = 8000;
 
 fn missing_mptcp() -> Option<String> {
@@ -91,7 +91,7 @@ fn connect() -> TcpStream {
     socket.into()
 }
 
-/// Sends `length` bytes and returns the server that answered.
+/// Sends `length` bytes and returns the number of the server that answered all of them.
 fn query_server(stream: &mut TcpStream, length: usize) -> u16 {
     let mut first = 0;
     let mut left = length;

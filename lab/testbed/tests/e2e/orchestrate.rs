@@ -19,10 +19,10 @@ use serde_json::Value;
 
 use crate::support::{effective_capabilities, eventually, retained_capabilities};
 
-/// Time limit of a response, which takes microseconds; the request of a worker that just died gets no response.
+/// Timeout of a response, which takes microseconds; the request of a worker that has just died gets none.
 const RESPONSE_TIMEOUT: Duration = Duration::from_millis(500);
 
-/// Process that is killed when dropped.
+/// Child process that is killed when dropped.
 pub struct RunningProcess(Child);
 
 impl RunningProcess {
@@ -38,7 +38,7 @@ impl RunningProcess {
         kill(Pid::from_raw(self.0.id() as i32), signal).unwrap();
     }
 
-    /// Ends the process by SIGTERM and returns its report.
+    /// Ends the process by SIGTERM and returns the report that it prints.
     pub fn end(mut self) -> anyhow::Result<Value> {
         self.signal(Signal::SIGTERM);
         let started = Instant::now();
@@ -83,7 +83,7 @@ impl TestEnv {
         self.directory.path().join("cores").display().to_string()
     }
 
-    /// Starts the orchestrator. Its port is open when the memory exists.
+    /// Starts the orchestrator. Its port is open as soon as the file of its memory exists.
     fn orchestrator(&self) -> anyhow::Result<RunningProcess> {
         let _ = std::fs::remove_file(self.memory());
         let arguments = ["orchestrate", "--config", &self.config.display().to_string()];
@@ -102,7 +102,7 @@ impl TestEnv {
     }
 }
 
-/// Client that sends requests without pauses.
+/// Client that sends requests without waiting for the responses.
 pub struct Client {
     pub socket: UdpSocket,
     next_id: u32,
@@ -122,7 +122,7 @@ impl Client {
         Ok(Self { socket, next_id: 0, sent: 0, received: Cell::new(0) })
     }
 
-    /// Sends a request of a type that needs `service_us` of core time.
+    /// Sends a request of a type that needs `service_us` of core time. Returns its id.
     pub fn send(&mut self, request_type: &str, service_us: u32) -> anyhow::Result<u32> {
         self.send_value(request_type, service_us, b"")
     }
@@ -141,7 +141,7 @@ impl Client {
         Ok(id)
     }
 
-    /// Returns the id of the next response, the core that answered, and the number of pairs.
+    /// Receives the next response. Returns its request's id, the core that answered, and the number of pairs.
     pub fn receive(&self) -> Option<(u32, u16, usize)> {
         let mut buffer = [0; DATAGRAM_BYTES_MAX];
         let length = self.socket.recv(&mut buffer).ok()?;
@@ -150,7 +150,7 @@ impl Client {
         Some((header.id.get(), header.worker.get(), pairs.len()))
     }
 
-    /// Sends requests in bursts of 8 until each of these cores has answered.
+    /// Sends requests in bursts of 8, until each of these cores has answered.
     fn request_until_answered_by(&mut self, cores: &[u16]) {
         self.send_bursts_until_answered_by(8, cores);
     }
@@ -170,7 +170,7 @@ impl Client {
         });
     }
 
-    /// Sends a burst and returns the number of responses, including responses to earlier requests.
+    /// Sends a burst and returns the number of responses received, including those to earlier requests.
     fn count_responses(&mut self, burst: usize) -> usize {
         (0..burst).for_each(|_| _ = self.send("GET", 50).unwrap());
         (0..burst).map_while(|_| self.receive()).count()
@@ -185,7 +185,7 @@ pub fn sum(report: &Value, count: &str) -> u64 {
     report["services"].as_array().unwrap().iter().map(|service| service[count].as_u64().unwrap()).sum()
 }
 
-/// Asserts that the report counts every request under exactly one outcome.
+/// Asserts that the report counts every received request under exactly one outcome.
 pub fn check_accounts(report: &Value, received: u64) {
     let fates = ["dropped", "rejected", "completed", "lost", "waiting", "outstanding"].map(|count| sum(report, count));
     assert_eq!((sum(report, "received"), fates.iter().sum::<u64>()), (received, received), "{report}");
@@ -220,7 +220,7 @@ fn requests_of_two_priorities_are_answered() -> anyhow::Result<()> {
     Ok(())
 }
 
-/// The orchestrator drops capabilities also if root has started it.
+/// The orchestrator drops its capabilities even if root has started it.
 #[test]
 fn orchestrator_drops_capabilities() -> anyhow::Result<()> {
     let setup = TestEnv::new()?;
@@ -296,7 +296,7 @@ fn burst_opens_a_core_of_the_other_service() -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Kills, ends, stops and continues the processes of three groups of cores.
+/// Kills, terminates, stops and resumes server processes, each of which runs a group of cores.
 struct FaultInjector<'s> {
     env: &'s TestEnv,
     servers: Vec<Option<RunningProcess>>,

@@ -58,7 +58,7 @@ impl TestEnv {
         metrics_page(&self.testbed, self.host(), &service.metrics).unwrap()
     }
 
-    /// Returns the paths by which requests enter, according to the metrics.
+    /// Returns the modes in which requests enter the orchestrator, according to its metrics.
     fn mode(&self, service: &Service) -> Vec<&'static str> {
         let page = self.metrics(service);
         let series_of = |mode: &str| series(&page, &format!("coreward_orchestrate_intake{{mode=\"{mode}\"}}"));
@@ -75,7 +75,7 @@ struct Service {
 }
 
 impl Service {
-    /// Waits until the workers answer, then sends requests one by one.
+    /// Waits until the workers answer, then sends requests one by one, each after the response to the last.
     fn send_requests(&mut self) {
         eventually(*TIMEOUT, "a worker answers", || {
             self.client.send("GET", 0).is_ok() && self.client.receive().is_some()
@@ -101,7 +101,7 @@ fn log_has(log: &Path, words: &[&str]) -> bool {
     text.lines().any(|line| words.iter().all(|word| line.contains(word)))
 }
 
-/// Checks that a datagram to a port without a service still reaches the server's socket.
+/// Asserts that a datagram to a port without a service still reaches the server's socket.
 fn other_traffic_passes(env: &TestEnv) -> anyhow::Result<()> {
     let address = SocketAddr::from((server_address(1), 4999));
     let receiver = env.host().within(|| Ok(UdpSocket::bind(address)?))?;
@@ -143,7 +143,7 @@ fn requests_enter_by_af_xdp_and_other_traffic_passes() -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Sets one IP option, which has no effect, for all datagrams of the socket.
+/// Sets an IP option without effect for all datagrams of the socket.
 fn set_ip_options(socket: &UdpSocket) -> std::io::Result<()> {
     use std::os::fd::AsRawFd as _;
     const NO_OPERATION: [u8; 4] = [1; 4];

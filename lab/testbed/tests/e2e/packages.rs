@@ -24,8 +24,8 @@ fn run_successfully(program: &str, arguments: &[&str]) -> String {
 
 const UNITS: [(&str, f64); 5] = [("controller", 2.0), ("lb", 4.0), ("agent", 4.0), ("rack", 2.0), ("orchestrate", 3.0)];
 
-/// Builds, unpacks and runs: the command with its own libraries, the manual pages with man, the units with
-/// systemd-analyze.
+/// Builds and unpacks the packages. Runs the command with its own libraries, man on the manual pages, and
+/// systemd-analyze on the units.
 #[test]
 fn packages_contain_the_needed_files() {
     // The tools are installed only for root.

@@ -11,7 +11,7 @@ use coreward_testbed::{Testbed, TestbedOptions, counters, missing_testbed_rights
 const CLIENT_ADDRESS_COUNT: u16 = 12;
 const ROUND_COUNT: usize = 5;
 
-/// Downloads once from each of the client's addresses: a server remembers the MTU towards an address.
+/// Downloads a file once from each of the client's addresses, because a server remembers the MTU towards an address.
 fn download(testbed: &Testbed) {
     for index in 0..CLIENT_ADDRESS_COUNT {
         let mut curl = Command::new("curl");

@@ -26,12 +26,12 @@ use serde_json::Value;
 use crate::support::{assert_answered, assert_unbroken, daemon_log, eventually, open_keepalive_connections, pause};
 
 const CORE_COUNT: u16 = 2;
-/// Number that no server has.
+/// Server number that no server has: no server is idle.
 const NO_SERVER: u16 = 0;
-/// Value that ends the thread of [`LoadWriter`].
+/// Value of `idle_server` that ends the thread of [`LoadWriter`].
 const END_LOAD: u16 = u16::MAX;
 
-/// Loads of the servers: all cores are busy nearly all of the time, except the cores of one server.
+/// Writer of the servers' core load files: all cores are nearly always busy, except those of one server.
 struct LoadWriter {
     idle_server: Arc<AtomicU16>,
     writer_thread: Option<JoinHandle<()>>,
@@ -71,7 +71,7 @@ impl Drop for LoadWriter {
     }
 }
 
-/// The fields are dropped in this order: the testbed last.
+/// Fleet with rack controllers. The fields are dropped in this order, the testbed last.
 struct TestEnv {
     fleet: Fleet,
     loads: LoadWriter,
@@ -81,7 +81,7 @@ struct TestEnv {
 }
 
 impl TestEnv {
-    /// `server_racks`: the racks that a server's agent uses, and the racks that the document names for the server.
+    /// `server_racks`: rack controllers that the agent of a server uses, as the document allows.
     fn start(instance: &str, server_racks: &[(u16, &[u16])]) -> Self {
         let testbed =
             TestbedOptions { instance: instance.to_owned(), cores: CORE_COUNT, racks: 2, ..Default::default() };
@@ -109,7 +109,7 @@ impl TestEnv {
         Self { fleet, loads, _nginx: nginx, _streams: streams, testbed }
     }
 
-    /// Makes one server the only idle one, and asserts that it gets all new connections.
+    /// Makes one server the only idle one, and asserts that all new connections reach it.
     fn assert_all_reach(&self, server: u16) {
         self.loads.set_idle(server);
         let all = || open_keepalive_connections(&self.testbed, 8).iter().all(|(_, answerer)| answerer.server == server);
@@ -121,7 +121,7 @@ impl TestEnv {
         String::from_utf8(self.testbed.run(self.testbed.controller(), command).unwrap().stdout).unwrap()
     }
 
-    /// Returns the rack of each reporting server's agent; "": none.
+    /// Returns the rack controller through which each reporting server's agent is connected; "": none.
     fn agent_racks(&self) -> BTreeMap<String, String> {
         let Ok(status) = self.fleet.status(&self.testbed) else { return BTreeMap::new() };
         let servers = status["servers"].as_array().into_iter().flatten();
@@ -134,7 +134,7 @@ impl TestEnv {
         self.agent_racks().remove(server)
     }
 
-    /// Waits until every agent has reported through one of its racks in `allowed`. Agents may do so at different times.
+    /// Waits until each agent has reported through a rack controller in `allowed`, not necessarily at the same time.
     fn wait_for_racks_in(&self, allowed: &[&[&str]]) {
         let mut missing: BTreeSet<String> = (1..=allowed.len()).map(|number| format!("s{number}")).collect();
         eventually(*TIMEOUT, &format!("agents are connected through {allowed:?}"), || {
@@ -152,7 +152,7 @@ impl TestEnv {
         });
     }
 
-    /// Waits until the agents are connected through these racks.
+    /// Waits until the agents are connected through these rack controllers.
     fn wait_for_racks(&self, racks: &[&str]) {
         let allowed: Vec<&[&str]> = racks.iter().map(std::slice::from_ref).collect();
         self.wait_for_racks_in(&allowed);
@@ -164,8 +164,8 @@ impl TestEnv {
         racks.map(|rack| rack["name"].as_str().unwrap().to_owned()).collect()
     }
 
-    /// Starts a rack with a foreign certificate until the controller logs these words, then with the rack's own
-    /// certificate.
+    /// Starts a rack controller with a foreign certificate until the controller logs these words, then with its own
+    /// one.
     fn assert_rejected(&mut self, rack: &str, certificate: (Role, &str), words: &str) {
         let own = credential_directory(&self.testbed, Role::Rack, rack);
         let kept = self.testbed.directory().join("kept");
@@ -190,7 +190,7 @@ impl TestEnv {
     }
 }
 
-/// Returns the key `racks` of a server in the fleet's file.
+/// Returns the line `racks` of a server in the fleet's file.
 fn racks_key(racks: &[u16]) -> String {
     let names: Vec<String> = racks.iter().map(|rack| format!("rack{rack}")).collect();
     format!("racks = {names:?}\n")
@@ -254,8 +254,8 @@ fn racks_and_controller_restart_without_broken_connections() {
     assert_answered(&mut kept);
 }
 
-/// Runs `coreward drain --wait` for a server behind a rack: its connections are counted, and the command ends with the
-/// last connection.
+/// Drains a server behind a rack controller by `coreward drain --wait`, which counts its connections and ends with the
+/// last one.
 fn drain(env: &TestEnv) {
     env.assert_all_reach(2);
     let mut leaving = open_keepalive_connections(&env.testbed, 3);

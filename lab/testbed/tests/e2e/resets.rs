@@ -15,7 +15,7 @@ use crate::support::{TestEnv, eventually, pause};
 
 const LIMIT: Duration = Duration::from_secs(60);
 
-/// Opens a connection on which the server sends a packet every 100 ms for ten minutes, and waits for the first packet.
+/// Opens a connection on which the server sends a packet every 100 ms for ten minutes. Waits for the first packet.
 fn open() -> TcpStream {
     let mut stream = TcpStream::connect_timeout(&SocketAddr::V4(SERVICE_ADDRESS), LIMIT).unwrap();
     stream.set_read_timeout(Some(LIMIT)).unwrap();
@@ -25,7 +25,7 @@ fn open() -> TcpStream {
     stream
 }
 
-/// Ends a connection without a packet to the peer. The peer's next packet then finds no socket, and the RST in answer
+/// Closes a connection without a packet to the peer. The peer's next packet then finds no socket, and the RST in answer
 /// has no timestamp (tcp_v4_send_reset() in net/ipv4/tcp_ipv4.c).
 fn close_silently(stream: TcpStream) {
     use std::os::fd::AsRawFd as _;
@@ -43,7 +43,7 @@ fn close_silently(stream: TcpStream) {
     assert_eq!(outcome, 0, "TCP_REPAIR: {}", std::io::Error::last_os_error());
 }
 
-/// Returns the number of non-listening TCP sockets of the service at all servers.
+/// Returns the number of TCP sockets of the service that do not listen, at all servers together.
 fn count_sockets(testbed: &Testbed) -> usize {
     // State 0A is LISTEN (include/net/tcp_states.h); other sockets of the service have its port as local port.
     let port = format!(":{:04X} ", SERVICE_ADDRESS.port());

@@ -93,7 +93,7 @@ fn streams_survive_changes_of_a_routed_ipv6_pool_by_gue() {
     streams_survive_changes_of_the_pool("routed46gue", Forwarding::Gue, AddressFamily::Ipv4, AddressFamily::Ipv6);
 }
 
-/// Routers have no IPv4 address on this link, as in fabrics of unnumbered links (RFC 8950).
+/// Routers have no IPv4 address on this link, as in fabrics with unnumbered links (RFC 8950).
 #[test]
 fn streams_survive_a_change_to_an_ipv6_next_hop() {
     skip_if!(missing_testbed_rights());

@@ -17,12 +17,12 @@ use crate::support::{eventually, run};
 
 const MEGABYTE: usize = 1_000_000;
 const ETHERNET_MTU: usize = 1500;
-/// Lengths of datagrams: without DF, in several fragments; and with DF, in one packet.
+/// Lengths of test datagrams (bytes): without DF, in several fragments; and with DF, in one packet.
 const DATAGRAM_LENGTHS: [usize; 2] = [8_000, 1_400];
-/// Time without an answer after which a client sends a datagram again.
+/// Time without an answer after which a client repeats a datagram.
 const RETRY_INTERVAL: Duration = Duration::from_millis(500);
 
-/// Two threads on every server that echo 1 MB per connection and each datagram, until this value is dropped.
+/// Two threads on every server that echo 1 MB per TCP connection and each datagram, until this value is dropped.
 struct EchoServers(Arc<AtomicBool>);
 
 impl EchoServers {
@@ -72,7 +72,7 @@ fn answer(socket: &UdpSocket, done: &AtomicBool) {
     }
 }
 
-/// Sends 1 MB to the service and back over one connection.
+/// Sends 1 MB to the service over one connection, and receives it back.
 fn exchange_by_tcp(service: SocketAddr) -> anyhow::Result<()> {
     let mut stream = TcpStream::connect_timeout(&service, *TIMEOUT)?;
     stream.set_read_timeout(Some(*TIMEOUT))?;
@@ -85,12 +85,12 @@ fn exchange_by_tcp(service: SocketAddr) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Returns whether an ICMP error has reached the socket; the kernel sends shorter fragments from then on.
+/// Returns whether the error is an ICMP error for a long packet; the kernel then sends shorter fragments.
 fn is_too_long(error: &std::io::Error) -> bool {
     error.raw_os_error() == Some(libc::EMSGSIZE)
 }
 
-/// Sends 1 MB to the service and back in datagrams of `length`, one by one. Returns how many were sent again.
+/// Sends 1 MB to the service and back in datagrams of `length`, one by one. Returns how many datagrams were repeated.
 fn exchange_by_udp(service: SocketAddr, length: usize) -> anyhow::Result<usize> {
     let socket = UdpSocket::bind(if service.is_ipv4() { "0.0.0.0:0" } else { "[::]:0" })?;
     socket.connect(service)?;
@@ -117,14 +117,14 @@ fn exchange_by_udp(service: SocketAddr, length: usize) -> anyhow::Result<usize> 
     Ok(repeats)
 }
 
-/// Returns the MTU that the client's kernel has learned for the service; `None`: the device's.
+/// Returns the MTU towards the service that the client's kernel has learned; `None`: it uses the device's MTU.
 fn learned_mtu(testbed: &Testbed) -> Option<usize> {
     let route = run(testbed, testbed.client(), &format!("ip route get {}", testbed.service().ip()));
     let mut words = route.split_whitespace().skip_while(|word| *word != "mtu");
     words.nth(1).map(|mtu| mtu.parse().unwrap())
 }
 
-/// Kind of outer headers, and families of the service and of the servers' addresses.
+/// Encapsulation, address family of the service, and address family of the servers.
 type Tunnel = (Forwarding, AddressFamily, AddressFamily);
 
 fn start(instance: &str, (forwarding, family, servers_family): Tunnel) -> (Fleet, EchoServers, Testbed) {
@@ -154,7 +154,7 @@ fn counter(fleet: &Fleet, testbed: &Testbed, name: &str) -> u64 {
     status["load_balancers"][0]["state"]["counters"][name].as_u64().unwrap_or(0)
 }
 
-/// `client_mtu`: MTU of both ends of the client's link, or with `from_router` only of the router's end.
+/// `client_mtu`: MTU of the client's link, at both ends or, with `from_router`, only at the router's end.
 fn transfer_megabytes(instance: &str, tunnel: Tunnel, client_mtu: u16, from_router: bool) {
     let (fleet, _echoes, testbed) = start(instance, tunnel);
     let router = testbed.router().unwrap();

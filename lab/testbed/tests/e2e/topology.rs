@@ -58,7 +58,7 @@ fn hosts_reach_each_other_and_nginx_serves() -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Opens one connection per source port and compares its receive queue with the prediction by Toeplitz and table.
+/// Opens a connection per source port. Asserts that Toeplitz hash and table predict each one's receive queue.
 fn assert_queues_as_predicted(
     testbed: &Testbed,
     queues: &ReceiveQueueRecorder,
@@ -106,7 +106,7 @@ fn new_nics_have_different_rss_keys() -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Configures load balancers without coreward: each kernel routes packets for the VIP to server 1.
+/// Lets the load balancers' kernels route packets for the VIP to server 1, without coreward.
 fn route_at_load_balancers(testbed: &Testbed) -> anyhow::Result<()> {
     for number in testbed.load_balancer_numbers() {
         let load_balancer = testbed.load_balancer(number)?;
@@ -120,7 +120,7 @@ fn route_at_load_balancers(testbed: &Testbed) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Returns the number of packets that each load balancer's kernel has routed.
+/// Returns the number of packets that the kernel of each load balancer has routed.
 fn routed_packets(testbed: &Testbed) -> anyhow::Result<Vec<u64>> {
     let numbers = testbed.load_balancer_numbers();
     let of = |number| anyhow::Ok(counters::read(testbed.load_balancer(number)?)?["IpForwDatagrams"]);
@@ -172,7 +172,7 @@ fn router_with_a_small_mtu_sends_icmp_to_the_server() -> anyhow::Result<()> {
 const OWNER_VARIABLE: &str = "COREWARD_TESTBED_OWNER";
 const KILLED_INSTANCE: &str = "tkilled";
 
-/// Run by the next test as a separate process: makes a testbed, reports it, and waits to be killed.
+/// Creates a testbed, reports it, and waits to be killed; the next test runs this in a separate process.
 #[test]
 #[ignore = "started by the next test"]
 fn own_testbed_until_killed() -> anyhow::Result<()> {
@@ -187,7 +187,7 @@ fn own_testbed_until_killed() -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Returns whether the process has not ended: an ended process has no namespace, even before wait(2).
+/// Returns whether a process has not ended. An ended process has no namespace, even before wait(2).
 fn is_running(pid: u32) -> bool {
     std::fs::metadata(format!("/proc/{pid}/ns/net")).is_ok()
 }

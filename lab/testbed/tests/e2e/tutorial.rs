@@ -12,7 +12,7 @@ const UNITS: [(&str, &str); 3] = [
     ("coreward-agent", include_str!("../../../../packaging/systemd/coreward-agent.service")),
 ];
 
-/// Removes the addresses and routes that the documents' commands add.
+/// Removes the VIP's addresses and routes, which the documents' commands add, from all hosts.
 fn remove_vip(testbed: &Testbed) {
     let ip = |namespace, arguments: &[&str]| {
         let mut command = Command::new("ip");
@@ -27,7 +27,7 @@ fn remove_vip(testbed: &Testbed) {
     testbed.client().set_sysctls(&[("ipv4/fib_multipath_hash_policy", "0")]).unwrap();
 }
 
-/// Runs the blocks of `document` unchanged, each on its machines.
+/// Runs the shell blocks of `document` without changes, each on the machines that it names.
 fn run_blocks(testbed: &Testbed, document: &str) {
     remove_vip(testbed);
     let mut hosts = vec![("client".to_owned(), testbed.client()), ("controller".to_owned(), testbed.controller())];
@@ -75,7 +75,7 @@ fn commands_of_the_tutorial_work() {
     run_blocks(&Testbed::create(options).unwrap(), include_str!("../../../../docs/tutorial.md"));
 }
 
-/// Runs a document about two servers behind a router.
+/// Runs the shell blocks of a document about two servers behind a router.
 fn run_routed(instance: &str, document: &str) {
     let options = TestbedOptions {
         instance: instance.to_owned(),

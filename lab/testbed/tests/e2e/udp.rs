@@ -15,7 +15,7 @@ use coreward_testbed::{TIMEOUT, Testbed, TestbedOptions, missing_testbed_rights,
 
 use crate::support::{TestEnv, eventually};
 
-/// Returns a UDP service at the address and port of the TCP service.
+/// Returns the configuration of a UDP service at the address and port of the TCP service.
 fn service(udp: &str, policy: &str) -> String {
     format!(
         "\n[[service]]\nname = \"datagrams\"\nvip = \"{SERVICE_ADDRESS}\"\nprotocol = \"udp\"\nudp = \"{udp}\"\n\
@@ -28,8 +28,8 @@ fn start_env(instance: &str, udp: &str, policy: &str) -> TestEnv {
     TestEnv::start(options, FleetOptions { fleet_text: service(udp, policy), ..FleetOptions::default() })
 }
 
-/// A thread on every server that answers each datagram with the server's number and the datagram, until this value is
-/// dropped.
+/// Threads, one on every server, that answer each datagram with the server's number and the datagram, until this value
+/// is dropped.
 struct EchoServers(Arc<AtomicBool>);
 
 impl EchoServers {
@@ -60,10 +60,10 @@ impl Drop for EchoServers {
     }
 }
 
-/// Interval after which a client repeats a request without an answer.
+/// Time without an answer after which a client repeats a request.
 const RETRY_INTERVAL: Duration = Duration::from_secs(1);
 
-/// Socket of a client.
+/// Client socket, whose datagrams form a flow.
 struct Flow {
     socket: UdpSocket,
     /// Id of the newest request.
@@ -80,7 +80,7 @@ impl Flow {
         Self { socket, newest: Cell::new(0), repeats: Cell::new(0), duplicates: Cell::new(0) }
     }
 
-    /// Sends `length` bytes, at least the 4 of the request's id, until an answer comes. Returns the server.
+    /// Sends a request of `length` bytes, of which 4 are its id, until an answer comes. Returns the answering server.
     fn exchange(&self, length: usize) -> anyhow::Result<u16> {
         let newest = self.newest.get() + 1;
         self.newest.set(newest);
@@ -104,7 +104,7 @@ impl Flow {
         }
     }
 
-    /// Counts a second answer. Only a request that was sent again may be answered twice.
+    /// Counts a second answer to a request. Fails if the request was not repeated.
     fn count_duplicate(&self, answer: &[u8]) -> anyhow::Result<()> {
         let id = answer.first_chunk().map(|id| u32::from_be_bytes(*id));
         anyhow::ensure!(id.is_some_and(|id| (1..self.newest.get()).contains(&id)), "question {id:?} came back");

@@ -13,7 +13,7 @@ use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
 const LIMIT: Duration = Duration::from_secs(60);
-/// User id for `User=`, because the machine may lack the user.
+/// User id that replaces `User=` of the unit, because the machine may lack the user.
 const USER: &str = "65534";
 
 /// Makes a separate root from the machine's root (an overlay that ends with the mount namespace), and puts binary and
@@ -67,14 +67,14 @@ impl SystemdUnit {
     }
 }
 
-/// Process of a unit. Dropping this value kills the process, and its namespaces end with it.
+/// Running process of a unit. Dropping this value kills the process, and its namespaces end with it.
 struct StartedProcess {
     child: Child,
     directory: tempfile::TempDir,
 }
 
 impl StartedProcess {
-    /// Starts the unit with `files` in /etc/coreward (name and content).
+    /// Starts the command of a unit with `files` in /etc/coreward (name and content of each).
     fn start(unit: &str, files: &[(&str, &str)]) -> Self {
         let unit = SystemdUnit::read(unit);
         assert_eq!(unit.setting("ProtectSystem"), Some("strict"));
@@ -111,7 +111,7 @@ impl StartedProcess {
         fs::read_to_string(self.directory.path().join("log")).unwrap()
     }
 
-    /// Waits until the log contains `expected`, and the process continues to run.
+    /// Waits until the log contains `expected`. Fails unless the process then continues to run.
     fn wait_for_log(&mut self, expected: &str) {
         let end = Instant::now() + LIMIT;
         while !self.log().contains(expected) {
@@ -129,7 +129,7 @@ impl StartedProcess {
     }
 }
 
-/// Directory of a daemon's pins, removed when this value is dropped, even if the test fails.
+/// Directory of a daemon's pinned BPF objects, removed when this value is dropped, even if the test fails.
 struct Pins(String);
 
 impl Pins {

@@ -32,7 +32,7 @@ fn agents() -> impl Iterator<Item = String> {
     (1..=SERVER_COUNT).map(|number| format!("agent-s{number}"))
 }
 
-/// Stores another layout version in the pins. `T`: the map's value.
+/// Stores another layout version in a daemon's pinned state. `T`: type of the map's value.
 fn set_layout_version<T: FromBytes + IntoBytes>(state: &Path) {
     let mapped = MmapArray::<T>::new(MapHandle::from_pinned_path(state).unwrap()).unwrap();
     // The first word of both types is the version (bpf/include/intf.h).
@@ -47,13 +47,13 @@ impl TestEnv {
         }
     }
 
-    /// Starts a client with this range of addresses: a second run cannot bind the ports that the first run has used.
+    /// Starts a client with this range of addresses, because a second run cannot bind the ports of the first one.
     fn streams_from(&self, addresses: Range<u16>) -> StreamClient {
         let streams = StreamWorkload::endless(150.0);
         self.testbed.start_stream_client_at(SERVICE_ADDRESS, addresses, &streams, None).unwrap()
     }
 
-    /// Replaces the daemon by one with another layout version.
+    /// Restarts a daemon whose pins have another layout version, and waits until it has replaced them.
     fn exchange_with_other_layout(&mut self, daemon: &str) {
         let pins = self.pin_path(daemon);
         self.fleet.kill(daemon).unwrap();
@@ -100,7 +100,7 @@ fn another_layout_is_replaced_when_the_new_one_is_ready() {
     }
 }
 
-/// With a real older version: `make test-upgrade` builds it and sets COREWARD_OLD to its path.
+/// Tests with a real older version: `make test-upgrade` builds it and sets COREWARD_OLD to its path.
 #[test]
 #[ignore = "needs an older version's binary: make test-upgrade"]
 fn real_versions_are_exchanged_up_and_down() {
@@ -148,7 +148,7 @@ fn real_versions_are_exchanged_up_and_down() {
     assert_unbroken(client);
 }
 
-/// Restarts a daemon without pins.
+/// Restarts a daemon without its pinned BPF objects.
 fn restart_without_pins(env: &mut TestEnv, daemon: &str, binary: Option<&Path>) {
     let pins = env.pin_path(daemon);
     // The binary may reject pins of the other version.

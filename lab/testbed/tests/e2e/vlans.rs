@@ -21,7 +21,7 @@ fn start(instance: &str, vlans: (u16, &[u16]), family: AddressFamily, fleet: Fle
     TestEnv::start(options, FleetOptions { policy: "rr".to_owned(), ..fleet })
 }
 
-/// Changes the pool and restarts the load balancer's daemon under load; no connection breaks.
+/// Changes the pool and restarts the load balancer's daemon under load. Asserts that no connection breaks.
 fn change_and_restart(env: &mut TestEnv) {
     let client = env.start_streams(100.0);
     env.wait_for_connections(150);

@@ -17,8 +17,8 @@ use crate::support::{
     try_open,
 };
 
-/// Time to detect a fault with the document: interval x fall + timeout, and the daemon's tick. The timeout allows for a
-/// busy machine.
+/// Maximum time to detect a fault with the document: interval x fall + timeout, and the daemon's tick. The timeout
+/// allows for a busy machine.
 const DETECTION_TIME: Duration = Duration::from_millis(3 * 200 + 5000 + 100);
 const SERVER_COUNT: u16 = 3;
 const DOCUMENT: &str = "report_interval = \"100ms\"\n[[service]]\nname = \"web0\"\nvip = \"10.200.0.1:80\"\npolicy = \
@@ -26,7 +26,7 @@ const DOCUMENT: &str = "report_interval = \"100ms\"\n[[service]]\nname = \"web0\
                         [service.health]\ncheck = \"tcp\"\ninterval = \"200ms\"\ntimeout = \"5s\"\nrise = 2\nfall = \
                         3\n";
 
-/// The fields are dropped in this order: the testbed last.
+/// Fleet with two controllers and one etcd member. The fields are dropped in this order, the testbed last.
 struct TestEnv {
     fleet: Fleet,
     etcd: Option<Process>,
@@ -101,7 +101,7 @@ impl TestEnv {
         serde_json::from_str(&status).unwrap()
     }
 
-    /// Returns the number of leading controllers, by the API's health.
+    /// Returns the number of controllers that lead according to the health query of their API.
     fn count_leaders(&self) -> usize {
         let ask = |number: u16| {
             let mut curl = Command::new("curl");
@@ -115,14 +115,14 @@ impl TestEnv {
         (1..=2).map(ask).filter(|health| health["state"] != "following").count()
     }
 
-    /// Stops a server and asserts that every load balancer masks it within the time of its checks.
+    /// Stops a server, and asserts that every load balancer masks it within the detection time of its checks.
     fn stop_server(&mut self, number: u16) {
         let died = SystemTime::now();
         self.nginx[usize::from(number) - 1] = None;
         assert_masked_within(DETECTION_TIME, &self.testbed, &format!("s{number}"), died);
     }
 
-    /// Waits until new connections go to these servers and none fails.
+    /// Waits until new connections go to exactly these servers, and none fails.
     fn wait_until_served_by(&self, servers: &[u16]) {
         eventually(*TIMEOUT, &format!("new connections go to {servers:?}, and none fails"), || {
             let Ok(opened) = try_open(&self.testbed, MIN_CONNECTIONS_FOR_EVERY_SERVER) else { return false };

@@ -18,7 +18,7 @@ use coreward_testbed::{Namespace, TIMEOUT, Testbed, TestbedOptions, counters};
 
 pub type OpenConnections = Vec<(Connection, RespondingWorker)>;
 
-/// Opens connections. Returns each with the worker that answered its first request.
+/// Opens connections and sends one request on each. Returns each connection with the worker that answered.
 pub fn open_keepalive_connections(testbed: &Testbed, count: usize) -> OpenConnections {
     try_open(testbed, count).unwrap()
 }
@@ -32,7 +32,7 @@ pub fn try_open(testbed: &Testbed, count: usize) -> anyhow::Result<OpenConnectio
     testbed.client().within(|| (0..count).map(|_| open()).collect())
 }
 
-/// Returns the number of connections without an answer, or with an answer from another worker.
+/// Returns the number of connections without an answer, or with an answer from another worker than before.
 pub fn count_broken(connections: &mut [(Connection, RespondingWorker)]) -> usize {
     let is_broken = |(connection, first): &mut (Connection, RespondingWorker)| {
         connection.query_worker().map_or(true, |answerer| answerer != *first)
@@ -40,7 +40,7 @@ pub fn count_broken(connections: &mut [(Connection, RespondingWorker)]) -> usize
     connections.iter_mut().map(is_broken).filter(|is_broken| *is_broken).count()
 }
 
-/// Returns a daemon's log from byte `from` on.
+/// Returns a daemon's log from the byte offset `from` on.
 pub fn daemon_log(testbed: &Testbed, daemon: &str, from: usize) -> String {
     let text = std::fs::read_to_string(testbed.directory().join(format!("{daemon}.log"))).unwrap();
     text.get(from..).unwrap_or_default().to_owned()
@@ -52,10 +52,10 @@ pub fn assert_answered(connections: &mut [(Connection, RespondingWorker)]) {
     }
 }
 
-/// Number of connections: with random placement, one of three servers gets none once in 10^7 runs: 3 * (2/3)^40.
+/// Number of connections, of which one of three servers gets none once in 10^7 random runs: 3 * (2/3)^40.
 pub const MIN_CONNECTIONS_FOR_EVERY_SERVER: usize = 40;
 
-/// Opens connections until each of these servers has `at_least` connections: some servers are drawn more often.
+/// Opens connections until each of these servers has at least `at_least` of them: some servers are drawn more often.
 pub fn open_at_each(testbed: &Testbed, servers: &[u16], at_least: usize) -> OpenConnections {
     let mut opened = OpenConnections::new();
     let has =
@@ -67,7 +67,7 @@ pub fn open_at_each(testbed: &Testbed, servers: &[u16], at_least: usize) -> Open
     opened
 }
 
-/// The fields are dropped in this order: the testbed last.
+/// Testbed with a fleet and stream servers. The fields are dropped in this order, the testbed last.
 pub struct TestEnv {
     pub fleet: Fleet,
     _servers: StreamServers,
@@ -75,7 +75,7 @@ pub struct TestEnv {
 }
 
 impl TestEnv {
-    /// Starts a testbed with stream servers.
+    /// Starts a testbed with one core per server, stream servers and a fleet.
     pub fn start(testbed: TestbedOptions, fleet: FleetOptions) -> Self {
         let testbed = Testbed::create(TestbedOptions { cores: 1, ..testbed }).unwrap();
         let servers = testbed.start_stream_servers().unwrap();
@@ -92,13 +92,13 @@ impl TestEnv {
         assert!(count <= resets, "{counter}: {count} packets, {resets} resets");
     }
 
-    /// Starts a client that opens connections at this rate until [`assert_unbroken`].
+    /// Starts a client that opens connections at this rate until [`assert_unbroken`] ends it.
     pub fn start_streams(&self, per_second: f64) -> StreamClient {
         self.testbed.start_stream_client(&StreamWorkload::endless(per_second), None).unwrap()
     }
 
-    /// Changes a server in the controller's file; `None`: removes it. Returns when every component has confirmed the
-    /// change: a connection need not survive two changes at once.
+    /// Sets the state of a server in the controller's file; `None` removes it. Returns when every component has
+    /// confirmed the change, because a connection need not survive two changes at once.
     pub fn set_admin_state(&mut self, server: u16, state: Option<AdminState>) {
         let generation = |env: &Self| env.fleet.status(&env.testbed).ok()?["configuration_generation"].as_u64();
         let before = generation(self);
@@ -112,14 +112,14 @@ impl TestEnv {
         eventually_in_force(&self.fleet, &self.testbed);
     }
 
-    /// Waits until the client has opened `count` more connections, by its kernel's counter.
+    /// Waits until the client has opened `count` more connections, according to its kernel's counter.
     pub fn wait_for_connections(&self, count: u64) {
         let begun = || counters::read(self.testbed.client()).unwrap()["TcpActiveOpens"];
         let expected = begun() + count;
         eventually(*TIMEOUT, "the client begins connections", || begun() >= expected);
     }
 
-    /// Returns a counter of a load balancer, which is reported once a second; 0 while there is none.
+    /// Returns the value of a load balancer's counter, which is reported once a second; 0 before the first report.
     pub fn counter(&self, load_balancer: &str, counter: &str) -> u64 {
         let status = self.fleet.status(&self.testbed).unwrap();
         let balancers = status["load_balancers"].as_array().unwrap();
@@ -127,20 +127,20 @@ impl TestEnv {
         balancer.and_then(|balancer| balancer["state"]["counters"][counter].as_u64()).unwrap_or(0)
     }
 
-    /// Returns the sum of a counter over all present load balancers.
+    /// Returns the sum of a counter over all load balancers that exist.
     pub fn sum_counter(&self, counter: &str) -> u64 {
         let numbers = self.testbed.load_balancer_numbers();
         numbers.into_iter().map(|number| self.counter(&format!("lb{number}"), counter)).sum()
     }
 
-    /// Runs `coreward ARGUMENTS` with this testbed's controller and returns the output.
+    /// Runs `coreward ARGUMENTS` against this testbed's controller and returns the output.
     pub fn coreward(&self, arguments: &[&str]) -> anyhow::Result<String> {
         let command = operator_command(&self.testbed, arguments)?;
         Ok(String::from_utf8(self.testbed.run(self.testbed.controller(), command)?.stdout)?)
     }
 }
 
-/// Runs a command, given as text, in a namespace, and returns the output.
+/// Runs a command, given as one text, in a namespace, and returns its output.
 pub fn run(testbed: &Testbed, namespace: &Namespace, command: &str) -> String {
     let words: Vec<&str> = command.split_whitespace().collect();
     let mut program = Command::new(words[0]);
@@ -148,14 +148,14 @@ pub fn run(testbed: &Testbed, namespace: &Namespace, command: &str) -> String {
     String::from_utf8(testbed.run(namespace, program).unwrap().stdout).unwrap()
 }
 
-/// Returns the metrics page that a daemon in this namespace serves at `address`. Fails when it does not answer.
+/// Fetches the metrics page that a daemon in this namespace serves at `address`. Fails when it does not answer.
 pub fn metrics_page(testbed: &Testbed, host: &Namespace, address: &str) -> anyhow::Result<String> {
     let mut curl = Command::new("curl");
     curl.args(["--silent", "--fail", "--max-time", "10", &format!("http://{address}/metrics")]);
     Ok(String::from_utf8(testbed.run(host, curl)?.stdout)?)
 }
 
-/// Returns the value of a series, given as name with labels, on a metrics page.
+/// Returns the value of a series on a metrics page. `name`: name of the series with its labels.
 pub fn series(page: &str, name: &str) -> Option<f64> {
     page.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' ')?.parse().ok())
 }
@@ -176,7 +176,7 @@ pub fn eventually_in_force(fleet: &Fleet, testbed: &Testbed) {
     });
 }
 
-/// Returns the time from `since` to a load balancer's next log line with these words; `None`: no such line yet.
+/// Returns the time from `since` to the next line with these words in a load balancer's log; `None`: no such line yet.
 pub fn duration_until_logged(
     testbed: &Testbed,
     load_balancer: u16,
@@ -190,7 +190,7 @@ pub fn duration_until_logged(
     times.filter_map(|time| time.duration_since(since).ok()).min()
 }
 
-/// Asserts that every load balancer masks the server `name` of service `web0` within `limit` after `died`.
+/// Asserts that every load balancer masks the server `name` of service `web0` within `limit` after its end at `died`.
 pub fn assert_masked_within(limit: Duration, testbed: &Testbed, name: &str, died: SystemTime) {
     let words = format!("event=\"server-masked\" server=\"{name}\" service=\"web0\"");
     for balancer in testbed.load_balancer_numbers() {
@@ -213,8 +213,8 @@ pub fn eventually(limit: Duration, what: &str, mut holds: impl FnMut() -> bool) 
     }
 }
 
-/// Ends a client after its connections have been through the last change. Asserts that there were many connections, and
-/// that none broke or stalled. Returns the report.
+/// Ends a stream client after its connections have experienced the last change. Asserts that there were many
+/// connections, and that none broke or stalled. Returns the report.
 pub fn assert_unbroken(client: StreamClient) -> StreamReport {
     pause(2_000);
     let report = client.end(*TIMEOUT).unwrap();
@@ -228,18 +228,18 @@ pub fn assert_unbroken(client: StreamClient) -> StreamReport {
     report
 }
 
-/// Returns a field of a process in /proc.
+/// Returns the value of a field in /proc/PID/status of a process.
 pub fn process_status(pid: u32, field: &str) -> String {
     let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
     status.lines().find_map(|line| line.strip_prefix(field)).unwrap().trim().to_owned()
 }
 
-/// Returns the effective capabilities of a process as a bit mask.
+/// Returns the effective capabilities of a process, as a bit mask.
 pub fn effective_capabilities(pid: u32) -> u64 {
     u64::from_str_radix(&process_status(pid, "CapEff:"), 16).unwrap()
 }
 
-/// Returns the capabilities that a daemon retains as a bit mask.
+/// Returns the capabilities that a daemon retains, as a bit mask.
 pub fn retained_capabilities(daemon: Component) -> u64 {
     capability_mask(drop_capabilities::retained_capabilities(daemon).iter().copied())
 }
@@ -248,7 +248,7 @@ pub fn capability_mask(capabilities: impl IntoIterator<Item = caps::Capability>)
     capabilities.into_iter().fold(0, |mask, capability| mask | capability.bitmask())
 }
 
-/// Sends requests, each on a separate connection.
+/// Sends requests, each on its own connection.
 pub fn send_requests(testbed: &Testbed, count: usize) {
     drop(open_keepalive_connections(testbed, count));
 }

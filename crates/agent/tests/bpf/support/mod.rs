@@ -90,12 +90,12 @@ pub fn configuration() -> AgentConfiguration {
     }
 }
 
-/// Returns that counter of the agent's next report.
+/// Returns the value of a counter in the agent's next report.
 pub fn counter(agent: &mut Agent, name: &str) -> u64 {
     agent.report(&ReportState::default(), &[]).expect("the core load file is there").counters[name]
 }
 
-/// An HTTP request from a source port of the client; the body of the answer.
+/// Sends an HTTP request from a source port of the client. Returns the body of the response.
 pub fn get(testbed: &Testbed, path: &str, source_port: u16) -> anyhow::Result<String> {
     testbed.client().within(|| {
         let socket = Socket::new(Domain::IPV4, Type::STREAM, None)?;
@@ -113,7 +113,7 @@ pub fn get(testbed: &Testbed, path: &str, source_port: u16) -> anyhow::Result<St
     })
 }
 
-/// Waits for something that comes by itself.
+/// Waits until `done` returns true, and fails with `what` after a timeout.
 pub fn wait_until(what: &str, mut done: impl FnMut() -> anyhow::Result<bool>) -> anyhow::Result<()> {
     let end = Instant::now() + TIMEOUT;
     while !done()? {

@@ -15,18 +15,18 @@ use coreward_wire::{FleetChange, FleetConfiguration};
 use tokio::task::JoinHandle;
 use tonic::transport::{Channel, Endpoint};
 
-/// Limit of a wait: everything here takes milliseconds, or the seconds of a lease.
+/// Maximum duration of a wait in tests: all events take milliseconds, or the seconds of a lease.
 pub const TIMEOUT: Duration = Duration::from_secs(30);
 
-/// SIGHUP reaches all controllers of a process: held by tests that send it, or that restart a controller (a reload
-/// still holds its store) or count generations.
+/// Lock for tests that send SIGHUP, which reaches all controllers of a process. Also held by tests that restart a
+/// controller (a reload still holds its store) or count generations.
 pub static SIGHUP_REACHES_ALL: tokio::sync::Mutex<()> = tokio::sync::Mutex::const_new(());
 
 pub async fn with_timeout<T>(what: &str, future: impl Future<Output = T>) -> T {
     tokio::time::timeout(TIMEOUT, future).await.unwrap_or_else(|_| panic!("waited too long for {what}"))
 }
 
-/// Applies an update of a load balancer's stream to the newest configuration; returns whether it was a configuration.
+/// Applies an update from a load balancer's stream to the configuration. Returns whether it was a configuration.
 pub fn apply_update(newest: &mut Option<FleetConfiguration>, update: &Update) -> bool {
     match update {
         Update::Configuration(whole) => *newest = Some(FleetConfiguration::decode(whole.clone()).unwrap().1),
@@ -39,7 +39,7 @@ pub fn apply_update(newest: &mut Option<FleetConfiguration>, update: &Update) ->
     true
 }
 
-/// A directory with configurations and a store.
+/// Directory with the files of a controller's configuration, and its store.
 pub struct TestDirectory {
     pub directory: tempfile::TempDir,
 }
@@ -96,13 +96,13 @@ impl TestDirectory {
     }
 }
 
-/// A controller in a task of its own.
+/// Controller that runs in a task of its own.
 pub struct RunningController {
     pub address: SocketAddr,
     pub api: SocketAddr,
-    /// An operator.
+    /// Client of the API with an operator's token.
     pub client: Client,
-    /// In the text format of Prometheus.
+    /// Returns the controller's metrics in the text format of Prometheus.
     pub metrics: Box<dyn Fn() -> String + Send + Sync>,
     task: JoinHandle<()>,
 }
@@ -120,7 +120,7 @@ impl RunningController {
         self.client.status(false).await.unwrap()
     }
 
-    /// Ends it at once, as SIGKILL would.
+    /// Ends the controller at once, like SIGKILL.
     pub async fn kill(self) {
         self.task.abort();
         let _ = self.task.await;

@@ -6,7 +6,7 @@ pub fn coreward() -> Command {
     Command::new(env!("CARGO_BIN_EXE_coreward"))
 }
 
-/// Ends with the test, however that ends.
+/// Process of `coreward`, which is killed at the end of the test, even after a panic.
 pub struct Daemon(pub Child);
 
 impl Drop for Daemon {

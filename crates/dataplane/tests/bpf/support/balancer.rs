@@ -16,18 +16,18 @@ use rand::Rng;
 
 use super::compared_lb::ComparedLb;
 
-/// linux/bpf.h
+/// Return values of XDP programs (linux/bpf.h).
 pub const XDP_DROP: i32 = 1;
 pub const XDP_PASS: i32 = 2;
 pub const XDP_TX: i32 = 3;
 
-/// Destination of the frames of [`super::Tcp`].
+/// MAC address of the balancer, to which the frames of [`super::TcpPacket`] are sent.
 pub const OWN_MAC: MacAddress = MacAddress([0; 6]);
 
 pub const VIP: (Ipv4Addr, u16) = (Ipv4Addr::new(10, 200, 0, 1), 80);
 pub const CLIENT: (Ipv4Addr, u16) = (Ipv4Addr::new(10, 1, 0, 7), 40312);
 
-/// Returns a random client.
+/// Returns a random address and port of a client.
 pub fn client(rng: &mut impl Rng) -> (Ipv4Addr, u16) {
     (Ipv4Addr::from(rng.next_u32()), rng.next_u32() as u16)
 }
@@ -48,11 +48,11 @@ pub fn service(vip: impl Into<SocketAddr>) -> ServiceAddress {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Identification {
     Unchanged,
-    /// The id of the bucket's previous server, or `NO_SERVER`.
+    /// Id of the bucket's previous server; `None`: `NO_SERVER`.
     Before(Option<ServerId>),
 }
 
-/// Returns `frame` with another IP identification and its checksum, or with another IPv6 flow label.
+/// Returns `frame` with this IP identification and a correct header checksum, or with this IPv6 flow label.
 fn with_identification(frame: &[u8], identification: u16) -> Vec<u8> {
     let mut frame = frame.to_vec();
     if super::is_ipv6(&frame) {
@@ -68,7 +68,7 @@ fn with_identification(frame: &[u8], identification: u16) -> Vec<u8> {
     frame
 }
 
-/// Returns the previous server of the connection's bucket, by the table.
+/// Returns the previous server of the bucket to which the table assigns the connection.
 pub fn previous_server(table: &PlacementTable, tuple: &FourTuple) -> Option<ServerId> {
     let bucket = table.bucket_count.bucket(table.groups[0].toeplitz(&tuple.bytes()));
     table.previous_consistent_servers.get(bucket as usize).copied().flatten()
@@ -84,15 +84,15 @@ pub struct Balancer {
     pub lb: ComparedLb,
     pub services: Vec<ServiceIndex>,
     pub keys: FleetKeys,
-    /// MAC address of each server, by position of its service.
+    /// MAC address of each server, by the index of its service in `service_indexes` and by server id.
     pub macs: HashMap<(usize, ServerId), MacAddress>,
-    /// Counter of the rule round robin.
+    /// Number of connections placed so far by the rule round robin.
     pub turns: u64,
     pub newest_table: Option<PlacementTable>,
 }
 
 impl Balancer {
-    /// Returns a load balancer with TCP services in the default mode.
+    /// Returns a balancer with a TCP service in the default mode at each of `vips`.
     pub fn new(vips: &[(Ipv4Addr, u16)], rng: &mut impl Rng) -> Self {
         let services: Vec<_> = vips.iter().map(|vip| (service(*vip), ServiceMode::default())).collect();
         Self::with(&services, Options::default(), rng)
@@ -104,7 +104,7 @@ impl Balancer {
         Self::with_lb(ComparedLb::load(with_connection_key(options), OWN_MAC), services, rng)
     }
 
-    /// Returns a load balancer without a model, because broadcast limits depend on time.
+    /// Returns a balancer without a model, as broadcast limits depend on time.
     pub fn with_limits(services: &[(ServiceAddress, ServiceMode)], options: Options, rng: &mut impl Rng) -> Self {
         Self::with_lb(ComparedLb::load_alone(with_connection_key(options), OWN_MAC), services, rng)
     }
@@ -161,7 +161,7 @@ impl Balancer {
         (verdict, packet)
     }
 
-    /// Returns the destination of `frame`, which must be forwarded.
+    /// Runs the program on `frame`, which must be forwarded. Returns the MAC address to which it is sent.
     pub fn destination(&self, frame: &[u8]) -> MacAddress {
         let (verdict, packet) = self.run(frame);
         assert_eq!(verdict, XDP_TX);
@@ -175,7 +175,7 @@ impl Balancer {
         }
     }
 
-    /// Returns all counters: service (`None`: packets without one), name, value.
+    /// Returns all packet counters: index of the service (`None`: packets without a service), name and value.
     fn all_counts(&self) -> Vec<(Option<usize>, &'static str, u64)> {
         let of = |service| self.counts(service).into_iter().zip(intf::LB_COUNTER_NAMES);
         let services = (0..self.services.len()).map(Some).chain([None]);
@@ -200,14 +200,14 @@ impl Balancer {
         (verdict, packet)
     }
 
-    /// Checks verdict and counter of a packet that is not forwarded, and that it is unchanged.
+    /// Checks the verdict and the counter of a packet that is not forwarded, and that the packet is unchanged.
     pub fn expect(&self, frame: &[u8], verdict: i32, service: usize, name: &str) {
         let (found, packet) = self.run_expecting_counter(frame, Some(service), name);
         assert_eq!(found, verdict, "{name}");
         assert_eq!(packet, frame, "{name}");
     }
 
-    /// [`expect`](Self::expect) for a packet of no service.
+    /// Checks a packet of no service like [`expect_unforwarded`](Self::expect_unforwarded).
     pub fn expect_without_service(&self, frame: &[u8], verdict: i32, name: &str) {
         let (found, packet) = self.run_expecting_counter(frame, None, name);
         assert_eq!(found, verdict, "{name}");
@@ -218,12 +218,12 @@ impl Balancer {
         self.expect_without_service(frame, XDP_PASS, "passed_not_service");
     }
 
-    /// Checks that the packet is sent to the server with only its MAC addresses changed.
+    /// Checks that a packet is sent to `server`, and that only its MAC addresses change.
     pub fn expect_sent_to(&self, service: usize, frame: &[u8], server: ServerId, name: &str) {
         self.expect_sent(service, frame, server, Identification::Unchanged, name);
     }
 
-    /// [`expect_sent_to`](Self::expect_sent_to) for a packet whose IP identification may change.
+    /// Checks a packet like [`expect_sent_to`](Self::expect_sent_to), with this IP identification after forwarding.
     pub fn expect_sent(
         &self,
         service: usize,
@@ -236,7 +236,7 @@ impl Balancer {
         check_sent(frame, verdict, &packet, self.macs[&(service, server)], identification);
     }
 
-    /// Checks that the packet is broadcast, or dropped with the counter `over_rate` when no token is available.
+    /// Checks that a packet is broadcast or, if no token is available, dropped and counted as `over_rate`.
     pub fn expect_broadcast_or(&self, service: usize, frame: &[u8], identification: Identification, over_rate: &str) {
         let before = self.counts(Some(service));
         let (verdict, packet) = self.run(frame);
@@ -252,7 +252,7 @@ impl Balancer {
         }
     }
 
-    /// Returns the number of events `event` of a service.
+    /// Returns how often the event named `event` has been counted for a service.
     pub fn events(&self, service: usize, event: &str) -> u64 {
         let position = intf::LB_EVENT_NAMES.iter().position(|name| *name == event).unwrap();
         self.lb.counters(self.services[service]).events[position]

@@ -26,7 +26,7 @@ use coreward_model::{ServerId, ServiceAddress};
 const NANOSECONDS: u64 = 1_000_000_000;
 const NO_KEY: CookieKey = CookieKey { k0: 0, k1: 0 };
 
-/// Broadcast rate that is never exceeded. The model's clock differs, so limits would apply to other packets.
+/// Broadcast rate that no test exceeds. The model has another clock, so it would limit different packets.
 const UNLIMITED: PacketRate = PacketRate { per_second: 1, burst: u32::MAX };
 
 /// BPF program and model. Reads go to the program, changes to both; a change that the model lacks ends the comparison.
@@ -72,7 +72,7 @@ fn slot(service: ServiceIndex) -> usize {
 }
 
 impl ComparedLb {
-    /// Loads the program with [`UNLIMITED`] broadcasts, and its model.
+    /// Loads the program and its model, with unlimited broadcasts.
     pub fn load(options: Options, own_mac: MacAddress) -> Self {
         let broadcast_limits = [BroadcastRates::uniform(UNLIMITED); intf::LIMITED_KIND_COUNT as usize];
         let lb_stamping_clock = LbStampingClock::Ticks;
@@ -96,7 +96,7 @@ impl ComparedLb {
         }
     }
 
-    /// Processes `frame` in program and model, which must agree. Returns verdict, packet, and the model's outcome.
+    /// Runs program and model on `frame`, and asserts that they agree. Returns verdict, packet and the model's outcome.
     pub fn run(&self, frame: &[u8]) -> (i32, Vec<u8>, Option<model::Outcome>) {
         let test_run::RunOutcome { verdict, packet, .. } = test_run::run(self.lb.program(), frame, 1).unwrap();
         let Some(model) = &self.model else { return (verdict, packet, None) };
@@ -224,18 +224,18 @@ impl ComparedLb {
         Ok(())
     }
 
-    /// Drops the model: for tests whose packets do not pass through [`run`](Self::run).
+    /// Drops the model, for tests whose packets do not all pass through [`run`](Self::run).
     pub fn end_comparison(&mut self) {
         self.model = None;
     }
 
-    /// Ends the comparison.
+    /// Sets the MAC address, which ends the comparison with the model.
     pub fn set_own_mac(&mut self, mac: MacAddress) {
         self.end_comparison();
         self.lb.set_own_mac(mac);
     }
 
-    /// Ends the comparison.
+    /// Replaces the candidates of a table, which ends the comparison with the model.
     pub fn replace_candidates(
         &mut self,
         service: ServiceIndex,

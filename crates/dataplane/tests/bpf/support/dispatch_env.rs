@@ -15,15 +15,15 @@ use socket2::{Domain, Protocol, Socket, Type};
 
 pub const SERVICE: SocketAddr = SocketAddr::new(std::net::IpAddr::V4(Ipv4Addr::LOCALHOST), 5300);
 
-/// Runs `test` in a new network namespace, one test at a time: a child process of another test would keep this test's
-/// worker sockets open until its execve(2).
+/// Runs `test` in a new network namespace, with one test at a time: until its execve(2), a child process of another
+/// test would keep the worker sockets of this test open.
 pub fn in_namespace(test: impl FnOnce() + Send) {
     static TEST_LOCK: Mutex<()> = Mutex::new(());
     let _lock = TEST_LOCK.lock();
     in_another_namespace(test);
 }
 
-/// Runs a part of a test in a thread in a new network namespace, whose loopback device is up.
+/// Runs `part` of a test in another thread, in a new network namespace whose loopback device is up.
 pub fn in_another_namespace(part: impl FnOnce() + Send) {
     std::thread::scope(|scope| {
         let thread = scope.spawn(|| {
@@ -48,7 +48,7 @@ pub fn options(policy: Policy) -> Options {
     }
 }
 
-/// Opens a socket of the service, as a worker does.
+/// Opens a UDP socket at the service's address, as a worker does.
 pub fn worker_socket(service: SocketAddr) -> UdpSocket {
     let socket = Socket::new(Domain::for_address(service), Type::DGRAM, Some(Protocol::UDP)).unwrap();
     socket.set_reuse_port(true).unwrap();
@@ -57,7 +57,7 @@ pub fn worker_socket(service: SocketAddr) -> UdpSocket {
     socket.into()
 }
 
-/// A pin directory, which is removed when this is dropped.
+/// Directory for pins, which is removed when the value is dropped.
 pub struct Pins(pub PathBuf);
 
 impl Pins {
@@ -74,8 +74,8 @@ impl Drop for Pins {
     }
 }
 
-/// A service with dispatch, whose workers read and respond when the test calls [`read`](Self::read) and
-/// [`answer`](Self::answer).
+/// Service with dispatched requests. Its workers read and respond when the test calls
+/// [`read_requests`](Self::read_requests) and [`send_response`](Self::send_response).
 pub struct TestEnv {
     pub dispatch: DispatchPrograms,
     pub workers: BTreeMap<u32, UdpSocket>,
@@ -83,7 +83,7 @@ pub struct TestEnv {
     clock: Duration,
 }
 
-/// A datagram that a worker has read.
+/// Datagram that a worker has read from its socket.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ReceivedDatagram {
     pub slot: u32,
@@ -100,7 +100,7 @@ impl TestEnv {
         env
     }
 
-    /// Adds a worker, and returns its slot.
+    /// Adds a worker with a new socket, and returns its slot.
     pub fn add_worker(&mut self) -> u32 {
         let socket = worker_socket(self.dispatch.ledger().service().0);
         let slot = self.dispatch.add_worker(socket.as_fd(), std::process::id()).unwrap();
@@ -109,7 +109,7 @@ impl TestEnv {
         slot
     }
 
-    /// Sends a request from `client`, and waits until the request was dispatched.
+    /// Sends a request from the socket `client`, and waits until it is dispatched.
     pub fn send(&self, client: &UdpSocket, payload: &[u8]) {
         let dispatched = || self.dispatch.ledger().workers().iter().map(|worker| worker.dispatched).sum::<u64>();
         let before = dispatched();
@@ -117,7 +117,7 @@ impl TestEnv {
         wait_for("a request to be dispatched", || (dispatched() > before).then_some(()));
     }
 
-    /// Reads and returns all datagrams in the workers' queues, which must be `count`.
+    /// Reads all datagrams in the workers' queues, and returns them. There must be `count` of them.
     pub fn read(&self, count: usize) -> Vec<ReceivedDatagram> {
         let mut read = Vec::new();
         wait_for("datagrams at the workers", || {
@@ -148,7 +148,7 @@ impl TestEnv {
         self.workers[&read.slot].send_to(&read.payload, read.client).unwrap();
     }
 
-    /// Polls once, 100 ms of virtual time after the last poll. Returns whether a worker was found dead.
+    /// Polls once, after 100 ms of virtual time. Returns whether a worker was found to be dead.
     pub fn poll(&mut self, timeouts: &Timeouts) -> bool {
         self.clock += dispatch::POLL_INTERVAL;
         self.dispatch.poll(self.clock, timeouts).unwrap()
@@ -159,7 +159,7 @@ impl TestEnv {
         workers.into_iter().find(|worker| worker.slot == slot).unwrap()
     }
 
-    /// Returns each worker's outstanding requests.
+    /// Returns the number of outstanding requests of each worker.
     pub fn outstanding(&self) -> Vec<u32> {
         self.dispatch.ledger().workers().iter().map(|worker| worker.outstanding).collect()
     }
@@ -169,7 +169,7 @@ impl TestEnv {
     }
 }
 
-/// Returns a client's socket with a new port.
+/// Opens the socket of a client at a new port.
 pub fn client() -> UdpSocket {
     let socket = UdpSocket::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
     socket.connect(SERVICE).unwrap();
@@ -177,7 +177,7 @@ pub fn client() -> UdpSocket {
     socket
 }
 
-/// Calls `done` until it returns a value, and returns that value. Panics after 30 s.
+/// Calls `done` repeatedly until it returns a value, and returns that. Panics with `what` after 30 s.
 pub fn wait_for<T>(what: &str, mut done: impl FnMut() -> Option<T>) -> T {
     let end = Instant::now() + Duration::from_secs(30);
     loop {

@@ -12,7 +12,7 @@ use super::{
     ACK, Family, SYN, Tcp, aligned_timestamp, is_ipv6, ones_complement_sum, tcp_offset, timestamp_offset, word,
 };
 
-/// Address of the client, which its host's kernel does not have: the kernel sends no RST to the server.
+/// Address of the client. The kernel of its host does not have this address, so it sends no RST to the server.
 const ADDRESS: Ipv4Addr = Ipv4Addr::new(10, 1, 0, 77);
 const ADDRESS_IPV6: Ipv6Addr = Ipv6Addr::new(0x2001, 0xdb8, 1, 0, 0, 0, 0, 0x77);
 
@@ -59,7 +59,7 @@ impl<'env> RawTcpClient<'env> {
         (address, self.port).into()
     }
 
-    /// Returns the frame that this client would send now. `tsecr` is ignored without timestamps.
+    /// Returns the frame that the client would send next. Without timestamps, `tsecr` is ignored.
     pub fn frame(&self, flags: u8, tsecr: u32, payload: &[u8]) -> Vec<u8> {
         let mut packet = Tcp::between(self.address(), vip(self.env.family));
         packet.destination_mac = self.server_mac.0;
@@ -76,7 +76,7 @@ impl<'env> RawTcpClient<'env> {
         self.sniffer.send(self.env, frame);
     }
 
-    /// Waits for a packet of the server. Returns all packets until the server is silent for 50 ms.
+    /// Waits for a packet from the server. Returns all packets that arrive until the server is silent for 50 ms.
     fn answers(&mut self) -> Vec<Vec<u8>> {
         let end = Instant::now() + TIMEOUT;
         loop {
@@ -125,7 +125,7 @@ impl<'env> RawTcpClient<'env> {
         is_for_host && frame[tcp + 2..tcp + 4] == self.port.to_be_bytes()
     }
 
-    /// Sends a SYN with this TSecr, and returns the SYN-ACK.
+    /// Sends a SYN with this TSecr. Returns the SYN-ACK.
     pub fn open(&mut self, tsecr: u32) -> Vec<u8> {
         let syn = self.frame(SYN, tsecr, b"");
         self.send(&syn);
@@ -136,13 +136,13 @@ impl<'env> RawTcpClient<'env> {
         answer
     }
 
-    /// Sends the ACK that ends the handshake.
+    /// Sends the ACK that completes the handshake.
     pub fn acknowledge(&mut self) {
         let ack = self.frame(ACK, self.server_tsval, b"");
         self.send(&ack);
     }
 
-    /// Sends `payload` in a packet changed by `change`, and returns the server's packets after that.
+    /// Sends `payload` in a packet to which `change` is applied. Returns the packets that the server sends in reply.
     pub fn exchange(&mut self, payload: &[u8], change: impl FnOnce(&mut Vec<u8>)) -> Vec<Vec<u8>> {
         let mut frame = self.frame(ACK, self.server_tsval, payload);
         change(&mut frame);
@@ -155,7 +155,7 @@ impl<'env> RawTcpClient<'env> {
     }
 }
 
-/// Writes the previous server into a frame's IP identification or flow label.
+/// Writes `identification`, the id of the previous server, into a frame's IP identification or flow label.
 pub fn set_previous_server(frame: &mut [u8], identification: u16) {
     if is_ipv6(frame) {
         frame[16..18].copy_from_slice(&identification.to_be_bytes());
@@ -167,12 +167,12 @@ pub fn set_previous_server(frame: &mut [u8], identification: u16) {
     frame[24..26].copy_from_slice(&sum.to_be_bytes());
 }
 
-/// Makes the frame a broadcast, as a load balancer sends a packet whose server it does not know.
+/// Makes a frame a broadcast, as the load balancer does if it does not know the server of the packet.
 pub fn set_broadcast_mac(frame: &mut [u8]) {
     frame[..6].fill(0xff);
 }
 
-/// Returns a SYN's TSecr from a load balancer for the entry `index` (owner and slot).
+/// Returns the TSecr by which a load balancer passes the entry `index` (owner and slot) to a server in a SYN.
 pub fn syn_tsecr(index: u16) -> u32 {
     intf::SYN_TSECR_HOLDS_COOKIE | intf::COOKIE_KIND_BIT | u32::from(index)
 }

@@ -23,10 +23,10 @@ const ETHERNET: usize = 14;
 
 pub use coreward_dataplane::test_run::{missing_bpf_rights, skip_if};
 
-/// Time key of a service whose server is not part of the test.
+/// Time key of a service whose server takes no part in the test.
 pub const TIME_KEY: CookieKey = CookieKey { k0: 5, k1: 6 };
 
-/// Returns the kernel's TSval clock (CLOCK_MONOTONIC in ms).
+/// Returns the time of the kernel's TSval clock: CLOCK_MONOTONIC in ms.
 pub fn now_ms() -> u32 {
     let now = nix::time::clock_gettime(nix::time::ClockId::CLOCK_MONOTONIC).unwrap();
     (now.tv_sec() as u64 * 1000 + now.tv_nsec() as u64 / 1_000_000) as u32
@@ -57,11 +57,11 @@ pub struct Tcp {
     pub source: SocketAddrV4,
     pub destination: SocketAddrV4,
     pub ip_options: Vec<u8>,
-    /// IPv6 source and destination, in place of the IPv4 addresses.
+    /// IPv6 source and destination; `None`: the packet is IPv4.
     pub ipv6: Option<[Ipv6Addr; 2]>,
     pub extension_headers: Vec<ExtensionHeader>,
     pub flags: u8,
-    /// TCP options as bytes of the header; padded with zeros (end of options) to a multiple of four.
+    /// TCP options as bytes; they are padded with zeros (end of options) to a multiple of four.
     pub options: Vec<u8>,
     pub payload: Vec<u8>,
 }
@@ -82,7 +82,7 @@ impl Tcp {
         }
     }
 
-    /// Returns a packet of the addresses' family. Panics when the families differ.
+    /// Returns a packet from `source` to `destination`. Panics when their address families differ.
     pub fn between(source: SocketAddr, destination: SocketAddr) -> Self {
         let ports = (source.port(), destination.port());
         match (source.ip(), destination.ip()) {
@@ -96,12 +96,12 @@ impl Tcp {
         }
     }
 
-    /// Returns the frame, with correct lengths and checksums.
+    /// Returns the packet as a frame, with correct lengths and checksums.
     pub fn frame(&self) -> Vec<u8> {
         self.frame_with_sequence(0x0102_0304, 0x0506_0708)
     }
 
-    /// Returns the frame with these sequence and acknowledgement numbers.
+    /// Returns the packet as a frame, with these sequence and acknowledgement numbers.
     pub fn frame_with_sequence(&self, sequence: u32, acknowledgement: u32) -> Vec<u8> {
         let ipv4 = self.ipv4_frame(sequence, acknowledgement);
         let Some(addresses) = self.ipv6 else { return ipv4 };
@@ -151,12 +151,12 @@ pub struct Udp {
     pub destination: SocketAddrV4,
     pub ip_options: Vec<u8>,
     pub identification: u16,
-    /// Flags and fragment offset (units of 8 bytes) of the IPv4 header.
+    /// Flags and fragment offset (in units of 8 bytes) of the IPv4 header.
     pub fragment: u16,
     pub payload: Vec<u8>,
 }
 
-/// Flag of the IPv4 header: more fragments follow.
+/// Flag "more fragments" of the IPv4 header.
 pub const MORE_FRAGMENTS: u16 = 0x2000;
 
 impl Udp {
@@ -171,7 +171,7 @@ impl Udp {
         }
     }
 
-    /// Returns the frame. Only the first fragment has a UDP header, whose length is that of two equal fragments.
+    /// Returns the datagram as a frame. Only a first fragment has a UDP header, with the length of two equal fragments.
     pub fn frame(&self) -> Vec<u8> {
         let later = self.fragment & 0x1fff != 0;
         let whole = 8 + self.payload.len() * if self.fragment & MORE_FRAGMENTS != 0 { 2 } else { 1 };
@@ -188,7 +188,7 @@ impl Udp {
     }
 }
 
-/// Returns a frame with an IPv4 packet, to the MAC address of [`Tcp::new`].
+/// Returns a frame with an IPv4 packet, sent to the same MAC address as by [`TcpPacket::new`].
 pub fn ipv4_frame(
     protocol: u8,
     addresses: [Ipv4Addr; 2],
@@ -211,12 +211,12 @@ pub fn ipv4_frame(
     frame
 }
 
-/// Returns whether the frame has an IPv6 packet.
+/// Returns whether the frame contains an IPv6 packet.
 pub fn is_ipv6(frame: &[u8]) -> bool {
     frame[12..14] == [0x86, 0xdd]
 }
 
-/// Returns a frame with an IPv6 packet (flow label 0x12345), to the MAC address of [`Tcp::new`].
+/// Returns a frame with an IPv6 packet with flow label 0x12345, sent to the same MAC address as by [`TcpPacket::new`].
 pub fn ipv6_frame(addresses: [Ipv6Addr; 2], headers: &[ExtensionHeader], protocol: u8, transport: &[u8]) -> Vec<u8> {
     let numbers: Vec<u8> = headers.iter().map(|(number, _)| *number).chain([protocol]).collect();
     let length = headers.iter().map(|(_, bytes)| bytes.len()).sum::<usize>() + transport.len();
@@ -233,13 +233,13 @@ pub fn ipv6_frame(addresses: [Ipv6Addr; 2], headers: &[ExtensionHeader], protoco
 }
 
 impl Tcp {
-    /// Returns the frame with this segment behind an IPv6 header and extension headers.
+    /// Returns a frame with this TCP segment after an IPv6 header and extension headers.
     pub fn ipv6_frame(&self, client: Ipv6Addr, vip: Ipv6Addr, headers: &[ExtensionHeader]) -> Vec<u8> {
         with_ipv6_header(&self.frame(), [client, vip], headers)
     }
 }
 
-/// Returns the TCP segment of an IPv4 frame behind an IPv6 header.
+/// Returns the frame with its IPv4 header replaced by an IPv6 header and extension headers.
 fn with_ipv6_header(ipv4: &[u8], addresses: [Ipv6Addr; 2], headers: &[ExtensionHeader]) -> Vec<u8> {
     let mut frame = ipv6_frame(addresses, headers, 6, &ipv4[tcp_offset(ipv4)..]);
     let checksum = tcp_offset(&frame) + 16;
@@ -249,7 +249,7 @@ fn with_ipv6_header(ipv4: &[u8], addresses: [Ipv6Addr; 2], headers: &[ExtensionH
     frame
 }
 
-/// Returns a timestamp option (RFC 7323).
+/// Returns a TCP timestamp option (RFC 7323) with TSval `value`.
 pub fn timestamp(value: u32, tsecr: u32) -> Vec<u8> {
     [&[8, 10][..], &value.to_be_bytes(), &tsecr.to_be_bytes()].concat()
 }
@@ -259,7 +259,7 @@ pub fn aligned_timestamp(value: u32, tsecr: u32) -> Vec<u8> {
     [&[1, 1][..], &timestamp(value, tsecr)].concat()
 }
 
-/// Returns the sum of 16-bit words with end-around carry (RFC 1071).
+/// Returns the ones' complement sum of 16-bit words in network byte order (RFC 1071).
 pub fn ones_complement_sum(bytes: &[u8]) -> u16 {
     let mut sum = 0u32;
     for pair in bytes.chunks(2) {
@@ -271,7 +271,7 @@ pub fn ones_complement_sum(bytes: &[u8]) -> u16 {
     sum as u16
 }
 
-/// Returns the sum over pseudo-header, TCP header and payload: 0xffff when the checksum is correct.
+/// Returns the sum over TCP segment and pseudo header, which is 0xffff if the checksum is correct.
 pub fn tcp_sum(frame: &[u8]) -> u16 {
     let tcp = tcp_offset(frame);
     let addresses = if is_ipv6(frame) { ETHERNET + 8..ETHERNET + 40 } else { ETHERNET + 12..ETHERNET + 20 };
@@ -281,7 +281,7 @@ pub fn tcp_sum(frame: &[u8]) -> u16 {
     ones_complement_sum(&[&pseudo_header, &frame[tcp..]].concat())
 }
 
-/// Returns the offset of the TCP header.
+/// Returns the offset of the TCP header in a frame.
 pub fn tcp_offset(frame: &[u8]) -> usize {
     if !is_ipv6(frame) {
         return ETHERNET + usize::from(frame[ETHERNET] & 0xf) * 4;
@@ -305,7 +305,7 @@ fn extension_header_length(number: u8, length: Option<&u8>) -> Option<usize> {
     }
 }
 
-/// Returns the offset of TSval in the frame (RFC 9293, Sect. 3.1).
+/// Returns the offset of TSval in a frame; `None`: the frame has no timestamp option (RFC 9293, Sect. 3.1).
 pub fn timestamp_offset(frame: &[u8]) -> Option<usize> {
     let tcp = tcp_offset(frame);
     let header = usize::from(frame.get(tcp + 12)? >> 4) * 4;
@@ -330,7 +330,7 @@ pub fn timestamp_offset(frame: &[u8]) -> Option<usize> {
     None
 }
 
-/// Returns the 32-bit word at `offset`.
+/// Returns the 32-bit word at `offset` of a frame, in network byte order.
 pub fn word(frame: &[u8], offset: usize) -> u32 {
     u32::from_be_bytes(frame[offset..offset + 4].try_into().unwrap())
 }

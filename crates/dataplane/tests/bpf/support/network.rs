@@ -29,14 +29,14 @@ pub fn pin_to_one_cpu() {
     sched_setaffinity(this, &cpu_set).unwrap();
 }
 
-/// Returns the MAC address of a device in the calling thread's network namespace.
+/// Returns the MAC address of an interface in the calling thread's network namespace.
 pub fn mac_address(interface: &str) -> MacAddress {
     let found = nix::ifaddrs::getifaddrs().unwrap().filter(|entry| entry.interface_name == interface);
     let addresses = found.filter_map(|entry| entry.address?.as_link_addr()?.addr()).collect::<Vec<_>>();
     MacAddress(addresses[0])
 }
 
-/// A host in a network namespace.
+/// Simulated host: a network namespace.
 #[derive(Debug)]
 pub struct Host {
     namespace: File,
@@ -51,7 +51,7 @@ impl Host {
         Self { namespace: namespace.join().unwrap() }
     }
 
-    /// Runs `action` in the host's network namespace, in a new thread. Sockets that it opens stay in that namespace.
+    /// Runs `action` in a new thread in the host's network namespace, to which the sockets that it opens belong.
     pub fn run_inside<T: Send>(&self, action: impl FnOnce() -> T + Send) -> T {
         std::thread::scope(|scope| {
             let thread = scope.spawn(|| {
@@ -71,7 +71,7 @@ impl Host {
         self.run_inside(|| fs::write(format!("/proc/sys/net/{path}"), value).unwrap());
     }
 
-    /// Returns one of the kernel's counters, by its name in `nstat` (TcpExtPAWSEstab, TcpRetransSegs ...).
+    /// Returns a counter of the host's kernel, by its name in `nstat` (such as TcpExtPAWSEstab or TcpRetransSegs).
     pub fn kernel_counter(&self, name: &str) -> u64 {
         let text = self.run_inside(|| {
             ["netstat", "snmp"]
@@ -89,7 +89,7 @@ impl Host {
     }
 }
 
-/// A client and a server that also holds the VIP, connected by a veth pair; both devices are called eth0.
+/// Client and server connected by a veth pair. The server also has the VIP; both devices are called eth0.
 #[derive(Debug)]
 pub struct VethPair {
     pub client: Host,
@@ -121,7 +121,7 @@ impl VethPair {
     }
 }
 
-/// A pin directory on bpffs, removed when this is dropped. The next test removes directories of killed tests.
+/// Pin directory on a bpffs, removed when the value is dropped. The next test removes the directories of killed tests.
 #[derive(Debug)]
 pub struct PinDirectory {
     path: PathBuf,
@@ -155,8 +155,8 @@ impl Drop for PinDirectory {
     }
 }
 
-/// A network segment with the load balancer, a client, and servers. The servers hold the VIP and reach the client
-/// through the load balancer. All devices are called eth0.
+/// Network segment with a load balancer, a client and servers. The servers have the VIP and reach the client through
+/// the load balancer. All devices are called eth0.
 #[derive(Debug)]
 pub struct Segment {
     pub load_balancer: Host,
@@ -188,7 +188,7 @@ impl Segment {
         Self { load_balancer, client, servers, _switch: switch }
     }
 
-    /// Returns the address of the load balancer (0), the client (1), server K (2 + K).
+    /// Returns the address of a host: of the load balancer (0), the client (1), or server K (2 + K).
     pub fn address(number: u8) -> Ipv4Addr {
         Ipv4Addr::new(10, 1, 0, 1 + number)
     }

@@ -2,7 +2,7 @@
 
 use std::os::fd::{AsRawFd as _, FromRawFd as _, OwnedFd};
 
-/// A packet socket (packet(7)) at a device of the calling thread's network namespace.
+/// Packet socket (packet(7)) bound to an interface in the calling thread's network namespace.
 #[derive(Debug)]
 pub struct PacketSocket {
     socket: OwnedFd,

@@ -31,7 +31,7 @@ pub fn id() -> ServerId {
     ServerId::try_from(0x1234).unwrap()
 }
 
-/// Returns the address and port of the IPv4 or IPv6 service, which are on one server.
+/// Returns the address and port of the server's IPv4 or IPv6 service.
 pub fn vip(family: Family) -> SocketAddr {
     let address = match family {
         Family::Ipv4 => IpAddr::from(VIP),
@@ -40,7 +40,7 @@ pub fn vip(family: Family) -> SocketAddr {
     (address, PORT).into()
 }
 
-/// Returns the client's address in this family, with `port`.
+/// Returns the client's address of this family, with `port`.
 pub fn client(family: Family, port: u16) -> SocketAddr {
     let address = match family {
         Family::Ipv4 => IpAddr::from(CLIENT),
@@ -49,7 +49,7 @@ pub fn client(family: Family, port: u16) -> SocketAddr {
     (address, port).into()
 }
 
-/// Adds IPv6 addresses to the client, the server and, as the VIP, to the server.
+/// Adds IPv6 addresses to the client and the server, and the IPv6 VIP to the server.
 fn add_ipv6(pair: &VethPair) {
     for (host, address) in [(&pair.client, CLIENT_IPV6), (&pair.server, SERVER_IPV6)] {
         host.ip(&format!("address add {address}/64 dev eth0 nodad"));
@@ -58,14 +58,14 @@ fn add_ipv6(pair: &VethPair) {
     pair.client.ip(&format!("route add {VIP_IPV6}/128 via {SERVER_IPV6}"));
 }
 
-/// Sets the IPv4 and the IPv6 service.
+/// Configures the IPv4 and the IPv6 service with this mode.
 pub fn set_services(programs: &mut ServerPrograms, mode: ServiceMode) {
     let service = |family| (ServiceAddress { socket: vip(family), protocol: Protocol::Tcp }, id(), mode);
     programs.set_services(&Family::BOTH.map(service)).unwrap();
 }
 
 pub struct TestEnv {
-    /// Family of the connections.
+    /// Address family of the connections that the test opens.
     pub family: Family,
     // The programs are dropped before the network.
     pub programs: ServerPrograms,
@@ -78,12 +78,12 @@ impl TestEnv {
         Self::with(ServiceMode::default())
     }
 
-    /// Starts a server with services of this mode. Connections use IPv4.
+    /// Starts a server whose services have this mode. Test connections use IPv4.
     pub fn with(mode: ServiceMode) -> Self {
         Self::of(Family::Ipv4, mode)
     }
 
-    /// Starts a server with services of this mode. Connections use `family`.
+    /// Starts a server whose services have this mode. Test connections use `family`.
     pub fn of(family: Family, mode: ServiceMode) -> Self {
         pin_to_one_cpu();
         let (pair, pins) = (VethPair::new(), PinDirectory::new());
@@ -109,7 +109,7 @@ impl TestEnv {
         stream
     }
 
-    /// Opens a connection, and returns the client's and the server's end.
+    /// Opens a connection. Returns its client end and its server end.
     pub fn connection(&self, listener: &TcpListener) -> (TcpStream, TcpStream) {
         let client = self.connect();
         let (server, _) = listener.accept().unwrap();
@@ -117,8 +117,8 @@ impl TestEnv {
         (client, server)
     }
 
-    /// Asserts that no error was counted on either side. (Retransmissions are allowed: on few CPUs veth loses a packet
-    /// now and then, with programs and without.)
+    /// Asserts that neither side has counted an error. (Retransmissions are allowed: on few CPUs, veth sometimes loses
+    /// a packet, with and without programs.)
     pub fn assert_no_errors(&self) {
         for host in [&self.pair.client, &self.pair.server] {
             for counter in
@@ -136,7 +136,7 @@ pub fn attach(pair: &VethPair, pins: &PinDirectory) -> ServerPrograms {
     pair.server.run_inside(|| ServerPrograms::attach(options)).unwrap()
 }
 
-/// Socket that receives the client's packets of one address family.
+/// Socket that receives the packets of one address family at the client's device.
 pub struct Sniffer {
     socket: Socket,
     family: Family,
@@ -153,7 +153,7 @@ impl Sniffer {
         Self { socket, family: env.family }
     }
 
-    /// Sends a frame from the client's device.
+    /// Sends a frame by the client's device.
     pub fn send(&self, env: &TestEnv, frame: &[u8]) {
         env.pair.client.run_inside(|| {
             let index = nix::net::if_::if_nametoindex("eth0").unwrap();
@@ -175,17 +175,17 @@ impl Sniffer {
         self.received().into_iter().filter(|frame| is_from_vip(self.family, frame)).collect()
     }
 
-    /// Returns the packets from the VIP among those of [`collect`](Self::collect).
+    /// Returns the packets from the VIP that [`collect_until_processed`](Self::collect_until_processed) receives.
     pub fn collect_from_vip(&self, env: &TestEnv) -> Vec<Vec<u8>> {
         self.collect(env).into_iter().filter(|frame| is_from_vip(self.family, frame)).collect()
     }
 
-    /// Returns the first 160 bytes of each packet of the family since the last call.
+    /// Returns the first 160 bytes of each packet of the address family that was received since the last call.
     pub fn received(&self) -> Vec<Vec<u8>> {
         self.received_of_all().into_iter().filter(|frame| is_of(self.family, frame)).collect()
     }
 
-    /// Returns the first 160 bytes of each frame since the last call.
+    /// Returns the first 160 bytes of each frame that was received since the last call.
     fn received_of_all(&self) -> Vec<Vec<u8>> {
         let mut frames = vec![];
         loop {
@@ -234,7 +234,7 @@ fn is_from_vip(family: Family, frame: &[u8]) -> bool {
         }
 }
 
-/// Returns an ARP request for `target` (RFC 826) from the MAC address `asking`, with an address of the client's
+/// Returns an ARP request (RFC 826) for `target` from the MAC address `asking`, with a sender address in the client's
 /// network.
 fn arp_request(asking: [u8; 6], target: Ipv4Addr) -> Vec<u8> {
     const ARP_SENDER: Ipv4Addr = Ipv4Addr::new(10, 1, 0, 78);

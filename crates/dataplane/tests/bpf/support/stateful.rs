@@ -29,7 +29,7 @@ pub const STATEFUL: ServiceMode = ServiceMode {
 
 pub type Client = (Ipv4Addr, u16);
 
-/// Returns the client of an IPv4 connection.
+/// Returns the address and port of the client of an IPv4 connection.
 pub fn ipv4_client(connection: &Connection) -> Client {
     match connection.client.ip() {
         IpAddr::V4(address) => (address, connection.client.port()),
@@ -46,7 +46,7 @@ pub fn own_number() -> OwnerNumber {
     owner(5)
 }
 
-/// Returns a balancer with a connection table of `entries` entries, and a stateful service with nine servers.
+/// Returns a balancer with `entries` connection table entries and a stateful service, and the service's nine servers.
 pub fn balancer(entries: u64, rng: &mut impl Rng) -> (Balancer, Vec<ServerId>) {
     let options = Options { connection_table_size: TableSize::try_from(entries).unwrap(), ..Options::default() };
     let mut balancer = Balancer::with(&[(service(VIP), STATEFUL)], options, rng);
@@ -57,7 +57,7 @@ pub fn balancer(entries: u64, rng: &mut impl Rng) -> (Balancer, Vec<ServerId>) {
     (balancer, ids)
 }
 
-/// Returns a SYN as Linux sends it, with this TSecr.
+/// Returns a SYN with the same options as Linux sends, and with this TSecr.
 pub fn syn_with_tsecr(client: Client, tsecr: u32) -> Tcp {
     let options = [&[2, 4, 5, 0xb4, 4, 2][..], &timestamp(77, tsecr), &[1, 3, 3, 7]].concat();
     Tcp { flags: SYN, options, payload: vec![], ..Tcp::new(client, VIP) }
@@ -67,7 +67,7 @@ pub fn syn(client: Client) -> Vec<u8> {
     syn_with_tsecr(client, 0).frame()
 }
 
-/// Returns an established packet whose cookie holds the connection table index `number`.
+/// Returns a packet of an established connection, whose cookie holds the connection table index `number`.
 pub fn packet(keys: &FleetKeys, client: Client, number: u16, flags: u8) -> Tcp {
     let tsecr = cookie::stamp_tsval(keys, &super::TIME_KEY, &tuple(client), Cookie::TableIndex(number), 4711);
     Tcp { flags, options: aligned_timestamp(1, tsecr), ..Tcp::new(client, VIP) }
@@ -77,12 +77,12 @@ pub fn established(balancer: &Balancer, client: Client, number: u16) -> Vec<u8> 
     packet(&balancer.keys, client, number, ACK).frame()
 }
 
-/// Returns the TSecr of a forwarded SYN.
+/// Returns the TSecr of a SYN that was forwarded to a server.
 pub fn tsecr_of(frame: &[u8]) -> u32 {
     word(frame, timestamp_offset(frame).unwrap() + 4)
 }
 
-/// Returns the number in a forwarded SYN that the server will put into cookies; `None`: the SYN has no number.
+/// Returns the index in a forwarded SYN that the server will put into its cookies; `None`: the SYN has no index.
 pub fn number_of(frame: &[u8]) -> Option<u16> {
     let tsecr = tsecr_of(frame);
     let number = (tsecr & intf::COOKIE_ID_MASK) as u16;
@@ -93,7 +93,7 @@ pub fn number_of(frame: &[u8]) -> Option<u16> {
     })
 }
 
-/// An opened connection with an entry.
+/// Connection that the balancer has opened and that has a table entry.
 #[derive(Debug, Clone, Copy)]
 pub struct OpenConnection {
     pub client: Client,
@@ -114,13 +114,13 @@ impl Balancer {
         (self.server_at(&packet[..6]), number_of(&packet))
     }
 
-    /// Sends a SYN for which the connection must get an entry.
+    /// Sends a SYN, and asserts that the connection gets a table entry.
     pub fn open_with_entry(&self, client: Client) -> OpenConnection {
         let (server, number) = self.open(client);
         OpenConnection { client, server, number: number.expect("an entry") }
     }
 
-    /// Returns the entry of a client's connection.
+    /// Returns the table entry of a client's connection, if it has one.
     pub fn entry(&self, client: Client) -> Option<Connection> {
         let client = SocketAddr::from(client);
         let mut found = self.lb.connections(self.services[0]).filter(|connection| connection.client == client);
@@ -133,13 +133,13 @@ impl Balancer {
         ConnectionHash::new(&self.lb.connection_key(), self.services[0].get(), client.into())
     }
 
-    /// Asserts that a packet of the connection reaches its server by the connection table.
+    /// Asserts that the connection table leads a packet of the connection to its server.
     pub fn expect_by_index(&self, opened: &OpenConnection) {
         let frame = established(self, opened.client, opened.number);
         self.expect_sent_to(0, &frame, opened.server, "connection_table");
     }
 
-    /// Asserts that `frame` is sent to this MAC address, and that only MAC addresses change.
+    /// Asserts that `frame` is sent to the MAC address `mac`, and that only its MAC addresses change.
     pub fn expect_to(&self, frame: &[u8], mac: MacAddress, name: &str) {
         let (verdict, packet) = self.run_expecting_counter(frame, Some(0), name);
         let mut expected = frame.to_vec();

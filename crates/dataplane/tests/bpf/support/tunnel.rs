@@ -9,11 +9,11 @@ use coreward_model::forwarding::Forwarding;
 use super::Family;
 
 pub const ETHERNET: usize = 14;
-/// Outer source addresses of the load balancer.
+/// Source addresses of the load balancer's outer headers.
 pub const OWN_ADDRESSES: OuterSources =
     OuterSources { ipv4: Ipv4Addr::new(10, 2, 0, 1), ipv6: Ipv6Addr::new(0x2001, 0xdb8, 2, 0, 0, 0, 0, 1) };
 
-/// A kind of outer header, and the address families of outer and inner packet.
+/// Kind of encapsulation, with the address families of the inner and the outer packet.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TunnelForm {
     pub forwarding: Forwarding,
@@ -34,7 +34,7 @@ impl TunnelForm {
         self.forwarding.overhead(own_address(self.outer))
     }
 
-    /// Returns the protocol number in the outer IP header.
+    /// Returns the protocol number that the outer IP header contains.
     pub fn protocol(self) -> u8 {
         match (self.forwarding, self.inner) {
             (Forwarding::Gue, _) => 17,
@@ -69,7 +69,7 @@ pub fn own_address(family: Family) -> IpAddr {
     }
 }
 
-/// Returns the address of a server in outer headers.
+/// Returns the address of a server as the destination of outer headers.
 pub fn server_address(family: Family, server: ServerId) -> IpAddr {
     let [high, low] = server.get().to_be_bytes();
     match family {
@@ -85,7 +85,7 @@ pub fn octets(address: IpAddr) -> Vec<u8> {
     }
 }
 
-/// Sets DSCP and ECN of a frame without IP options, and corrects its checksum.
+/// Sets DSCP and ECN in a frame without IP options, and corrects its header checksum.
 pub fn set_traffic_class(frame: &mut [u8], class: u8) {
     if super::is_ipv6(frame) {
         frame[ETHERNET] = 0x60 | class >> 4;

@@ -5,7 +5,7 @@ use coreward_model::health::{CertificateVerification, Probe, ProbeAddress, Statu
 
 use crate::config::{FleetConfig, ServiceConfig};
 
-/// Self-signed, for no host.
+/// Certificate of an authority, self-signed and for no host, in PEM.
 const AUTHORITY: &str = include_str!("authority.pem");
 
 fn parse(keys: &str) -> Result<ServiceConfig, String> {

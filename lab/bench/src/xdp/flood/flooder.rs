@@ -14,22 +14,22 @@ use crate::namespace;
 use crate::xdp::runner::{Feed, Packet, Runner};
 use crate::xdp::workload::{XDP_TX, syn};
 
-/// Number of SYNs between checks of the stop flag, about 1 ms.
+/// Number of SYNs between two checks of the stop flag, which take about 1 ms.
 const BATCH_SIZE: u32 = 1 << 13;
 
-/// Command to the thread that floods, on a CPU of its own.
+/// Command to the flooding thread, which has a CPU of its own.
 pub enum Command {
-    /// Send SYNs through the empty program: the same work without the load balancer.
+    /// Send SYNs through the empty program, which is the same work without the load balancer.
     Idle,
-    /// Send SYNs through this program.
+    /// Send SYNs through this XDP program.
     Flood(OwnedFd),
 }
 
-/// Results of a flood.
+/// Number of SYNs that a flood has sent, and their CPU time.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct FloodCounts {
     pub syns: u64,
-    /// CPU time in seconds.
+    /// CPU time of the program for all SYNs (s).
     pub time: f64,
 }
 
@@ -39,7 +39,7 @@ struct Shared {
     syns: AtomicU64,
 }
 
-/// Handle of the thread on the second CPU, which ends when this is dropped.
+/// Handle of the flooding thread on the second CPU, which ends when this value is dropped.
 pub struct Flooder {
     commands: Option<Sender<Command>>,
     outcomes: Receiver<anyhow::Result<FloodCounts>>,
@@ -48,8 +48,8 @@ pub struct Flooder {
 }
 
 impl Flooder {
-    /// Starts the thread. Fails without the capabilities to load BPF programs or to create a network namespace, or
-    /// without the CPU.
+    /// Starts the flooding thread on `cpu`. Fails without the capabilities to load BPF programs or to create a network
+    /// namespace, or when the CPU cannot be used.
     pub fn start(cpu: usize) -> anyhow::Result<Self> {
         let (commands, received) = channel();
         let (outcome, outcomes) = channel();
@@ -76,7 +76,7 @@ impl Flooder {
         self.outcomes.recv().context("the flooding thread has ended")?
     }
 
-    /// Runs `work` while the other CPU executes the command, and returns the results of both.
+    /// Runs `work` while the flooding thread executes the command, and returns the results of both.
     pub fn run_during<T>(
         &self,
         command: Command,
@@ -108,8 +108,8 @@ impl Drop for Flooder {
     }
 }
 
-/// The flood arrives on another receive queue than the measured packets, as on a NIC with RSS: counters have a row per
-/// queue.
+/// Prepares the calling thread for a flood. SYNs arrive on another receive queue than the measured packets, as on a NIC
+/// with RSS, because counters have a row per queue.
 fn prepare(cpu: usize) -> anyhow::Result<Runner> {
     cpus::bind_to_cpu(THIS_THREAD, cpu)?;
     namespace::enter_new()?;

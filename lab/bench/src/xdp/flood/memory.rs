@@ -6,20 +6,20 @@ use anyhow::Context as _;
 use libbpf_rs::query::{ProgInfoIter, ProgInfoQueryOptions};
 use libbpf_rs::{MapCore as _, MapHandle, MapType};
 
-/// Memory of all maps of a program.
+/// Kernel memory and entries of all maps of a BPF program.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Memory {
-    /// Bytes of maps with preallocated entries: arrays.
+    /// Number of maps whose entries are preallocated, which are arrays.
     pub array_count: u64,
-    /// Bytes of maps that grow by entries.
+    /// Number of maps whose memory grows with their entries, which are hash tables.
     pub hash_count: u64,
     pub hash_entries: u64,
-    /// Kernel memory in bytes (`memlock` of /proc/PID/fdinfo).
+    /// Kernel memory of all maps in bytes (`memlock` of /proc/PID/fdinfo).
     pub bytes: u64,
 }
 
 impl Memory {
-    /// Reads the memory of a program. Fails when the kernel does not report it.
+    /// Reads the memory of a program's maps. Fails when the kernel does not report it.
     pub fn of(program: BorrowedFd<'_>) -> anyhow::Result<Self> {
         let id = libbpf_rs::Program::id_from_fd(program).context("the program's id")?;
         let mut programs = ProgInfoIter::with_query_opts(ProgInfoQueryOptions::default().include_map_ids(true));

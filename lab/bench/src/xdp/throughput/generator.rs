@@ -19,49 +19,49 @@ mod skeleton {
 
 use skeleton::LiveFramesSkelBuilder;
 
-/// Packets in the memory that generate() reads.
+/// Number of packets in the memory from which generate() reads them.
 pub const LIVE_PACKET_COUNT: usize = 1 << 17;
 const FRAME_BYTES: usize = 80;
 
-/// `struct live_packet` of live_frames.bpf.c.
+/// Variable fields of a live packet: `struct live_packet` of live_frames.bpf.c.
 #[derive(Debug, Clone, Copy, zerocopy::IntoBytes, zerocopy::FromBytes, zerocopy::Immutable)]
 #[repr(C)]
 struct LivePacket {
     client_address: u32,
     ports: u32,
     tsecr: u32,
-    /// 0: packet of an open connection; 1: SYN of a new client.
+    /// Frame to vary: 0 for a packet of an open connection, 1 for the SYN of a new client.
     kind: u32,
 }
 
-/// Programs of live_frames.bpf.c at one pair of devices.
+/// Loaded programs of live_frames.bpf.c, attached to one pair of devices.
 pub struct Generator {
     generate: OwnedFd,
     _sink: Link,
     _floor: Option<Link>,
 }
 
-/// Baseline program at the tested end.
+/// Baseline program that is attached to the tested end instead of a load balancer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Floor {
-    /// swap_macs()
+    /// Program swap_macs(), which swaps MAC addresses.
     SwapMacs,
-    /// read_tsecr()
+    /// Program read_tsecr(), which also reads the echoed timestamp.
     ReadTsecr,
 }
 
 pub struct Traffic<'a> {
-    /// Frames: a packet of an open connection, and a SYN.
+    /// Frames that are varied: a packet of an open connection, and a SYN.
     pub frames: [&'a Frame; 2],
-    /// Packets of open connections ([`LIVE_PACKET_COUNT`]).
+    /// Packets of open connections; their number is [`LIVE_PACKET_COUNT`].
     pub packets: &'a [Packet],
-    /// Whether the packet with an index is a SYN instead.
+    /// Returns whether the packet with this index is a SYN of a new client instead.
     pub is_new: &'a dyn Fn(usize) -> bool,
 }
 
 impl Generator {
-    /// Creates a generator that sends `traffic` into the wire and receives the returned frames. `floor`: program at the
-    /// tested end. Fails without the capabilities to load BPF programs.
+    /// Creates a generator that sends `traffic` into the wire and receives the returned frames. Attaches the baseline
+    /// `floor`, if any, to the tested end. Fails without the capabilities to load BPF programs.
     pub fn new(wire: &VethPair, traffic: &Traffic<'_>, floor: Option<Floor>) -> anyhow::Result<Self> {
         ensure!(traffic.packets.len() == LIVE_PACKET_COUNT, "{} packets", traffic.packets.len());
         let mut storage = MaybeUninit::uninit();

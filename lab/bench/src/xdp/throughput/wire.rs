@@ -11,33 +11,33 @@ use crate::cpus;
 use crate::namespace;
 pub use crate::xdp::workload::OWN_MAC;
 
-/// veth pair; removed with its network namespace.
+/// Pair of veth devices, which is removed with its network namespace.
 pub struct VethPair {
-    /// Device that frames are redirected to and return on.
+    /// Name of the device into which frames are redirected, and on which they return.
     pub generator_end: String,
-    /// Device of the program under test.
+    /// Name of the device to which the program under test is attached.
     pub tested_end: String,
 }
 
-/// Frames and CPU time of a NAPI thread since the creation of its device.
+/// Number of frames of a device, and CPU time of its NAPI thread, since their creation.
 #[derive(Debug, Clone, Copy)]
 pub struct NapiUsage {
-    /// Frames that its device has received.
+    /// Number of frames that the device has received.
     pub frames: u64,
-    /// CPU time of the thread, ns.
+    /// CPU time that the thread has used (ns).
     pub time: u64,
 }
 
 impl NapiUsage {
-    /// Returns the difference from `before`.
+    /// Returns the frames and the CPU time between `before` and this value.
     pub fn since(self, before: Self) -> Self {
         Self { frames: self.frames - before.frames, time: self.time - before.time }
     }
 }
 
 impl VethPair {
-    /// Creates pair `number` in the calling thread's network namespace. The tested end has the destination MAC address
-    /// of the frames. Fails without root.
+    /// Creates veth pair `number` in the calling thread's network namespace. The tested end has the MAC address to
+    /// which the frames are sent. Fails without root.
     pub fn new(number: usize) -> anyhow::Result<Self> {
         // Device names are unique per process, because NAPI threads of all namespaces are found by the device's name.
         let name = |end| format!("b{}{end}{number}", std::process::id());
@@ -61,14 +61,14 @@ impl VethPair {
     }
 }
 
-/// NAPI thread of a device with an XDP program.
+/// NAPI thread of a device that has an XDP program.
 pub struct NapiThread {
     device: String,
     pid: Pid,
 }
 
 impl NapiThread {
-    /// Enables threaded NAPI for the device and binds the thread to a CPU. veth uses NAPI once it has an XDP program.
+    /// Enables threaded NAPI for the device and binds its thread to a CPU. veth uses NAPI once it has an XDP program.
     /// Fails when the kernel has no threaded NAPI for the device, or the CPU does not exist.
     pub fn start(device: &str, cpu: usize) -> anyhow::Result<Self> {
         namespace::with_sysfs(&format!("echo 1 > /sys/class/net/{device}/threaded"))
@@ -79,8 +79,8 @@ impl NapiThread {
         Ok(Self { device: device.to_owned(), pid })
     }
 
-    /// Waits until the thread sleeps and has received all frames, and returns its usage. Fails when the thread or the
-    /// device is gone.
+    /// Waits until the thread sleeps, because it has received all frames, and returns its usage. Fails when the thread
+    /// or the device is gone.
     pub fn usage_when_idle(&self) -> anyhow::Result<NapiUsage> {
         while self.state()? != "S" {
             std::thread::sleep(Duration::from_micros(100));
@@ -102,7 +102,7 @@ impl NapiThread {
     }
 }
 
-/// Raises a thread's priority, so that it gets most of its CPU.
+/// Gives a thread the highest priority (nice value -20), so that it gets most of its CPU's time.
 pub fn raise_priority(thread: Pid) -> anyhow::Result<()> {
     let status = Command::new("renice").args(["-n", "-20", "-p", &thread.to_string()]).stdout(Stdio::null()).status();
     let status = status.context("renice(1)")?;
@@ -121,7 +121,7 @@ fn process_named(prefix: &str) -> anyhow::Result<Pid> {
     anyhow::bail!("no thread named {prefix}...")
 }
 
-/// Returns the number of frames that a device of the calling thread's network namespace has received.
+/// Returns the number of frames that a device in the calling thread's network namespace has received.
 fn received_frames(device: &str) -> anyhow::Result<u64> {
     let text = fs::read_to_string("/proc/thread-self/net/dev").context("/proc/thread-self/net/dev")?;
     let numbers = text.lines().find_map(|line| line.trim_start().strip_prefix(device)?.strip_prefix(':'));

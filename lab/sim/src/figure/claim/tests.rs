@@ -7,7 +7,7 @@ fn curve(label: &str, points: &[(f64, [f64; 3])]) -> Curve {
     Curve { label: label.into(), cells: points.iter().map(cell).collect(), published: Vec::new() }
 }
 
-/// Returns a table of two panels; in the first one `b` is 1.5 to 2 times `a`.
+/// Returns a table with two panels, in the first of which curve `b` is 1.5 to 2 times as high as curve `a`.
 fn table() -> FigureTable {
     let first = vec![
         curve("a", &[(1.0, [2.0, 1.9, 2.1]), (2.0, [4.0, 4.0, 4.0]), (3.0, [8.0, 7.0, 9.0])]),

@@ -16,20 +16,21 @@ pub struct Directory {
 }
 
 impl Directory {
-    /// Opens the directory, and creates it if necessary. Fails when it cannot be created; the error has its path.
+    /// Opens the directory, and creates it if necessary. Fails when it cannot be created; the error names its path.
     pub fn open(path: &Path, paper_figures: Vec<EmbeddedScenario>) -> anyhow::Result<Self> {
         std::fs::create_dir_all(path).with_context(|| format!("cannot create the directory {}", path.display()))?;
         Ok(Self { path: path.to_owned(), paper_figures })
     }
 
-    /// Returns the stored figure of an earlier run, if it is complete and has the same inputs.
+    /// Returns the figure that an earlier run stored, if its file is complete and it had the same inputs.
     fn load_stored(&self, name: &str, provenance: &Provenance) -> Option<FigureResult> {
         let text = std::fs::read_to_string(self.path.join(format!("{name}.json"))).ok()?;
         let result: FigureResult = serde_json::from_str(&text).ok()?;
         result.provenance.has_same_inputs(provenance).then_some(result)
     }
 
-    /// Writes the files of one figure, then the page. Fails when a file cannot be written; the error has its path.
+    /// Writes the files of one figure, then the page of all figures. Fails when a file cannot be written (with its
+    /// path).
     pub fn write(
         &self,
         result: &FigureResult,
@@ -56,7 +57,7 @@ impl Directory {
         of_papers.chain(own.cloned()).collect()
     }
 
-    /// Returns the summary at the end of a run.
+    /// Returns the last line of a run: the numbers of figures and of claims that hold or do not, and the page's path.
     pub fn summary(&self, figures: &[(FigureResult, Scenario)]) -> String {
         let claims: usize = figures.iter().map(|(result, _)| result.claims.len()).sum();
         let holding: usize = figures.iter().map(|(result, _)| result.holding_claim_count()).sum();

@@ -36,12 +36,12 @@ impl Overrides {
         self.runs.is_none() && self.seconds.is_none() && self.series.is_empty() && self.points.is_empty()
     }
 
-    /// Returns the labels in quotes, because they may contain spaces and parentheses.
+    /// Returns the series' labels as one quoted argument, because labels may contain spaces and parentheses.
     fn quoted_series(&self) -> Vec<String> {
         if self.series.is_empty() { Vec::new() } else { vec![format!("'{}'", self.series.join(","))] }
     }
 
-    /// Returns the overrides as options, for the command that reproduces the figure.
+    /// Returns the overrides as command-line options, for the command that reproduces the figure.
     pub fn as_options(&self) -> String {
         let list = |name: &str, items: Vec<String>| {
             if items.is_empty() { String::new() } else { format!(" --{name} {}", items.join(",")) }
@@ -55,8 +55,8 @@ impl Overrides {
         .concat()
     }
 
-    /// Applies the overrides to the scenario, and removes claims on omitted parts. Fails when the scenario is not a
-    /// live one, or lacks such a series or point.
+    /// Applies the overrides to the scenario, and removes claims about omitted parts. Fails when the scenario is not
+    /// that of a live figure, or lacks such a series or point.
     pub fn apply(&self, scenario: &mut Scenario) -> anyhow::Result<()> {
         if self.is_empty() {
             return Ok(());

@@ -13,18 +13,19 @@ use crate::figure::scenario::Scenario;
 use crate::figure::table::FigureTable;
 use crate::figure::{live, run};
 
-/// Exit code after an interrupt (128 + SIGINT).
+/// Exit code of a process that a signal interrupted (128 + SIGINT).
 const INTERRUPT_EXIT_CODE: i32 = 130;
 
-/// State locked during writes, so that a signal does not end the process between two files of one figure.
+/// State that is locked during writes, so that a signal does not end the process between two files of one figure.
 #[derive(Debug, Default)]
 struct SessionState {
-    /// Interrupts a running measurement, which then cleans up; without one a signal ends the process.
+    /// Interrupts the running measurement, which then cleans up. Without this function a signal ends the process at
+    /// once.
     interrupt: Option<fn()>,
     is_interrupted: bool,
 }
 
-/// Run in progress.
+/// Run of `coreward-lab figure` in progress.
 pub struct Session {
     state: Arc<Mutex<SessionState>>,
 }
@@ -34,8 +35,8 @@ fn lock(state: &Mutex<SessionState>) -> MutexGuard<'_, SessionState> {
 }
 
 impl Session {
-    /// Starts a run. From now on SIGINT, SIGTERM and SIGHUP end the process only between the files of two figures, and
-    /// a measurement after its cleanup. Fails when signals cannot be handled.
+    /// Starts a run. From now on SIGINT, SIGTERM and SIGHUP end the process only after the last file of a figure, and a
+    /// measurement only after its cleanup. Fails when signals cannot be handled.
     pub fn begin() -> anyhow::Result<Self> {
         let state = Arc::new(Mutex::new(SessionState::default()));
         let shared = Arc::clone(&state);
@@ -75,7 +76,7 @@ impl Session {
         Ok(result)
     }
 
-    /// Measures; a signal ends the process after the cleanup.
+    /// Measures a live figure. After a signal, the process ends as soon as the measurement has cleaned up.
     fn measure(&self, live: &LiveFigure, scenario: &Scenario, progress: Progress<'_>) -> anyhow::Result<FigureTable> {
         lock(&self.state).interrupt = live.interrupt;
         let table = live.measure_table(scenario, progress);
@@ -87,7 +88,7 @@ impl Session {
         table
     }
 
-    /// Writes a figure's files; a signal takes effect after the last one.
+    /// Writes the files of a figure; a signal takes effect only after the last one.
     pub fn without_interruption(&self, write: impl FnOnce() -> anyhow::Result<()>) -> anyhow::Result<()> {
         let _state = lock(&self.state);
         write()

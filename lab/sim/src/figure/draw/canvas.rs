@@ -6,15 +6,15 @@ use plotters::style::text_anchor::{HPos, Pos, VPos};
 
 use super::style::MarkerShape;
 
-/// Drawing area.
+/// Area of an SVG picture in which shapes are drawn at pixel positions.
 pub type Area<'a> = DrawingArea<SVGBackend<'a>, Shift>;
 /// Result of drawing. Drawing into a string fails only for an impossible shape, which would be a bug.
 pub type DrawResult = Result<(), DrawingAreaErrorKind<std::io::Error>>;
 
-/// Half of a marker's width (pixels).
+/// Half of a marker's width and height (pixels).
 const MARKER_RADIUS_PX: i32 = 4;
 
-/// Anchor of a text.
+/// Point of a text that is put at the given position.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Anchor {
     /// Middle of the left edge.
@@ -29,7 +29,7 @@ pub enum Anchor {
     Upwards,
 }
 
-/// Writes `text` of `size` pixels.
+/// Writes `text` with a font of `size_px` pixels, so that its anchor is at `position`.
 pub fn draw_text(area: &Area<'_>, text: &str, at: (i32, i32), size: u32, colour: RGBColor, hold: Anchor) -> DrawResult {
     let pos = match hold {
         Anchor::Left => Pos::new(HPos::Left, VPos::Center),
@@ -52,7 +52,7 @@ pub fn draw_dashed_line(area: &Area<'_>, points: &[(i32, i32)], style: ShapeStyl
     area.draw(&plotters::element::DashedPathElement::new(points.to_vec(), 6, 4, style))
 }
 
-/// Draws a marker: filled, or open (white inside).
+/// Draws a marker at `centre`: filled, or open (white inside).
 pub fn draw_marker(area: &Area<'_>, at: (i32, i32), shape: MarkerShape, colour: RGBColor, open: bool) -> DrawResult {
     let inside = if open { WHITE } else { colour };
     let corners: Vec<(i32, i32)> =
@@ -66,7 +66,7 @@ pub fn draw_marker(area: &Area<'_>, at: (i32, i32), shape: MarkerShape, colour: 
     draw_line(area, closed, colour.stroke_width(2))
 }
 
-/// Draws a line from the lowest to the highest seed, with caps.
+/// Draws a vertical line with caps from the lowest to the highest value of all seeds.
 pub fn draw_whisker(area: &Area<'_>, x: i32, low: i32, high: i32, colour: RGBColor) -> DrawResult {
     if low == high {
         return Ok(());

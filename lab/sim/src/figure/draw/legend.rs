@@ -7,24 +7,24 @@ use super::style::{self, SMALL_SIZE, TEXT_SIZE};
 use crate::figure::scenario::Scenario;
 use crate::figure::table::FigureTable;
 
-/// Height of a row, width of a sample, gap between entries (pixels).
+/// Height of a row, width of a series' sample line, and gap between two entries (pixels).
 const ROW_HEIGHT_PX: i32 = 22;
 const SAMPLE_WIDTH_PX: i32 = 34;
 const ENTRY_SPACING_PX: i32 = 22;
 
-/// Entries with their positions.
+/// Layout of the legend: its entries with their positions, and the lines of the remark.
 pub struct Legend {
-    /// Index of the series, label, position.
+    /// For each entry, the index of its series, its label and its position.
     entries: Vec<(usize, String, (i32, i32))>,
     /// [`Scenario::series_style`] of each series.
     styles: Vec<(usize, bool)>,
-    /// Lines of the explanation below.
+    /// Lines of the remark below the entries.
     remark_lines: Vec<String>,
     row_count: i32,
 }
 
 impl Legend {
-    /// Returns the legend of all series in the panels, in rows of `width` pixels.
+    /// Computes the legend of all series in the panels, in rows of `width` pixels.
     pub fn of(scenario: &Scenario, table: &FigureTable, width: i32) -> Self {
         let (mut x, mut row, mut entries) = (0, 0, Vec::new());
         for (index, series) in scenario.series.iter().enumerate() {
@@ -45,7 +45,7 @@ impl Legend {
         }
     }
 
-    /// Returns the height (pixels).
+    /// Returns the legend's height (pixels).
     pub fn height(&self) -> i32 {
         (self.row_count + self.remark_lines.len() as i32) * ROW_HEIGHT_PX
     }

@@ -15,7 +15,7 @@ use canvas::{Anchor, Area, DrawResult, draw_text};
 
 const PANEL_SIZE_PX: (i32, i32) = (520, 390);
 const SINGLE_PANEL_SIZE_PX: (i32, i32) = (900, 460);
-/// Number of panels per row.
+/// Number of panels in a row of the picture.
 const PANEL_COLUMNS: usize = 2;
 const MARGIN_PX: i32 = 14;
 
@@ -35,7 +35,7 @@ pub fn render_svg(scenario: &Scenario, table: &FigureTable) -> String {
     svg
 }
 
-/// Returns the width of the picture, and the lines of its title.
+/// Returns the picture's width (pixels), and the lines of its title.
 fn title_layout(scenario: &Scenario) -> (i32, Vec<String>) {
     let width = match scenario.panel.len() {
         1 => SINGLE_PANEL_SIZE_PX.0,

@@ -16,28 +16,28 @@ const BOTTOM_MARGIN_PX: i32 = 62;
 const Y_LABEL_OFFSET_PX: i32 = 18;
 const MARK_RIGHT_MARGIN_PX: i32 = 52;
 const BAR_HEADROOM_FRACTION: f64 = 0.1;
-/// Number of points above which a curve is a line with a band instead of markers with whiskers.
+/// Number of points above which a curve is drawn as a line with a band instead of markers with whiskers.
 const MAX_MARKER_POINTS: usize = 40;
-/// Fraction of a group's width between groups of bars.
+/// Gap between two groups of bars, as a fraction of a group's width.
 const GROUP_GAP_FRACTION: f64 = 0.2;
-/// Largest number of bars whose values are written above.
+/// Maximum number of bars in a panel whose values are written above them.
 const MAX_LABELLED_BARS: usize = 18;
 
-/// Panel with its position in the picture and its scales.
+/// Panel of a figure, with its position in the picture and the scales of its axes.
 pub struct PanelFrame<'a> {
     panel: &'a Panel,
     panel_table: &'a PanelTable,
-    /// For each curve, the series whose colour and shape it uses, and whether it is drawn open.
+    /// For each curve, the index of the series whose colour and shape it uses, and whether it is drawn open.
     styles: Vec<(usize, bool)>,
     x: AxisScale,
     y: AxisScale,
-    /// Left, top, right, bottom of the data area.
+    /// Left, top, right and bottom edge of the data area (pixels).
     data_area: (i32, i32, i32, i32),
     origin: (i32, i32),
 }
 
 impl<'a> PanelFrame<'a> {
-    /// Computes the layout of the panel in `size` pixels from `origin`.
+    /// Computes the layout of a panel whose top left corner is `origin`; `size` is in pixels.
     pub fn new(
         scenario: &Scenario,
         panel: &'a Panel,
@@ -249,7 +249,7 @@ impl<'a> PanelFrame<'a> {
     }
 }
 
-/// Returns the value of a bar with few digits.
+/// Returns the text of a bar's value, with one to three significant digits below 1000.
 fn format_short(value: f64) -> String {
     match value.abs() {
         large if large >= 100.0 => format!("{value:.0}"),
@@ -260,7 +260,7 @@ fn format_short(value: f64) -> String {
     }
 }
 
-/// Returns all values that the vertical axis must include.
+/// Returns all values of a curve that the vertical axis must include.
 fn heights(curve: &Curve) -> impl Iterator<Item = f64> + '_ {
     let ours = curve.cells.iter().flat_map(|cell| [cell.spread.low, cell.spread.median, cell.spread.high]);
     let published = curve.published.iter().flat_map(|cell| {

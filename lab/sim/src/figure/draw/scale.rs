@@ -1,23 +1,23 @@
 //! Axis: maps values to pixels, and places ticks.
 
-/// Range of the values of an axis, and the range of its pixels.
+/// Linear or logarithmic scale of an axis, which maps a range of values to a range of pixels.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct AxisScale {
     low: f64,
     high: f64,
     is_log: bool,
-    /// Pixels of `low` and `high`.
+    /// Pixel positions of the values `low` and `high`.
     pixel_range: (i32, i32),
 }
 
 /// Approximate number of ticks on a linear axis.
 const TICK_COUNT: f64 = 6.0;
-/// Number of decades below which a logarithmic axis has ticks between them too.
+/// Number of decades below which a logarithmic axis also has ticks between the powers of ten.
 const MINOR_TICK_MAX_DECADES: f64 = 2.2;
 
 impl AxisScale {
-    /// Returns an axis over `values` with a margin; `range` overrides the values. With `from_zero`, a linear axis
-    /// starts at 0 unless a value is negative.
+    /// Returns a scale that covers `values` with a margin, or exactly `range` if given. With `from_zero`, a linear
+    /// scale starts at 0 unless a value is negative.
     pub fn new(
         values: &[f64],
         range: Option<[f64; 2]>,
@@ -41,12 +41,12 @@ impl AxisScale {
         Self { low, high, is_log, pixel_range }
     }
 
-    /// Returns the axis, extended by a fraction of its length.
+    /// Returns the scale with its upper end raised by a fraction of the axis' length.
     pub fn extended_by(self, part: f64) -> Self {
         Self { high: self.value_at(1.0 + part), ..self }
     }
 
-    /// Returns the lower end.
+    /// Returns the value at the lower end of the axis.
     pub fn low(&self) -> f64 {
         self.low
     }
@@ -64,7 +64,7 @@ impl AxisScale {
         }
     }
 
-    /// Returns the pixel of a value; values outside are at the end of the axis.
+    /// Returns the pixel position of a value; that of the nearer end for values outside of the axis.
     pub fn pixel(&self, value: f64) -> i32 {
         let (from, to) = self.pixel_range;
         from + (f64::from(to - from) * self.fraction_of(value).clamp(0.0, 1.0)).round() as i32
@@ -75,7 +75,7 @@ impl AxisScale {
         value.is_finite() && (-EDGE_TOLERANCE..=1.0 + EDGE_TOLERANCE).contains(&self.fraction_of(value))
     }
 
-    /// Returns values and labels of the ticks.
+    /// Returns the values of the ticks, each with its label.
     pub fn ticks(&self) -> Vec<(f64, String)> {
         let values = if self.is_log { self.log_ticks() } else { self.linear_ticks() };
         values.into_iter().filter(|value| self.is_visible(*value)).map(|value| (value, format_tick(value))).collect()
@@ -98,8 +98,8 @@ impl AxisScale {
         decades.flat_map(|decade| within.iter().map(move |digit| digit * 10f64.powi(decade))).collect()
     }
 
-    /// Returns the pieces of the line through `points` within the vertical axis. All x must be within the horizontal
-    /// axis.
+    /// Returns the parts of the line through `points` that are within the vertical axis. All x must be within the
+    /// horizontal axis.
     pub fn clip(&self, points: &[(f64, f64)]) -> Vec<Vec<(f64, f64)>> {
         let mut pieces: Vec<Vec<(f64, f64)>> = Vec::new();
         let mut piece: Vec<(f64, f64)> = Vec::new();
@@ -128,7 +128,7 @@ impl AxisScale {
     }
 }
 
-/// Returns a short label, with k and M.
+/// Returns a short label for a tick, with `k` for thousands and `M` for millions.
 fn format_tick(value: f64) -> String {
     let value = if value.abs() < 1e-12 { 0.0 } else { value };
     match value.abs() {

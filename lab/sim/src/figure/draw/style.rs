@@ -2,7 +2,7 @@
 
 use plotters::style::RGBColor;
 
-/// Okabe and Ito's colours, distinguishable with colour-blindness, without yellow, which is too pale on white.
+/// Colours of Okabe and Ito, which colour-blind readers can distinguish; without yellow, which is too pale on white.
 const COLOURS: [RGBColor; 7] = [
     RGBColor(0, 114, 178),
     RGBColor(213, 94, 0),
@@ -15,43 +15,43 @@ const COLOURS: [RGBColor; 7] = [
 
 /// Colour of text and axes.
 pub const TEXT_COLOUR: RGBColor = RGBColor(40, 40, 40);
-/// Colour of lines behind the data.
+/// Colour of the grid lines behind the data.
 pub const GRID: RGBColor = RGBColor(225, 225, 225);
 pub const MARK: RGBColor = RGBColor(110, 110, 110);
 
-/// Size of titles in plotters' unit; the SVG has the size divided by 1.24.
+/// Font size of titles in the unit of plotters; the SVG has this size divided by 1.24.
 pub const TITLE_SIZE: u32 = 20;
-/// See [`TITLE_SIZE`].
+/// Font size of labels, in the unit of [`TITLE_FONT_SIZE`].
 pub const TEXT_SIZE: u32 = 17;
-/// See [`TITLE_SIZE`].
+/// Font size of small labels, in the unit of [`TITLE_FONT_SIZE`].
 pub const SMALL_SIZE: u32 = 15;
 
-/// Returns the colour of series `index`.
+/// Returns the colour of the series with this index.
 pub fn series_colour(index: usize) -> RGBColor {
     COLOURS[index % COLOURS.len()]
 }
 
-/// Shape of a marker: series also differ by shape, for print without colour.
+/// Shape of a series' markers, by which series can also be distinguished in print without colour.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum MarkerShape {
-    /// Round.
+    /// Circle, whose radius is that of the marker.
     Circle,
     /// Square with horizontal sides.
     Square,
-    /// Square on its corner.
+    /// Square that rests on a corner.
     Diamond,
     TriangleUp,
     TriangleDown,
 }
 
-/// Returns the shape of series `index`.
+/// Returns the marker shape of the series with this index.
 pub fn series_shape(index: usize) -> MarkerShape {
     [MarkerShape::Circle, MarkerShape::Square, MarkerShape::TriangleUp, MarkerShape::Diamond, MarkerShape::TriangleDown]
         [index % 5]
 }
 
 impl MarkerShape {
-    /// Returns the corners around (0, 0) of a marker about `size` wide; none for a circle.
+    /// Returns the corners of a marker around (0, 0), about twice `radius` wide; none for a circle.
     pub fn corners(self, size: i32) -> Vec<(i32, i32)> {
         match self {
             Self::Circle => Vec::new(),
@@ -68,7 +68,7 @@ pub fn text_width(text: &str, size: u32) -> i32 {
     (text.chars().count() as f64 * f64::from(size) * 0.5).ceil() as i32
 }
 
-/// Returns `text` in lines of at most about `pixels`.
+/// Breaks `text` into lines of at most about `max_width` pixels.
 pub fn wrap_text(text: &str, size: u32, pixels: i32) -> Vec<String> {
     let mut lines: Vec<String> = Vec::new();
     for word in text.split_whitespace() {
@@ -83,7 +83,7 @@ pub fn wrap_text(text: &str, size: u32, pixels: i32) -> Vec<String> {
     lines
 }
 
-/// Returns [`wrap_text`] text in lines of similar length, without a single word in the last line.
+/// Breaks `text` like [`wrap_text`], but into lines of similar length, without a single word in the last line.
 pub fn balance_lines(text: &str, size: u32, pixels: i32) -> Vec<String> {
     let lines = wrap_text(text, size, pixels).len() as i32;
     let narrowest = text_width(text, size) / lines;

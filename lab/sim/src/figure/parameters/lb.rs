@@ -9,40 +9,40 @@ use crate::figure::job::{Job, ValueQuery};
 use crate::lb::Config;
 use crate::trace::TraceSource;
 
-/// Name of this kind in scenario files.
+/// Name of this kind of simulation in scenario files.
 pub const SIMULATION_KIND: &str = "lb";
 
-/// Distribution of cores over the servers' indirection tables.
+/// How cores are distributed over the servers' RSS indirection tables.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum IndirectionTables {
-    /// Every core has the same number of entries.
+    /// Every core has the same number of table entries.
     Balanced,
-    /// Every entry has an independent random core, as in CrossRSS.
+    /// Every table entry has an independent random core, as in CrossRSS.
     Independent,
 }
 
 parameters! {
     /// Parameters of `[lb]`, with the names of `coreward-lab sim lb --help`.
     pub struct LbParameters {
-        /// Policy that places connections.
+        /// Policy by which the load balancer assigns connections to servers.
         pub policy: String,
-        /// Traffic.
+        /// Source of the traffic.
         pub trace: ParsedText<TraceSource>,
-        /// Servers behind the load balancer.
+        /// Number of servers behind the load balancer.
         pub servers: u16,
         pub cores: u16,
-        /// Packets per second that a core serves; unlimited by default.
+        /// Number of packets per second that a core can serve; unlimited by default.
         pub core_capacity: f64,
-        /// Distribution of cores over the servers' indirection tables; default: `balanced`.
+        /// How cores are distributed over the servers' RSS indirection tables; default: `balanced`.
         pub indirection_tables: IndirectionTables,
-        /// Speed of the trace over the recorded one.
+        /// Replay speed relative to the recorded speed of the trace.
         pub replay_speed: f64,
-        /// Rack controllers between servers and controller; default: none.
+        /// Number of rack controllers between servers and controller; default: none.
         pub racks: u16,
-        /// Largest number of candidates that a rack sends per bucket.
+        /// Maximum number of candidates that a rack sends per bucket.
         pub rack_candidates: u8,
-        /// Time from the reports until their table is in force (ms).
+        /// Time from the reports until the table computed from them is in force (ms).
         pub table_delay_ms: u32,
     }
 }
@@ -59,8 +59,8 @@ impl LbParameters {
         Ok(with)
     }
 
-    /// Returns the run for a metric, and the query for its value. One run replays the traffic for all `policies`, and
-    /// for all seeds if they share the traffic.
+    /// Returns the run for a metric, and the query that selects its value. One run replays the traffic for all
+    /// `policies`, and for all seeds if they share the traffic.
     pub fn job(
         &self,
         measure: Metric,

@@ -28,31 +28,31 @@ pub enum ParameterError {
         kind: &'static str,
         parameter: &'static str,
     },
-    /// The kind does not have the swept parameter.
+    /// This kind of simulation does not have the swept parameter.
     #[error("`{}` cannot be swept in a simulation of kind `{kind}`{detail}", variant_name(swept))]
     NotSwept {
         /// Kind of simulation.
         kind: &'static str,
         swept: SweepAxis,
-        /// Further reason.
+        /// Further explanation, appended to the message.
         detail: &'static str,
     },
-    /// The parameter cannot have this value.
+    /// The swept parameter cannot have this value.
     #[error("`{}` cannot be {value}", variant_name(swept))]
     Value { swept: SweepAxis, value: f64 },
-    /// The kind does not measure the metric.
+    /// This kind of simulation does not measure the metric.
     #[error("a simulation of kind `{kind}` does not measure `{}`", variant_name(measure))]
     NotMeasured {
         /// Kind of simulation.
         kind: &'static str,
         measure: Metric,
     },
-    /// Error of the simulator.
+    /// The simulator rejected the configuration, with this message.
     #[error("{0}")]
     Rejected(String),
 }
 
-/// Returns the name of a variant in scenario files.
+/// Returns the name that an enum variant has in scenario files.
 fn variant_name(variant: &impl std::fmt::Debug) -> String {
     let name = format!("{variant:?}");
     let parts = name.char_indices().map(|(index, letter)| match letter {
@@ -62,7 +62,7 @@ fn variant_name(variant: &impl std::fmt::Debug) -> String {
     parts.collect()
 }
 
-/// Parameter written as text, as on the command line.
+/// Parameter that is parsed from text, as on the command line.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ParsedText<T>(pub T);
 
@@ -73,7 +73,7 @@ impl<'de, T: FromStr<Err: std::fmt::Display>> Deserialize<'de> for ParsedText<T>
     }
 }
 
-/// Parameter with a few possible words, as on the command line.
+/// Parameter that is one of a few named choices, as on the command line.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct NamedChoice<T>(pub T);
 
@@ -87,7 +87,7 @@ impl<'de, T: clap::ValueEnum> Deserialize<'de> for NamedChoice<T> {
     }
 }
 
-/// Defines a struct of optional fields that another one can override.
+/// Defines a struct of optional parameters, each of which another instance can override.
 macro_rules! parameters {
     ($(#[$about:meta])* pub struct $name:ident { $($(#[$field_about:meta])* pub $field:ident: $type:ty,)* }) => {
         $(#[$about])*
@@ -96,7 +96,7 @@ macro_rules! parameters {
         pub struct $name { $($(#[$field_about])* pub $field: Option<$type>,)* }
 
         impl $name {
-            /// Returns these parameters, overridden by those of `over`.
+            /// Returns these parameters, overridden by those that `over` has.
             pub fn overridden_by(&self, over: Option<&Self>) -> Self {
                 let Some(over) = over else { return self.clone() };
                 Self { $($field: over.$field.clone().or_else(|| self.$field.clone()),)* }
@@ -106,7 +106,7 @@ macro_rules! parameters {
 }
 use parameters;
 
-/// Returns `value` as an integer.
+/// Returns `value` as an integer. Fails when it has a fraction or does not fit into `T`.
 fn to_integer<T: TryFrom<u64>>(swept: SweepAxis, value: f64) -> Result<T, ParameterError> {
     let unfit = ParameterError::Value { swept, value };
     if value.fract() != 0.0 || !(0.0..1e15).contains(&value) {

@@ -6,23 +6,23 @@ use crate::figure::job::{Job, ValueQuery};
 use crate::path::{Config, ReportPhase};
 use crate::rpc::{Policy, ServiceTimeDistribution};
 
-/// Name of this kind in scenario files.
+/// Name of this kind of simulation in scenario files.
 pub const SIMULATION_KIND: &str = "path";
 
 parameters! {
     /// Parameters of `[path]`, with the names of `coreward-lab sim path --help`. Times without a unit are in short
     /// service times.
     pub struct PathParameters {
-        /// Policy of the load balancer.
+        /// Policy by which the load balancer assigns connections to servers.
         pub policy: String,
-        /// Policy inside the servers.
+        /// Policy by which a server assigns requests to its cores.
         pub dispatch: ParsedText<Policy>,
-        /// Servers behind the load balancer.
+        /// Number of servers behind the load balancer.
         pub servers: u16,
         pub cores: u16,
         /// Distribution of service times.
         pub service: ParsedText<ServiceTimeDistribution>,
-        /// Short service time (us).
+        /// Duration of the short service time (us).
         pub unit_us: f64,
         /// One-way latency between NIC and cores.
         pub latency: f64,
@@ -31,13 +31,13 @@ parameters! {
         pub requests_per_connection: f64,
         /// Mean time between two requests of a connection.
         pub request_gap: f64,
-        /// Interval of reports (ms).
+        /// Interval between two reports of a server (ms).
         pub report_ms: f64,
         /// Time at which agents read their core loads: `aligned` or `random`.
         pub report_phase: ReportPhase,
         /// Duration of the windows in which variance is measured (ms).
         pub window_ms: f64,
-        /// Duration of arrivals (s).
+        /// Time during which connections arrive (s).
         pub seconds: f64,
     }
 }
@@ -55,7 +55,7 @@ impl PathParameters {
         Ok(with)
     }
 
-    /// Returns the load of `requests_per_s` requests per second and server.
+    /// Returns the load, as a fraction of capacity, that `requests_per_s` requests per second put on each server.
     fn load_from_request_rate(&self, requests_per_s: f64) -> Result<f64, ParameterError> {
         let missing = |parameter| ParameterError::Missing { kind: SIMULATION_KIND, parameter };
         let mean = self.service.as_ref().ok_or(missing("service"))?.0.mean();
@@ -63,7 +63,7 @@ impl PathParameters {
         Ok(requests_per_s * service_us / 1e6 / f64::from(self.cores.ok_or(missing("cores"))?))
     }
 
-    /// Returns the run for a metric, and the query for its value.
+    /// Returns the run for a metric, and the query that selects its value.
     pub fn job(&self, measure: Metric, seed: u64) -> Result<Option<(Job, ValueQuery)>, ParameterError> {
         let missing = |parameter| ParameterError::Missing { kind: SIMULATION_KIND, parameter };
         if !matches!(measure, Metric::P99 | Metric::Mean | Metric::ServerVariancePct | Metric::CoreVariancePct) {

@@ -7,16 +7,16 @@ use crate::figure::axes::{Metric, SweepAxis};
 use crate::figure::job::{Job, ValueQuery};
 use crate::pcc::{Arrivals, Config, INDEX_BITS_MAX, LoadInfo, Method, TAG_BITS_MAX, Updates};
 
-/// Name of this kind in scenario files.
+/// Name of this kind of simulation in scenario files.
 pub const SIMULATION_KIND: &str = "pcc";
 
-/// Set of defaults of a scenario.
+/// Published experiment whose settings are the defaults of a scenario.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Experiment {
-    /// Cluster of Cheetah's simulations (NSDI'20, Sect. 2.1).
+    /// Cluster simulated in Cheetah's paper (NSDI'20, Sect. 2.1).
     CheetahSimulations,
-    /// Experiment of Cheetah's Figure 9 with its times of server changes; results are per second.
+    /// Experiment of Cheetah's Figure 9, with its times of server changes; results are per second.
     #[serde(rename = "cheetah-figure-9")]
     CheetahFigure9,
 }
@@ -24,7 +24,7 @@ pub enum Experiment {
 parameters! {
     /// Parameters of `[pcc]`, with the names of `coreward-lab sim pcc --help`.
     pub struct PccParameters {
-        /// Defaults of all other parameters.
+        /// Experiment that gives the defaults of all other parameters.
         pub experiment: Experiment,
         /// Method by which load balancers find a connection's server.
         pub method: ParsedText<Method>,
@@ -32,11 +32,11 @@ parameters! {
         pub servers: usize,
         /// Mean number of open connections.
         pub connections: f64,
-        /// Servers added or removed per minute.
+        /// Number of servers added or removed per minute.
         pub updates_per_minute: f64,
-        /// Load balancers added or removed per minute.
+        /// Number of load balancers added or removed per minute.
         pub lb_updates_per_minute: f64,
-        /// Load balancers behind equal-cost multi-path.
+        /// Number of load balancers behind an equal-cost multi-path router.
         pub load_balancers: usize,
         /// Duration of each run after its warm-up (minutes).
         pub minutes: f64,
@@ -62,7 +62,7 @@ impl PccParameters {
         Ok(with)
     }
 
-    /// Returns the run for a metric, and the query for its value. One run has all seeds.
+    /// Returns the run for a metric, and the query that selects its value. One run simulates all seeds.
     pub fn job(&self, measure: Metric, seed: u64, seeds: u64) -> Result<Option<(Job, ValueQuery)>, ParameterError> {
         let missing = |parameter| ParameterError::Missing { kind: SIMULATION_KIND, parameter };
         if !matches!(

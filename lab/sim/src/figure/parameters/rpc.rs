@@ -8,7 +8,7 @@ use crate::figure::job::{Job, ValueQuery};
 use crate::rpc::{self, Config, JbsrqOptions, PeakConfig, Policy, ServiceTimeDistribution};
 use coreward_model::dispatch::Lambda;
 
-/// Name of this kind in scenario files.
+/// Name of this kind of simulation in scenario files.
 pub const SIMULATION_KIND: &str = "rpc";
 
 parameters! {
@@ -23,22 +23,22 @@ parameters! {
         pub latency: f64,
         /// Offered load as a fraction of the cores' capacity.
         pub load: f64,
-        /// Number of requests of each run; the first tenth is warm-up.
+        /// Number of requests in each run; the first tenth is warm-up.
         pub requests: u64,
-        /// Number of connections of the requests.
+        /// Number of connections over which the requests are distributed.
         pub connections: NonZeroU32,
-        /// Duration of a window, for figures over time.
+        /// Duration of the windows that a figure over time shows.
         pub window: f64,
         /// Requests per short service time that a dispatcher in front of the cores can process; below this limit it
         /// adds no delay.
         pub dispatcher_limit: f64,
-        /// Bound on p99, for peak loads.
+        /// Upper bound of the p99 latency, for searches of a peak load.
         pub slo: f64,
-        /// Requests whose p99 the SLO bounds: `short` (default) or `all`.
+        /// Requests whose p99 latency the SLO bounds: `short` (default) or `all`.
         pub slo_of: NamedChoice<rpc::SloMetric>,
-        /// Service time in whose multiples the SLO is given: `short` (default) or `mean`.
+        /// Service time in multiples of which the SLO is given: `short` (default) or `mean`.
         pub slo_unit: NamedChoice<rpc::SloUnit>,
-        /// Number of bisections of a search for a peak load.
+        /// Number of bisection steps of a search for a peak load.
         pub steps: u32,
     }
 }
@@ -59,8 +59,8 @@ impl RpcParameters {
         Ok(with)
     }
 
-    /// Returns the run for a metric, and the query for its value. `None` if the offered load exceeds the policy's
-    /// capacity: latency is unbounded there, so the point is not drawn.
+    /// Returns the run for a metric, and the query that selects its value. `None` if the offered load exceeds the
+    /// policy's capacity: latency is unbounded there, so the point is not drawn.
     pub fn job(&self, measure: Metric, seed: u64) -> Result<Option<(Job, ValueQuery)>, ParameterError> {
         let missing = |parameter| ParameterError::Missing { kind: SIMULATION_KIND, parameter };
         let peak = matches!(measure, Metric::PeakLoad | Metric::PeakThroughput);
@@ -109,7 +109,7 @@ impl RpcParameters {
     }
 }
 
-/// Returns the throughput of a load, in requests per short service time.
+/// Returns the throughput of the cores at a load (requests per short service time).
 pub fn throughput(config: &Config, load: f64) -> f64 {
     load * f64::from(config.cores) / config.service.mean()
 }

@@ -27,7 +27,7 @@ fn check_seeds(scenario: &Scenario) -> Result<(), CheckError> {
     Err((scenario.seeds.span(), format!("{seeds} seeds: expected 1 to {MAX_SEEDS}")))
 }
 
-/// Returns the kinds of the scenario: rpc, lb, pcc, path.
+/// Returns the names of those of the kinds rpc, lb, pcc and path that are present.
 fn simulated_kinds(kinds: [bool; 4]) -> Vec<&'static str> {
     ["rpc", "lb", "pcc", "path"].into_iter().zip(kinds).filter_map(|(kind, there)| there.then_some(kind)).collect()
 }
@@ -126,7 +126,7 @@ fn check_axes(scenario: &Scenario) -> Result<(), CheckError> {
     Ok(())
 }
 
-/// Returns the panel with a name, or all panels without a name.
+/// Returns the panel with this title, or all panels if no title is given.
 fn find_panels<'a>(scenario: &'a Scenario, name: Option<&Spanned<String>>) -> Result<Vec<&'a Panel>, CheckError> {
     let Some(name) = name else { return Ok(scenario.panel.iter().collect()) };
     scenario.panel_named(Some(name.get_ref())).map(|panel| vec![panel]).ok_or_else(|| {
@@ -154,7 +154,7 @@ fn check_claims(scenario: &Scenario) -> Result<(), CheckError> {
 }
 
 impl Scenario {
-    /// Returns whether the scenario has all panels, series and points of the claim.
+    /// Returns whether the scenario has all panels, series and points that the claim uses.
     pub fn can_judge(&self, claim: &Assertion) -> bool {
         check_claim(self, claim).is_ok()
     }
@@ -196,7 +196,7 @@ fn check_quantity(scenario: &Scenario, claim: &Assertion, quantity: &Quantity) -
     check_point(scenario, claim, quantity.panel.as_ref(), quantity.at.as_ref())
 }
 
-/// Checks that the panels have the same metric, and that the point is simulated.
+/// Checks that all panels of the claim have the same metric, and that its point is simulated.
 fn check_point(
     scenario: &Scenario,
     claim: &Assertion,

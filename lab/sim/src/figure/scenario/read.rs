@@ -5,7 +5,7 @@ use coreward_config::{Diagnostic, Source};
 use super::{Scenario, check};
 
 impl Scenario {
-    /// Parses the scenario `text`; errors show `name`. An error names the invalid value and its position.
+    /// Parses the text of a scenario file. An error names the file, the invalid value and its position.
     pub fn parse(name: &str, text: &str) -> Result<Self, Diagnostic> {
         let source = Source::from_text(name, text);
         let scenario: Self = source.parse()?;

@@ -33,8 +33,8 @@ pub struct RingLeaderServer {
 const CALM_EPOCHS: u32 = 4;
 
 impl RingLeaderServer {
-    /// `cores`: number of cores; those above `allocation`'s serve no requests. `interval`: interval of the load
-    /// monitors' checks. `latency`: one-way latency of the interface.
+    /// Creates a server with `cores` cores, of which those beyond the number in `allocation` serve no requests. Load
+    /// monitors check every `interval`. `latency` is the one-way latency of the interface.
     pub fn new(
         mut server: PriorityNicServer,
         cores: u16,

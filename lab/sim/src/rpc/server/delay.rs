@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 
 use crate::rpc::ticks::{NEVER, Tick};
 
-/// Items in transit in one direction.
+/// One direction of an interface, which delivers items after a constant delay.
 #[derive(Debug)]
 pub struct DelayLine<T> {
     latency: Tick,
@@ -28,7 +28,7 @@ impl<T> DelayLine<T> {
         self.in_flight.front().map_or(NEVER, |(at, _)| *at)
     }
 
-    /// Returns the first item to arrive, with its arrival time.
+    /// Removes the first item to arrive, and returns it with its arrival time.
     #[inline]
     pub fn receive(&mut self) -> Option<(Tick, T)> {
         self.in_flight.pop_front()

@@ -12,12 +12,12 @@ use crate::rpc::ticks::Tick;
 pub struct GroupedFcfsDispatcher {
     latency: Tick,
     cores_each: u16,
-    /// Times from which each core is free, by group.
+    /// For each group, the times from which its cores are idle.
     idle_from: Vec<LeastTree<Tick>>,
 }
 
 impl GroupedFcfsDispatcher {
-    /// `latency`: one-way latency between NIC and cores.
+    /// Creates a dispatcher for idle cores; `latency` is the one-way latency between NIC and cores.
     pub fn new(groups: u16, cores_each: u16, latency: Tick) -> Self {
         Self { latency, cores_each, idle_from: vec![LeastTree::new(cores_each, 0); usize::from(groups)] }
     }

@@ -7,14 +7,14 @@ use coreward_model::dispatch::LeastTree;
 use super::{Cores, Request, Response};
 use crate::rpc::ticks::{NEVER, Tick};
 
-/// The order is fixed, so the end of a request is known when it is dispatched (Lindley's recursion, 1952): a request
-/// starts when it arrives at the core, or when the previous one ends. The only event per request is its response at the
-/// NIC.
+/// Cores with a fixed order, so the end of a request is known when it is dispatched (Lindley's recursion, 1952): a
+/// request starts when it arrives at the core, or when the previous one ends. The only event per request is its
+/// response at the NIC.
 #[derive(Debug)]
 pub struct FifoCores {
     latency: Tick,
     cores: Vec<Core>,
-    /// Time when the first response of each core reaches the NIC.
+    /// Time at which the next response of each core reaches the NIC.
     next_response: LeastTree<Tick>,
 }
 
@@ -27,14 +27,14 @@ struct Core {
 }
 
 impl FifoCores {
-    /// `latency`: one-way latency between NIC and cores.
+    /// Creates idle cores; `latency` is the one-way latency between NIC and cores.
     pub fn new(cores: u16, latency: Tick) -> Self {
         Self { latency, cores: vec![Core::default(); usize::from(cores)], next_response: LeastTree::new(cores, NEVER) }
     }
 }
 
 impl FifoCores {
-    /// Returns for each core the remaining time of the requests dispatched until `now`.
+    /// Returns for each core the remaining service time of the requests that were dispatched until `now`.
     pub fn backlog(&self, now: Tick) -> impl Iterator<Item = Tick> {
         self.cores.iter().map(move |core| core.idle_from.saturating_sub(now))
     }

@@ -33,16 +33,16 @@ use super::ticks::Tick;
 pub struct Request {
     /// Arrival time at the NIC.
     pub arrived_at: Tick,
-    /// Service time.
+    /// Service time of the request.
     pub work: Tick,
     pub hash: u32,
     /// RSS hash of the connection.
     pub flow_hash: u32,
-    /// Connection, if the policy uses it.
+    /// Number of the request's connection, if the policy uses it.
     pub connection: u32,
     /// Class of service time, as in [`super::ServiceTimeDistribution::class_times`].
     pub class: u8,
-    /// Service by priority; 0 is served first.
+    /// Service to which the request belongs, by priority: 0 is served first.
     pub service: u8,
 }
 
@@ -61,13 +61,13 @@ impl Request {
 /// Response that leaves the NIC.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Response {
-    /// Departure time.
+    /// Time at which the response leaves the NIC.
     pub departed_at: Tick,
     pub request: Request,
 }
 
 pub trait Sink {
-    /// Processes a response that leaves the NIC. Called in order of time.
+    /// Processes a response that leaves the NIC. Must be called in the order of departures.
     fn handle_response(&mut self, response: &Response);
 }
 
@@ -76,10 +76,10 @@ pub trait Server<S: Sink> {
     /// Processes all events up to and including the time `until`.
     fn advance(&mut self, until: Tick, sink: &mut S);
 
-    /// Adds a request. All events up to `request.arrived` must have been processed.
+    /// Adds a request. All events up to `request.arrived_at` must have been processed.
     fn offer(&mut self, request: Request);
 
-    /// Returns the number of requests whose responses have not left.
+    /// Returns the number of requests whose responses have not left the NIC yet.
     fn outstanding(&self) -> u64;
 
     /// Returns each core's busy time until `now`; all events up to `now` must have been processed.
@@ -88,7 +88,7 @@ pub trait Server<S: Sink> {
 
 /// Cores behind the NIC.
 pub trait Cores {
-    /// The NIC sends `request` to `core` at `now`.
+    /// Sends `request` from the NIC to `core` at `now`.
     fn dispatch(&mut self, now: Tick, core: u16, request: Request);
 
     /// Returns the time of the next event; [`super::ticks::NEVER`] without outstanding requests.
@@ -110,12 +110,12 @@ pub struct NicServer<D, C> {
 }
 
 impl<D: Dispatcher, C: Cores> NicServer<D, C> {
-    /// Creates a server with a queue at the NIC for each of `services`.
+    /// Creates a server with a queue at the NIC for each of `services` services.
     pub fn new(dispatcher: D, cores: C, services: u8) -> Self {
         Self { dispatcher, cores, waiting: vec![VecDeque::new(); usize::from(services)], outstanding: 0 }
     }
 
-    /// Sends the waiting requests that the dispatcher now allows.
+    /// Sends those waiting requests to cores that the dispatcher now allows.
     #[inline]
     fn release(&mut self, now: Tick) {
         while let Some(release) = self.dispatcher.release(now) {

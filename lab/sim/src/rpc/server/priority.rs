@@ -8,7 +8,7 @@ use super::Request;
 use super::queued::Discipline;
 use crate::rpc::ticks::Tick;
 
-/// Each core has a queue per service, serves the service of highest priority, and within it in order of arrival. A
+/// Cores with a queue per service. A core serves the service of highest priority, and within it in order of arrival. A
 /// running request yields only at the end of a quantum, and only to a higher priority; it continues later.
 #[derive(Debug)]
 pub struct PriorityCores {
@@ -20,10 +20,10 @@ pub struct PriorityCores {
 #[derive(Debug, Clone)]
 struct Core {
     running: Option<Job>,
-    /// Start of the service, after a switch.
+    /// Time at which the running job was started or continued, after a switch of the service.
     started_at: Tick,
     last_service: u8,
-    /// By service.
+    /// Waiting jobs of each service.
     queues: Vec<VecDeque<Job>>,
     /// Time of all requests that ran here, and of switches; includes the remaining time of the running request.
     busy_time: Tick,
@@ -36,8 +36,7 @@ struct Job {
 }
 
 impl PriorityCores {
-    /// `quantum`: service time after which a request can yield. `switch_cost`: time in which a core switches to another
-    /// service.
+    /// Creates idle cores. A request can yield after `quantum`; a switch to another service takes `switch_cost`.
     pub fn new(cores: u16, services: u8, quantum: Tick, switch_cost: Tick) -> Self {
         let core = Core {
             running: None,

@@ -18,7 +18,7 @@ pub trait Discipline {
     fn busy_times(&self, now: Tick) -> Vec<Tick>;
 }
 
-/// Cores behind the interface, with one timer each.
+/// Cores behind the interface, which serve requests in the order of a discipline. Each core has one timer.
 #[derive(Debug)]
 pub struct DisciplineCores<Q> {
     discipline: Q,
@@ -28,7 +28,7 @@ pub struct DisciplineCores<Q> {
 }
 
 impl<Q: Discipline> DisciplineCores<Q> {
-    /// `latency`: one-way latency between NIC and cores.
+    /// Creates idle cores; `latency` is the one-way latency between NIC and cores.
     pub fn new(cores: u16, latency: Tick, discipline: Q) -> Self {
         Self {
             discipline,

@@ -18,12 +18,12 @@ pub struct RebalancedServer {
     server: NicServer<BucketHash, FifoCores>,
     interval: Tick,
     next_regroup: Tick,
-    /// Work that arrived so far, by bucket.
+    /// Work of the requests that have arrived so far, by bucket.
     bucket_work: Vec<u64>,
 }
 
 impl RebalancedServer {
-    /// Creates a server that regroups every `interval` ticks.
+    /// Creates a server that regroups its buckets every `regroup_interval` ticks.
     pub fn new(server: NicServer<BucketHash, FifoCores>, interval: Tick) -> Self {
         let buckets = server.dispatcher.table().entry_count();
         Self { server, interval, next_regroup: interval, bucket_work: vec![0; buckets] }

@@ -21,10 +21,10 @@ pub struct ProcessorSharing {
     /// Virtual time at `updated_at`, in [`FIXED_POINT_ONE`]s of a tick.
     virtual_now: u128,
     updated_at: Tick,
-    /// Virtual time per tick.
+    /// Advance of the virtual time per tick, in [`FIXED_POINT_ONE`]s of a tick.
     rate: u128,
     next_end: Tick,
-    /// Number of the next job, which orders ties.
+    /// Number of the next job to arrive, which orders jobs with equal ends.
     arrival_number: u64,
     /// Busy time of all cores together until `updated_at`.
     busy_time: Tick,
@@ -54,7 +54,7 @@ impl PartialOrd for Job {
 }
 
 impl ProcessorSharing {
-    /// `latency`: one-way latency between NIC and cores.
+    /// Creates idle cores; `latency` is the one-way latency between NIC and cores.
     pub fn new(cores: u16, latency: Tick) -> Self {
         Self {
             cores: u64::from(cores),
@@ -80,7 +80,7 @@ impl ProcessorSharing {
         (now - self.updated_at) * self.cores.min(self.jobs.len() as u64)
     }
 
-    /// Updates the rate after a change of the number of jobs.
+    /// Updates the rate of virtual time and the next end after a change of the number of jobs.
     fn update_rate(&mut self) {
         let jobs = self.jobs.len() as u128;
         self.rate = if jobs <= u128::from(self.cores) {

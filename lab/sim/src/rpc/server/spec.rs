@@ -21,11 +21,11 @@ pub struct ServerSpec<'a> {
     pub policy: &'a Policy,
     /// Number of cores, at least 1.
     pub cores: u16,
-    /// Number of classes of service time.
+    /// Number of classes of service times.
     pub classes: u8,
     /// One-way latency between NIC and cores.
     pub latency: Tick,
-    /// Indirection table of the policies that use RSS.
+    /// Indirection table for policies that use RSS.
     pub indirection_table: &'a IndirectionTable,
 }
 
@@ -33,7 +33,7 @@ pub struct ServerSpec<'a> {
 pub trait ServerVisitor<S: Sink> {
     type Output;
 
-    /// Uses the server.
+    /// Uses the server, whose type is known at compile time.
     fn visit(self, server: impl Server<S> + 'static) -> Self::Output;
 }
 

@@ -8,8 +8,8 @@ use super::Request;
 use super::queued::Discipline;
 use crate::rpc::ticks::Tick;
 
-/// Each core serves its queue in order of arrival. An idle core steals a waiting request of another core; a stolen
-/// request takes `cost` longer.
+/// Cores that serve their own queues in order of arrival. An idle core steals a waiting request of another core; a
+/// stolen request takes `stealing_cost` longer.
 #[derive(Debug)]
 pub struct StealingCores {
     cost: Tick,
@@ -27,7 +27,7 @@ struct Core {
 }
 
 impl StealingCores {
-    /// `cost`: additional time of a stolen request.
+    /// Creates idle cores; a stolen request takes `stealing_cost` longer.
     pub fn new(cores: u16, cost: Tick) -> Self {
         Self { cost, policy: LongestQueueStealing::new(cores), cores: vec![Core::default(); usize::from(cores)] }
     }

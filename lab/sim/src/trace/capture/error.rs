@@ -1,12 +1,12 @@
 //! Errors of captures.
 
-/// Largest step back of time stamps (ns); such packets get the time of their predecessor. Several queues of a NIC are
-/// read in turn, so captures are slightly out of order.
+/// Maximum step back of a time stamp (ns); the packet then gets the time of the packet before. Several queues of a NIC
+/// are read in turn, so captures are slightly out of order.
 pub const REORDER_TOLERANCE_NS: u64 = 10_000_000;
 
 #[derive(Debug, thiserror::Error)]
 pub enum CaptureError {
-    /// Unknown format.
+    /// The file has an unknown format.
     #[error(
         "begins with {mark:02x?}: expected a capture (pcap or pcapng, perhaps compressed by gzip, xz or zstd) or an \
          arrival log of the demo"
@@ -17,12 +17,12 @@ pub enum CaptureError {
     Truncated {
         /// Number of the record, from 1.
         number: u64,
-        /// Number of packets before the record.
+        /// Number of packets that were read before the record.
         read: u64,
-        /// Time of the last packet (s).
+        /// Time of the last packet that was read, after the first one (s).
         last_s: f64,
     },
-    /// Invalid record.
+    /// A record claims to be longer than any valid record.
     #[error("packet {number} claims to have {bytes} bytes: expected at most {max_bytes}; the file is damaged there")]
     Damaged {
         /// Number of the record, from 1.
@@ -30,7 +30,7 @@ pub enum CaptureError {
         bytes: u64,
         max_bytes: u32,
     },
-    /// Invalid block of a pcapng file.
+    /// A block of a pcapng file is invalid.
     #[error("after packet {number} comes what is no pcapng block ({reason}): the file is damaged there")]
     Block {
         /// Number of packets before the block.
@@ -44,7 +44,7 @@ pub enum CaptureError {
         number: u64,
         error: std::io::Error,
     },
-    /// Unknown link layer.
+    /// The capture has an unknown link layer.
     #[error(
         "link type {0}: expected Ethernet (1), raw IP (12, 14, 101, 228, 229), Linux cooked (113, 276) or BSD loopback \
          (0)"
@@ -77,7 +77,7 @@ pub enum CaptureError {
         number: u64,
         /// Time of the packet (s since 1970).
         time_s: f64,
-        /// Latest time before the packet (s since 1970).
+        /// Latest time of the packets before (s since 1970).
         before_s: f64,
     },
 }

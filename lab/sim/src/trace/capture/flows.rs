@@ -43,7 +43,7 @@ pub struct FlowTracker {
     by_v4: HashMap<KeyV4, u32, FixedState>,
     by_v6: HashMap<KeyV6, u32, FixedState>,
     flows: Vec<Flow>,
-    /// Separate from `flows`, which every packet accesses.
+    /// Keys of the flows by flow number; separate from `flows`, which every packet accesses.
     keys: Vec<FlowKey>,
     free_numbers: Vec<u32>,
     idle_timeout_ns: u64,
@@ -63,7 +63,7 @@ impl FlowTracker {
         }
     }
 
-    /// Appends the packets with their flow numbers.
+    /// Assigns the packets of `records` to flows, and appends them to `batch`.
     pub fn assign_flows(&mut self, records: &RecordBatch, batch: &mut Batch) {
         for record in &records.packets {
             if record.time_ns >= self.next_sweep_ns {
@@ -144,7 +144,7 @@ impl FlowTracker {
         batch.packets.push(Packet { time_ns: record.time_ns, flow: number, bytes: record.bytes, event });
     }
 
-    /// Removes the flows that have ended.
+    /// Removes the flows that have ended until `now_ns`.
     fn sweep(&mut self, now_ns: u64, events: &mut Vec<Packet>) {
         for number in 0..self.flows.len() as u32 {
             let flow = self.flows[number as usize];
@@ -165,7 +165,7 @@ impl FlowTracker {
     }
 }
 
-/// Returns the tuple of the flow's sender as a client.
+/// Returns the 4-tuple of a flow, with its sender as the client.
 fn tuple(key: &FlowKey) -> FourTuple {
     let both_ports = |ports: u64| ((ports >> 24) as u16, (ports >> 8) as u16);
     match key {

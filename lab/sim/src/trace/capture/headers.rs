@@ -2,29 +2,29 @@
 
 use super::error::CaptureError;
 
-/// The addresses are IPv6.
+/// Flag of a packet whose addresses are IPv6.
 pub const FLAG_IPV6: u8 = 1;
-/// A TCP segment that opens a connection: SYN without ACK.
+/// Flag of a TCP segment that opens a connection: SYN without ACK.
 pub const FLAG_OPENS_CONNECTION: u8 = 2;
-/// A TCP segment with FIN or RST.
+/// Flag of a TCP segment with FIN or RST.
 pub const FLAG_ENDS_CONNECTION: u8 = 4;
 
 /// Link layer with IP: values of pcap's LINKTYPE_ registry (tcpdump.org/linktypes.html).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum LinkType {
-    /// 1
+    /// `LINKTYPE_ETHERNET` (1)
     Ethernet,
     /// `LINKTYPE_NULL` (0): the address family in the capturing host's byte order, then the IP packet
     Loopback,
-    /// 101, and on some systems 12 or 14: IPv4 or IPv6
+    /// `LINKTYPE_RAW` (101, on some systems 12 or 14): IPv4 or IPv6
     Raw,
-    /// 228
+    /// `LINKTYPE_IPV4` (228)
     Ipv4,
-    /// 229
+    /// `LINKTYPE_IPV6` (229)
     Ipv6,
-    /// 113: the "any" device
+    /// `LINKTYPE_LINUX_SLL` (113): the "any" device
     LinuxCooked,
-    /// 276
+    /// `LINKTYPE_LINUX_SLL2` (276): the newer format of the "any" device
     LinuxCooked2,
 }
 
@@ -57,7 +57,7 @@ impl LinkType {
         }
     }
 
-    /// Returns the end of the ports in an IPv4 packet without options (bytes).
+    /// Returns the captured length that just includes the ports of an IPv4 packet without options (bytes).
     pub fn min_snap_length(self) -> u32 {
         self.header_bytes() as u32 + 24
     }
@@ -73,14 +73,14 @@ pub enum SkipReason {
     Fragment,
     /// The captured bytes end before the ports.
     CutOff,
-    /// Contradictory lengths.
+    /// A header field is invalid, such as the version or the header length.
     Malformed,
-    /// pcapng block of a packet without a time.
+    /// The packet is in a pcapng block without a valid time stamp.
     NoTime,
 }
 
 impl SkipReason {
-    /// All reasons in order.
+    /// All reasons, in the order of their declaration.
     pub const ALL: [SkipReason; 6] = [
         SkipReason::NotIp,
         SkipReason::OtherProtocol,
@@ -116,11 +116,11 @@ pub enum Addresses {
 /// Fields of a packet that identify its flow.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ParsedHeaders {
-    /// Source and destination.
+    /// Source and destination address.
     pub addresses: Addresses,
-    /// Ports, the source in the upper half.
+    /// Source and destination port, the source in the upper half.
     pub ports: u32,
-    /// IP protocol: 6 or 17.
+    /// IP protocol: 6 (TCP) or 17 (UDP).
     pub protocol: u8,
     /// Combination of [`FLAG_OPENS_CONNECTION`] and [`FLAG_ENDS_CONNECTION`].
     pub flags: u8,
@@ -134,7 +134,7 @@ const ETHERTYPES_VLAN: [u16; 3] = [0x8100, 0x88a8, 0x9100];
 const TCP: u8 = 6;
 const UDP: u8 = 17;
 
-/// Returns the fields of a packet. Fails when the packet has no ports, or they were not captured.
+/// Returns the addresses, ports and flags of a packet. Fails when the packet has no ports, or they were not captured.
 #[inline]
 pub fn parse(link: LinkType, data: &[u8]) -> Result<ParsedHeaders, SkipReason> {
     match link {

@@ -12,7 +12,7 @@ use ruzstd::decoding::{BlockDecodingStrategy, FrameDecoder};
 use super::error::CaptureError;
 use crate::trace::TraceError;
 
-/// Format of a file by its first bytes.
+/// Format of a file, which its first bytes determine.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum FileFormat {
     Pcap,
@@ -23,11 +23,11 @@ pub enum FileFormat {
     Xz,
     /// Zstandard (RFC 8878).
     Zstd,
-    /// Other format.
+    /// Any other format.
     Unknown,
 }
 
-/// Length that contains every magic number (bytes).
+/// Length of the longest magic number (bytes).
 const MAGIC_BYTES: usize = 6;
 
 pub fn detect_format(mark: &[u8]) -> FileFormat {
@@ -47,7 +47,7 @@ pub fn detect_format(mark: &[u8]) -> FileFormat {
 /// Reader of the input, including the magic number that was read before.
 pub type Reader = Box<dyn Read + Send>;
 
-/// File of a known format.
+/// Opened file whose format is known.
 pub struct Input {
     /// Decompressed contents.
     pub reader: Reader,
@@ -99,7 +99,7 @@ struct ZstdReader {
 }
 
 impl ZstdReader {
-    /// Returns whether another frame follows, after any skippable ones.
+    /// Starts the next frame, after any skippable ones. Returns whether there is one.
     fn next_frame(&mut self) -> io::Result<bool> {
         loop {
             if io::BufRead::fill_buf(&mut self.source)?.is_empty() {

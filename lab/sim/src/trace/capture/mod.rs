@@ -31,7 +31,7 @@ use self::input::Input;
 pub use error::CaptureError;
 pub use input::FileFormat;
 
-/// Number of batches between the two threads.
+/// Number of batches that circulate between the two threads.
 const BATCH_COUNT: usize = 4;
 
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -47,7 +47,7 @@ impl Default for ReadOptions {
     }
 }
 
-/// Trace of a capture.
+/// Trace with the packets of a capture.
 pub struct CaptureTrace {
     filled: Receiver<RecordBatch>,
     empty: SyncSender<RecordBatch>,
@@ -58,7 +58,7 @@ pub struct CaptureTrace {
 }
 
 impl CaptureTrace {
-    /// Starts to read a capture; errors name `path`.
+    /// Starts to read a capture in another thread; errors name `path`.
     pub fn start(input: Input, path: &Path, options: ReadOptions) -> Self {
         let shown = path.display().to_string();
         let (fill, filled) = sync_channel(BATCH_COUNT);

@@ -10,18 +10,18 @@ use super::headers::LinkType;
 use super::input::Reader;
 use super::records::{Frame, FrameParser, StopReason};
 
-/// Bytes per read: they fit a core's second-level cache together with the parsed records.
+/// Number of bytes per read, which fit into a core's second-level cache together with the parsed records.
 const CHUNK_BYTES: usize = 512 * 1024;
 const FILE_HEADER_BYTES: usize = 24;
 const RECORD_HEADER_BYTES: usize = 16;
-/// Largest record, as in libpcap (MAXIMUM_SNAPLEN).
+/// Maximum size of a record (bytes), as in libpcap (MAXIMUM_SNAPLEN).
 const MAX_RECORD_BYTES: u32 = 262_144;
 
 /// Encoding of a file's numbers.
 #[derive(Clone, Copy)]
 struct Encoding {
     is_big_endian: bool,
-    /// Unit of the fraction of a second (ns).
+    /// Unit in which time stamps have the fraction of a second (ns).
     unit_ns: u64,
 }
 
@@ -32,7 +32,7 @@ impl Encoding {
     }
 }
 
-/// Reads a whole file. An error names the fault and its position.
+/// Reads a whole file and parses its frames. An error names the fault and its position.
 pub fn read(mut reader: Reader, out: &mut FrameParser) -> Result<(), StopReason> {
     let mut header = [0; FILE_HEADER_BYTES];
     read_all(&mut reader, &mut header, out)?;
@@ -65,7 +65,7 @@ fn parse_file_header(header: &[u8; FILE_HEADER_BYTES]) -> Result<(Encoding, Link
     Ok((encoding, LinkType::try_from(link)?))
 }
 
-/// Parses all complete records, and returns their length (bytes).
+/// Parses all complete records in `bytes`, and returns their total length (bytes).
 fn read_records(bytes: &[u8], encoding: Encoding, link: LinkType, out: &mut FrameParser) -> Result<usize, StopReason> {
     let mut used = 0;
     while let Some(header) = bytes[used..].first_chunk::<RECORD_HEADER_BYTES>() {

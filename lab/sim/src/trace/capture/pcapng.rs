@@ -10,7 +10,7 @@ use super::headers::{LinkType, SkipReason};
 use super::input::Reader;
 use super::records::{Frame, FrameParser, StopReason};
 
-/// Size of the library's initial buffer, and limit of a block (bytes).
+/// Initial size of the library's buffer, and maximum size of a block (bytes).
 const BUFFER_BYTES: usize = 1 << 20;
 const MAX_BLOCK_BYTES: usize = 1 << 25;
 
@@ -40,7 +40,7 @@ struct Interface {
     offset_s: i64,
 }
 
-/// Returns the resolution of the option if_tsresol: a power of 10, or of 2 if the uppermost bit is set (which the
+/// Returns the ticks per second of the option if_tsresol: a power of 10, or of 2 if the uppermost bit is set (which the
 /// library does not support). 10^38 is the largest supported value.
 fn ticks_per_s(if_tsresol: u8) -> i128 {
     let exponent = u32::from(if_tsresol & 0x7f);
@@ -48,7 +48,7 @@ fn ticks_per_s(if_tsresol: u8) -> i128 {
 }
 
 impl Interface {
-    /// Returns a time in ns since 1970; `None` when it is earlier, or more than 500 years later.
+    /// Converts a time stamp to ns since 1970; `None` when it is earlier, or more than 500 years later.
     fn time_ns(&self, high: u32, low: u32) -> Option<u64> {
         let ticks = i128::from(u64::from(high) << 32 | u64::from(low));
         let ns = ticks * 1_000_000_000 / self.ticks_per_s + i128::from(self.offset_s) * 1_000_000_000;
@@ -56,7 +56,7 @@ impl Interface {
     }
 }
 
-/// Reads a whole file. An error names the fault and its position.
+/// Reads a whole file and parses its frames. An error names the fault and its position.
 pub fn read(reader: Reader, out: &mut FrameParser) -> Result<(), StopReason> {
     let mut file = match PcapNGReader::new(BUFFER_BYTES, FullReads(reader)) {
         Ok(file) => file,

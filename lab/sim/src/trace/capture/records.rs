@@ -7,10 +7,10 @@ use super::headers::{self, Addresses, FLAG_IPV6, LinkType, ParsedHeaders, SkipRe
 
 const BATCH_PACKETS: usize = 32_768;
 
-/// Number of records with missing ports that is tolerated; more are tolerated if more records are complete.
+/// Number of records without ports that is tolerated while reading; more are tolerated if more records are complete.
 const MIN_TOLERATED_CUT_OFF: u64 = 100;
 
-/// Reason for the early end of reading.
+/// Reason why reading stopped before the end of the file.
 #[derive(Debug)]
 pub enum StopReason {
     /// The capture is invalid.
@@ -30,13 +30,13 @@ impl From<CaptureError> for StopReason {
 pub struct Record {
     /// Time after the first packet of the file (ns).
     pub time_ns: u64,
-    /// IPv4: source and destination; IPv6: position in [`RecordBatch::ipv6`].
+    /// IPv4: source and destination address; IPv6: index in [`RecordBatch::ipv6_addresses`].
     pub addresses: u64,
-    /// Source and destination port.
+    /// Source and destination port, the source in the upper half.
     pub ports: u32,
-    /// Length on the wire, as captured (bytes).
+    /// Length of the packet on the wire (bytes), at most 65,535.
     pub bytes: u16,
-    /// IP protocol: 6 or 17.
+    /// IP protocol: 6 (TCP) or 17 (UDP).
     pub protocol: u8,
     /// Flags such as [`FLAG_IPV6`].
     pub flags: u8,
@@ -47,7 +47,7 @@ pub struct Record {
 pub struct RecordBatch {
     /// Parsed packets.
     pub packets: Vec<Record>,
-    /// Source and destination of IPv6 packets.
+    /// Source and destination addresses of the IPv6 packets.
     pub ipv6: Vec<[u8; 32]>,
     /// Number of skipped packets by reason.
     skipped: [u64; SkipReason::COUNT],
@@ -56,7 +56,7 @@ pub struct RecordBatch {
 }
 
 impl RecordBatch {
-    /// Returns the numbers of skipped packets by reason.
+    /// Returns the numbers of skipped packets, by the reasons that occurred.
     pub fn skipped(&self) -> impl Iterator<Item = (&'static str, u64)> {
         SkipReason::ALL
             .into_iter()
@@ -73,22 +73,22 @@ impl RecordBatch {
     }
 }
 
-/// Packet of a file.
+/// Packet of a capture file.
 pub struct Frame<'a> {
-    /// Time (ns since 1970).
+    /// Time stamp (ns since 1970).
     pub time_ns: u64,
     pub length: u32,
     pub data: &'a [u8],
 }
 
-/// Parser of frames, which sends batches of records.
+/// Parser of frames, which sends batches of records to another thread.
 pub struct FrameParser {
     filled: SyncSender<RecordBatch>,
     emptied: Receiver<RecordBatch>,
     records: RecordBatch,
     first_ns: Option<u64>,
     latest_ns: u64,
-    /// Number of packets of the file so far.
+    /// Number of packets that have been read from the file.
     packet_count: u64,
     recorded_count: u64,
     cut_off_count: u64,
@@ -138,7 +138,7 @@ impl FrameParser {
         self.records.skipped[reason as usize] += 1;
     }
 
-    /// Returns the time after the first packet; never less than the previous one.
+    /// Returns the time after the first packet, at least that of the packet before. Fails when it is too far back.
     #[inline]
     fn ordered_time_ns(&mut self, time_ns: u64) -> Result<u64, StopReason> {
         let first_ns = *self.first_ns.get_or_insert(time_ns);

@@ -8,7 +8,7 @@ use coreward_model::FourTuple;
 
 use crate::trace::{Batch, FlowEvent, Trace};
 
-/// Length of Ethernet, IPv4 and TCP headers without options (bytes).
+/// Total length of Ethernet, IPv4 and TCP headers without options (bytes).
 const HEADERS_BYTES: usize = 54;
 
 /// Writes a classic capture of all packets, as TCP over IPv4 over Ethernet, with SYN on a flow's first packet and FIN
